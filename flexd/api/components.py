@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexd import __version__
 from flexd.api.daemon import ConfigReport, snapshot_status, state_status
-from flexd.api.migration import MigrationReport, migration_counts, migration_effect, migration_report
+from flexd.api.migration import migration_counts
 from flexd.api.placement import drift_status, placement_status, prices_status
 from flexd.api.plan import plan_report
 from flexd.api.planning import planning_status
@@ -17,7 +17,6 @@ from flexd.api.stream import stream_status
 from flexd.api.table import HotRowPage, TableOrder, TablePage, hot_row_page, sketch_status, table_page
 from flexd.api.throttle import throttle_status
 from flexd.api.training import MAX_PLAN_MARKS, Timeline, slow_memory_status, timeline, training_status
-from flexd.operations.effects import effect_of
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from flexd.ingest import Ingestor
     from flexd.operations.autoplan import AutoPlanner
     from flexd.operations.drift import DriftMonitor
-    from flexd.operations.executions import Execution
+    from flexd.operations.effects import EffectRecorder
     from flexd.operations.history import MigrationHistory
     from flexd.operations.planning import Planning
     from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
@@ -57,11 +56,12 @@ class Components:
     history: MigrationHistory
     snapshots: SnapshotStore
     slow_memory: SlowMemoryMonitor
+    effects: EffectRecorder
 
     def status(self, base: Status) -> Status:
         """Return ``base`` with the state of every component."""
         ingest, control, planning = self.ingestor.stats(), self.coordinator.status(), self.planning
-        last, execution = planning.last_plan, planning.executions.last
+        last, migration = planning.last_plan, planning.executions.last
         placement, live = self.coordinator.placement(), self.coordinator.live()
         return base.model_copy(
             update={
@@ -90,7 +90,7 @@ class Components:
                 else plan_report(
                     last, planning.last_live, None if planning.affinity is None else planning.affinity.outlook
                 ),
-                "migration": None if execution is None else self._migration(execution),
+                "migration": None if migration is None else self.effects.add_to(migration.report()),
                 "migrations": migration_counts(planning.executions, control.illegal_transitions, self.history.snapshot),
                 "planning": planning_status(planning, self.auto),
                 "throttle": throttle_status(self.throttle),
@@ -98,11 +98,6 @@ class Components:
                 "state": state_status(self.ingestor),
             }
         )
-
-    def _migration(self, execution: Execution) -> MigrationReport:
-        migration = execution.migration
-        measured = replace(migration.record, effect=effect_of(migration, self.training.step_times))
-        return migration_report(execution).model_copy(update={"effect": migration_effect(measured)})
 
     def config(self) -> ConfigReport:
         return ConfigReport(version=__version__, config=self.settings.document())

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from flexd.api.base import CommandRequest, Reason, RequestBody
-from flexd.api.migration import MigrationReport
 from flexd.api.plan import PlanReport
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.model import Model
-
-if TYPE_CHECKING:
-    from flexd.operations.executions import RollbackPlan
-
 
 WaitSeconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
 
@@ -50,7 +46,7 @@ class ReplanResult(Model):
     still running at the end of the wait; it goes on."""
     plan: PlanReport | None = None
     """The plan."""
-    migration: MigrationReport | None = None
+    migration: MigrationRecord | None = None
     """Its migration, if anything moves."""
     placement_version: int = 0
     """The version that every rank has agreed on."""
@@ -84,9 +80,9 @@ class AbortResult(Model):
     """``stopped``: at a chunk, and no chunk is in flight. ``rolled_back``: stopped, and every rank has the placement
     that it started from. ``ended``: it ended before it could be stopped. ``accepted``, ``timed_out``: still stopping
     or rolling back, which goes on. ``rollback_failed``: stopped, but its rollback ended before all was applied."""
-    migration: MigrationReport
+    migration: MigrationRecord
     """The migration, and where it stopped."""
-    rollback: MigrationReport | None = None
+    rollback: MigrationRecord | None = None
     """The rollback, if one was requested."""
     placement_version: int = 0
     """The version that every rank has agreed on."""
@@ -110,22 +106,10 @@ class RollbackPreview(Model):
 class AbortPreview(Model):
     """The effect that an abort would have now."""
 
-    migration: MigrationReport
+    migration: MigrationRecord
     """The migration that would stop after the chunks pushed so far; for a rollback alone, the one that ended with an
     earlier daemon."""
-    rows_pushed: int = 0
-    """Rows of these chunks, which every rank will have by then."""
     waiting: tuple[str, ...] = ()
     """Ids of migrations behind it that would not be started."""
     rollback: RollbackPreview | None = None
     """The rollback, if one was requested."""
-
-
-def rollback_preview(rollback_plan: RollbackPlan) -> RollbackPreview:
-    """Return what a rollback would move."""
-    delta = rollback_plan.delta
-    promotions = int((delta.new_tiers > delta.old_tiers).sum())
-    return RollbackPreview(
-        to_version=rollback_plan.to_version, promotions=promotions, demotions=len(delta) - promotions,
-        bytes=rollback_plan.bytes_to_copy,
-    )  # fmt: skip

@@ -15,7 +15,7 @@ from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core.errors import FlexdError
 from flexd.operations.decisions import DecisionFile, Pause, ThrottleOverride
-from flexd.operations.history import ActionKind, ActionRecord, MigrationHistory
+from flexd.operations.history import ActionKind, MigrationHistory
 from flexd.operations.triggers import DAEMON_ACTOR
 
 logger = logging.getLogger("flexd")
@@ -158,7 +158,7 @@ class OperatorCommands:
         who = who or ANONYMOUS
         words = "; ".join(each for each in (reason, detail) if each)
         logger.info("%s by %s: %s", kind, who, words or "no reason given")
-        self._history.record_action(ActionRecord.of(self._wall_clock(), kind, who, reason, detail))
+        self._history.record_action(kind, who, reason, detail)
 
     def _drop_superseded_throttle(self) -> None:
         throttle = self._decisions.current.throttle

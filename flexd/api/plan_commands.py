@@ -8,16 +8,15 @@ from collections.abc import Mapping
 
 from flexd.api.execution import ReplanOutcome, ReplanResult
 from flexd.api.explanation import Explanation, explanation
-from flexd.api.migration import migration_report
 from flexd.api.operator_commands import OperatorCommands
 from flexd.api.plan import PlanReport, UserNodePage, proposal_report, user_node_page
 from flexd.api.planning import ProposalList, proposal_list
 from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError
 from flexd.core.keyspace import KeySpace
 from flexd.operations.autoplan import AutoPlanner
-from flexd.operations.executions import Execution
 from flexd.operations.planning import Planning
 from flexd.operations.proposals import Proposal
 from flexd.operations.triggers import Trigger, TriggerKind
@@ -112,8 +111,8 @@ class PlanCommands:
         """
         self._check_running()
         proposal = self._planning.propose(_manual_trigger(reason, who), force=force)
-        execution = self._planning.execute(proposal, force=force)
-        return self._report(proposal, execution, wait_seconds)
+        migration = self._planning.execute(proposal, force=force)
+        return self._report(proposal, migration, wait_seconds)
 
     def apply(
         self, plan_id: str, reason: str, wait_seconds: float, *, force: bool = False, who: str = ""
@@ -125,8 +124,8 @@ class PlanCommands:
             ApiError: no plan of that id is kept (404), paused (409), or shutting down (503).
         """
         self._check_running()
-        proposal, execution = self._planning.apply(plan_id, _manual_trigger(reason, who), force=force)
-        return self._report(proposal, execution, wait_seconds)
+        proposal, migration = self._planning.apply(plan_id, _manual_trigger(reason, who), force=force)
+        return self._report(proposal, migration, wait_seconds)
 
     def _check_running(self) -> None:
         if self._stopping.is_set():
@@ -135,23 +134,23 @@ class PlanCommands:
         if paused is not None:
             raise ApiError(f"paused: {paused}", status=409, remedy="flexd resume")
 
-    def _report(self, proposal: Proposal, execution: Execution | None, wait_seconds: float) -> ReplanResult:
+    def _report(self, proposal: Proposal, migration: Migration | None, wait_seconds: float) -> ReplanResult:
         self._auto.record_manual_plan(executed=True)
-        if execution is not None:
-            record = execution.migration.record
+        if migration is not None:
+            record = migration.record
             self._operator.record_override(record.who, record.reason, proposal.plan.plan_id, record.overridden_gates)
         report = proposal_report(proposal)
-        if execution is None and len(proposal.plan.delta):
+        if migration is None and len(proposal.plan.delta):
             return self._result("withheld", report, f"{proposal.withheld}: nothing is moved")
-        if execution is None:
+        if migration is None:
             return self._result("unchanged", report, "the live placement is as good as the plan: nothing to move")
         deadline = time.monotonic() + wait_seconds
-        while time.monotonic() < deadline and not execution.migration.done and not self._stopping.is_set():
-            execution.migration.wait(min(0.5, deadline - time.monotonic()))
-        state = execution.migration.state
+        while time.monotonic() < deadline and not migration.done and not self._stopping.is_set():
+            migration.wait(min(0.5, deadline - time.monotonic()))
+        state = migration.state
         outcome = _OUTCOMES.get(state, "timed_out" if wait_seconds > 0 else "accepted")
         result = self._result(outcome, report, f"{len(proposal.plan.delta)} rows: migration {state.value}")
-        return result.model_copy(update={"migration": migration_report(execution)})
+        return result.model_copy(update={"migration": migration.report()})
 
     def _result(self, outcome: ReplanOutcome, plan: PlanReport, message: str) -> ReplanResult:
         version = self._coordinator.placement().version

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from flexd.control.daemon.migration_record import VerificationReport
 from flexd.core.families import counter, gauge, summary, with_zeros
 from flexd.core.model import DETAIL, FiniteOrNone, Model
 
@@ -15,34 +16,6 @@ if TYPE_CHECKING:
     from flexd.operations.planning import Planning
     from flexd.operations.proposals import Gate, Proposal
     from flexd.operations.verification import Verifier
-
-
-VerificationStateName = Literal["running", "faster", "slower", "same", "undecided", "interrupted"]
-
-
-class VerificationReport(Model):
-    """The verification of one migration: its step time with and without the copies of the plan."""
-
-    migration_id: str
-    """The migration of the plan."""
-    state: VerificationStateName
-    """``running``, the verdict, or ``interrupted``."""
-    change: FiniteOrNone = None
-    """Measured change of the step time by the copies, as a share; below 0 is faster. Null before the first pair."""
-    low: FiniteOrNone = None
-    """Lower end of its confidence interval; null while there are too few pairs."""
-    high: FiniteOrNone = None
-    """Upper end of its confidence interval; null while there are too few pairs."""
-    pairs: int = 0
-    """Pairs of blocks measured."""
-    part: float = 1.0
-    """Measured share of the rows that the plan promoted."""
-    steps: int = 0
-    """Training steps used."""
-    rolled_back: bool = False
-    """True if the plan was rolled back."""
-    words: str = ""
-    """Progress or result."""
 
 
 class VerificationStatus(Model):
@@ -77,11 +50,10 @@ def verification_status(verifier: Verifier | None) -> VerificationStatus:
 
     if verifier is None:
         return VerificationStatus()
-    newest = verifier.newest
     ended = (state.value for state in VerificationState if state is not VerificationState.RUNNING)
     return VerificationStatus(
         enabled=verifier.settings.enabled,
-        newest=None if newest is None else VerificationReport.from_object(newest),
+        newest=verifier.newest,
         ended=with_zeros(ended, verifier.ended),
         held=verifier.held.reasons(),
     )

@@ -19,7 +19,7 @@ from flexd.api.execution import (
     ReplanResult,
 )
 from flexd.api.explanation import ExplainRequest, Explanation
-from flexd.api.migration import MigrationDetail, MigrationList, MigrationsRequest
+from flexd.api.migration import MigrationList, MigrationsRequest
 from flexd.api.plan import PlanReport, UserNodePage, UsersRequest
 from flexd.api.planning import ProposalList
 from flexd.api.rank import RankPage
@@ -27,6 +27,7 @@ from flexd.api.status import Status
 from flexd.api.table import HotRowPage, PageRequest, RowsRequest, TablePage, TablesRequest
 from flexd.api.throttle import ThrottleRequest, ThrottleStatus
 from flexd.api.training import Timeline
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.model import Model
 
 Answer = TypeVar("Answer", bound=Model)
@@ -159,7 +160,7 @@ MIGRATIONS = Route(
     "The migrations of this daemon and of those before it, the newest first.", MigrationsRequest,
 )  # fmt: skip
 MIGRATION = Route(
-    "GET", "/v1/migrations/{migration_id}", MigrationDetail, "migrations.migration",
+    "GET", "/v1/migrations/{migration_id}", MigrationRecord, "migrations.migration",
     "One migration with every change of its state; ``latest`` is the newest.", missing="No such migration is kept.",
 )  # fmt: skip
 PREVIEW_ABORT = Route(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from flexd.api.daemon import ConfigStatus, DecisionsStatus, SnapshotStatus, StateStatus, ThreadsStatus
-from flexd.api.migration import MigrationCounts, MigrationReport
+from flexd.api.migration import MigrationCounts
 from flexd.api.placement import DriftStatus, PlacementStatus, PricesStatus
 from flexd.api.plan import PlanReport
 from flexd.api.planning import PlanningStatus
@@ -15,6 +15,7 @@ from flexd.api.stream import StreamStatus
 from flexd.api.table import SketchStatus
 from flexd.api.throttle import ThrottleStatus
 from flexd.api.training import SlowMemoryStatus, TrainingStatus
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.families import gauge, info
 from flexd.core.model import ALWAYS, HIDDEN, Model, Show
 
@@ -71,7 +72,7 @@ class Status(Model):
     """What steps have shown of the curves that price plans."""
     last_plan: Annotated[PlanReport | None, Show(brief=True)] = None
     """The newest plan that was made."""
-    migration: Annotated[MigrationReport | None, Show(brief=True)] = None
+    migration: Annotated[MigrationRecord | None, Show(brief=True)] = None
     """The migration in flight, or the newest one."""
     migrations: Annotated[MigrationCounts, Show(brief=True)] = MigrationCounts()
     """All migrations since the daemon started."""
@@ -108,7 +109,7 @@ class Status(Model):
     def metrics(self) -> Iterator[Metric]:
         """Yield the metric families of the whole daemon but those of single ranks; NaN before a plan or migration."""
         plan = self.last_plan or PlanReport(plan_id="")
-        migration = self.migration or MigrationReport(migration_id="", plan_id="", state="COMMITTED")
+        migration = self.migration or MigrationRecord(migration_id="")
         return Model.metrics(self.model_copy(update={"last_plan": plan, "migration": migration}))
 
 

@@ -9,12 +9,12 @@ from pydantic import Field
 
 from flexd.api.base import RowsByTier
 from flexd.api.placement import by_metric_tier
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.families import MAX_LABEL_VALUES, by_table, counter, gauge, summary, with_zeros
 from flexd.core.mistakes import MistakeKind
 from flexd.core.model import HIDDEN, FiniteOrNone, Model
 
 if TYPE_CHECKING:
-    from flexd.control.daemon.migration_record import MigrationRecord
     from flexd.core.keyspace import TableSpec
     from flexd.core.layout import RankLayout
     from flexd.operations.phase_averages import PhaseAverages
@@ -298,25 +298,6 @@ class TrafficSample(Model):
     """Wall time of a step, the mean of all ranks."""
 
 
-class PlanMark(Model):
-    """A plan that moved rows."""
-
-    plan_id: str
-    """Id of the plan."""
-    reason: str = ""
-    """Reason of its trigger."""
-    created_unix_seconds: float = 0.0
-    """When it was made."""
-    state: str = ""
-    """Final state of its migration."""
-    promotions: int = 0
-    """Rows that got more copies."""
-    demotions: int = 0
-    """Rows that lost copies."""
-    rows_applied: int = 0
-    """Rows whose tier every rank has changed."""
-
-
 class Timeline(Model):
     """The newest samples and plans, oldest first."""
 
@@ -324,8 +305,8 @@ class Timeline(Model):
     """Length of each sample."""
     samples: tuple[TrafficSample, ...] = ()
     """Samples of the last half hour; intervals without a report are left out."""
-    plans: tuple[PlanMark, ...] = ()
-    """The newest plans that moved rows."""
+    plans: tuple[MigrationRecord, ...] = ()
+    """The newest migrations that moved rows."""
 
 
 def timeline(
@@ -347,7 +328,7 @@ def timeline(
     return Timeline(
         interval_seconds=INTERVAL_SECONDS,
         samples=tuple(_sample(interval, INTERVAL_SECONDS, share, row_bytes) for interval in intervals),
-        plans=tuple(PlanMark.from_object(plan, state=plan.state.value) for plan in reversed(plans)),
+        plans=tuple(plan.model_copy(update={"transitions": ()}) for plan in reversed(plans)),
     )
 
 

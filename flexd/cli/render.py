@@ -150,10 +150,14 @@ def _heading(name: str) -> str:
 
 def _shown(value: BaseModel, *, always: bool = False) -> Iterator[tuple[str, Any, Show]]:
     """Yield (name, value, how it is shown) of the fields that say something: empty ones and defaults do not."""
-    for name, field in type(value).model_fields.items():
-        show = next((each for each in field.metadata if isinstance(each, Show)), _PLAIN)
+    kind = type(value)
+    fields = {name: (field.metadata, field.default) for name, field in kind.model_fields.items()}
+    for name, computed in kind.model_computed_fields.items():
+        fields[name] = (getattr(computed.return_type, "__metadata__", []), None)
+    for name, (metadata, default) in fields.items():
+        show = next((each for each in metadata if isinstance(each, Show)), _PLAIN)
         item = getattr(value, name)
-        if not show.hidden and (always or show.always or (_says(item) and item != field.default)):
+        if not show.hidden and (always or show.always or (_says(item) and item != default)):
             yield name, item, show
 
 

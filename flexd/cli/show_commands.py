@@ -80,7 +80,7 @@ def get(
     Example: flexd get history --state aborted
     """
     route, given = LISTS[kind], {"table": table, "limit": limit, "offset": offset, "order": order}
-    given["state"] = None if state is None else state.upper()
+    given["state"] = None if state is None else state.lower()
     fields = {name: value for name, value in given.items() if value is not None}
     for name in fields:
         if route.request is None or name not in route.request.model_fields:

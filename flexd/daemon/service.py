@@ -128,7 +128,7 @@ class Daemon(DaemonLoop):
         throttle = Throttle(ThrottleLimits(**config.control.throttle.model_dump()))
         self._small_state = StateFile(state / NAME)
         self._history = MigrationHistory(self._small_state, KEEP_MIGRATIONS, supervisor=supervisor)
-        self._effects = EffectRecorder(self._training.step_times, self._history.record_effect)
+        self._effects = EffectRecorder(self._training.step_times, self._history.record_saving)
         self._coordinator = Coordinator(
             control, keyspace, self._journal, self._take_report, self._on_event, tap, throttle,
             on_migration=self._record_migration, supervisor=supervisor,
@@ -157,7 +157,7 @@ class Daemon(DaemonLoop):
         )
         self.inspect = Components(
             config, keyspace, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
-            self._auto, throttle, self._history, self._snapshots, self._slow_memory,
+            self._auto, throttle, self._history, self._snapshots, self._slow_memory, self._effects,
         )  # fmt: skip
         self._server = DaemonServer(self, Metrics(self), config.server, supervisor) if self._serves else None
         self._stopping = threading.Event()

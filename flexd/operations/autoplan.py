@@ -128,8 +128,7 @@ class AutoPlanner:
                 return
         if self.verifier is not None and self.verifier.tick(live):
             return
-        last = self._planning.executions.last
-        self.hold_off.observe(None if last is None else last.migration, time.monotonic())
+        self.hold_off.observe(self._planning.executions.last, time.monotonic())
         if self.hold_off.seconds(time.monotonic(), live.generation):
             return
         due = self.triggers.due(time.monotonic(), time.time(), live.generation, self._drift.pop_reason)

@@ -1,4 +1,4 @@
-"""The effect of migrations: the saving that a plan predicted, beside the steps before and after its migration."""
+"""The saving of migrations as the steps before and after them differ."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable
 
 from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import EffectRecord
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.migration_states import TransitionEvent
-from flexd.operations.step_times import StepSeconds, StepTimes
+from flexd.operations.step_times import StepTimes
 
 
 class EffectRecorder:
-    """Records the effect of each migration before the next one changes the placement. Thread-safe.
+    """Records the measured saving of each migration before the next one changes the placement. Thread-safe.
 
     A migration that pushes no chunk leaves the placement as it is, and the one before it goes on being measured.
 
     Args:
         times: step times of the present topology generation.
-        record: receives migration and effect; must not block.
+        record: receives the record of the migration; must not block.
     """
 
-    def __init__(self, times: StepTimes, record: Callable[[str, EffectRecord], None]) -> None:
+    def __init__(self, times: StepTimes, record: Callable[[MigrationRecord], None]) -> None:
         self._times = times
         self._record = record
         self._lock = threading.Lock()
@@ -32,7 +32,7 @@ class EffectRecorder:
         self._started: Migration | None = None
 
     def on_migration(self, event: MigrationEvent) -> None:
-        """Record the effect of the migration before one that starts."""
+        """Record the saving of the migration before one that starts."""
         if event.transition is None or event.transition.event is not TransitionEvent.START:
             return
         self.store()
@@ -40,39 +40,35 @@ class EffectRecorder:
             self._measured, self._started = self._newest(), event.migration
 
     def end_generation(self) -> None:
-        """Record the effect of the newest migration: other ranks train from now on, and their steps do not count."""
+        """Record the saving of the newest migration: other ranks train from now on, and their steps do not count."""
         self.store()
         with self._lock:
             self._measured = self._started = None
 
     def store(self) -> None:
-        """Record the effect of the newest migration, if any of it is measured."""
-        found = self.newest()
-        if found is not None and (found[1].before_steps or found[1].after_steps):
-            self._record(*found)
-
-    def newest(self) -> tuple[str, EffectRecord] | None:
-        """Return id and effect of the newest migration that pushed a chunk, as of now; None without one."""
+        """Record the saving of the newest migration, if it is measured."""
         with self._lock:
             migration = self._newest()
-        return None if migration is None else (migration.migration_id, effect_of(migration, self._times))
+        measured = None if migration is None else self.add_to(migration.record)
+        if measured is not None and measured.measured_saving_seconds is not None:
+            self._record(measured)
+
+    def add_to(self, record: MigrationRecord) -> MigrationRecord:
+        """Return the record with its saving as measured by now, if it is of the newest migration that moved rows."""
+        with self._lock:
+            newest = self._newest()
+        if newest is None or newest.migration_id != record.migration_id or not newest.done:
+            return record
+        before, after = (self._times.at_version(at) for at in (record.base_version, record.last_version))
+        if before is None or after is None:
+            return record
+        error = math.hypot(before[1], after[1])
+        saving = {
+            "measured_saving_seconds": before[0] - after[0],
+            "measured_error_seconds": error if math.isfinite(error) else None,
+        }
+        return record.model_copy(update=saving)
 
     def _newest(self) -> Migration | None:
         started = self._started
         return started if started is not None and started.record.chunks_pushed else self._measured
-
-
-def effect_of(migration: Migration, times: StepTimes) -> EffectRecord:
-    """Return the step times at the first and the last placement version of a migration."""
-    record = migration.record
-    if record.chunks_pushed == 0:
-        return EffectRecord()
-    after = times.at_version(record.last_version) if migration.done else None
-    return EffectRecord(*_measured(times.at_version(record.base_version)), *_measured(after))
-
-
-def _measured(steps: StepSeconds | None) -> tuple[float | None, float | None, int]:
-    if steps is None:
-        return None, None, 0
-    error = steps.error_seconds
-    return steps.mean_seconds, error if math.isfinite(error) else None, steps.steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,61 +28,6 @@ ROLLBACK = ".rollback"
 _KEPT_OPEN = 64
 
 
-@dataclass(frozen=True)
-class Execution:
-    """A migration with its plan.
-
-    Attributes:
-        plan: the plan that it executes; None for a rollback.
-    """
-
-    plan: Plan | None
-    migration: Migration
-
-
-@dataclass(frozen=True)
-class Abort:
-    """Result of an abort.
-
-    Attributes:
-        stopped: the migration that was running, or else the newest waiting one.
-        rollback: the rollback, if one was requested.
-    """
-
-    stopped: Execution
-    rollback: Execution | None
-
-
-@dataclass(frozen=True)
-class RollbackPlan:
-    """The rows that a rollback would move if it started now.
-
-    Attributes:
-        to_version: version of the placement that it would restore.
-        delta: difference to the placement that all ranks have.
-        bytes_to_copy: row values and optimizer state of the rows that it promotes, each once.
-    """
-
-    to_version: int
-    delta: Delta
-    bytes_to_copy: int
-
-
-@dataclass(frozen=True)
-class AbortPreview:
-    """The effect that an abort would have now.
-
-    Attributes:
-        stopped: the running migration, or else the newest waiting one.
-        waiting: the other unfinished migrations, oldest first.
-        rollback_plan: the rollback, if one is requested and ranks are present.
-    """
-
-    stopped: Execution
-    waiting: tuple[Execution, ...]
-    rollback_plan: RollbackPlan | None
-
-
 class Executions:
     """Starts and stops migrations. Thread-safe.
 
@@ -90,7 +35,7 @@ class Executions:
         live_plan_id: id of the plan that the placement comes from, as an earlier daemon knew it.
 
     Attributes:
-        last: the newest execution.
+        last, last_plan: the newest migration, and the plan that it carries out; None for a rollback.
         live_plan_id: id of the plan that the placement comes from; "" if none.
         migrations: ended migrations by final state.
         migrated: rows, chunks and bytes (values and optimizer state of promoted rows, each once) that every rank has
@@ -104,8 +49,9 @@ class Executions:
         self._keyspace = keyspace
         self._coordinator = coordinator
         self._lock = threading.Lock()
-        self._open: list[Execution] = []
-        self.last: Execution | None = None
+        self._open: list[Migration] = []
+        self.last: Migration | None = None
+        self.last_plan: Plan | None = None
         self.migrations: Counter[str] = Counter()
         self.migrated: Counter[str] = Counter()
         self.live_plan_id = live_plan_id
@@ -113,13 +59,13 @@ class Executions:
     @property
     def migrating(self) -> bool:
         """True while the ranks move to another placement."""
-        return self.last is not None and not self.last.migration.done
+        return self.last is not None and not self.last.done
 
     def apply_config(self, control: ControlConfig) -> None:
         """Use other chunk sizes from the next migration on."""
         self._control = control
 
-    def start(self, plan: Plan, trigger: Trigger, overridden: tuple[str, ...], live: LiveTopology) -> Execution:
+    def start(self, plan: Plan, trigger: Trigger, overridden: tuple[str, ...], live: LiveTopology) -> Migration:
         """Start the plan's migration, which supersedes a running one at its next chunk.
 
         Raises:
@@ -131,17 +77,23 @@ class Executions:
             delta = plan_delta(placement, plan.target, plan.gains, self._keyspace, live.layout, plan.slots)
             return self._chunked(delta, live.layout)
 
-        origin = MigrationRecord(
-            plan.plan_id, plan.plan_id, plan.parent_id, trigger.kind.value, trigger.who, trigger.reason, overridden,
-            plan.promotions, plan.demotions, tuple(plan.summary()["replication"]["words"]), plan.saved_seconds,
+        origin = _of_trigger(plan.plan_id, plan.parent_id, trigger).model_copy(
+            update={
+                "overridden_gates": overridden, "rows": len(plan.delta), "bytes_to_copy": plan.migration_bytes,
+                "promotions": plan.promotions, "demotions": plan.demotions,
+                "why": tuple(plan.summary()["replication"]["words"]), "predicted_saving_seconds": plan.saved_seconds,
+            }
         )  # fmt: skip
         return self._submit(origin, chunks, plan.topology_generation, plan)
 
-    def abort(self, reason: str, who: str, rollback: bool, live: LiveTopology | None) -> Abort:
+    def abort(
+        self, reason: str, who: str, rollback: bool, live: LiveTopology | None
+    ) -> tuple[Migration, Migration | None]:
         """Stop the running migration at its next chunk and discard the waiting ones.
 
         With ``rollback``, start a migration to the placement that the stopped one started from. It is a migration like
-        any other and may be aborted itself.
+        any other and may be aborted itself. Returns the migration that was running, or else the newest waiting one,
+        and the rollback.
 
         Raises:
             ApiError: no migration is unfinished (409), or no rank is registered to roll back (409).
@@ -149,26 +101,21 @@ class Executions:
         """
         unfinished = self.unfinished(rollback, live)
         words = f"aborted by {who}" + (f": {reason}" if reason else "")
-        for execution in unfinished:
-            execution.migration.abort(words)
-        stopped = _stopped(unfinished)
-        return Abort(stopped, self._roll_back(stopped, reason, who, live) if rollback and live is not None else None)
+        for migration in unfinished:
+            migration.abort(words)
+        stopped = stopped_of(unfinished)
+        if not rollback or live is None:
+            return stopped, None
+        # Its base is read when the rollback starts: a waiting migration may have started before it was aborted.
+        return stopped, self.start_rollback(
+            f"{stopped.migration_id}{ROLLBACK}", stopped.plan_id, lambda: stopped.base, stopped.generation,
+            rollback_trigger(stopped.migration_id, reason, who), live,
+        )  # fmt: skip
 
-    def preview_abort(self, rollback: bool, live: LiveTopology | None) -> AbortPreview:
-        """Return the effect that ``abort`` would have now. Changes nothing.
-
-        Raises:
-            ApiError: as in ``abort``.
-        """
-        unfinished = self.unfinished(rollback, live)
-        stopped = _stopped(unfinished)
-        rollback_plan = self.rollback_plan(stopped.migration.base, live) if rollback and live is not None else None
-        return AbortPreview(stopped, tuple(each for each in unfinished if each is not stopped), rollback_plan)
-
-    def unfinished(self, rollback: bool, live: LiveTopology | None) -> list[Execution]:
+    def unfinished(self, rollback: bool, live: LiveTopology | None) -> list[Migration]:
         """Return the migrations that ``abort`` would end now, oldest first. Raises ApiError as ``abort`` does."""
         with self._lock:
-            unfinished = [execution for execution in self._open if not execution.migration.done]
+            unfinished = [migration for migration in self._open if not migration.done]
         if not unfinished:
             raise no_migration_running()
         if rollback and live is None:
@@ -176,14 +123,6 @@ class Executions:
                 "no rank is registered", status=409, remedy="abort without --rollback, or wait for the ranks"
             )
         return unfinished
-
-    def _roll_back(self, stopped: Execution, reason: str, who: str, live: LiveTopology) -> Execution:
-        migration = stopped.migration
-        # Read when the rollback starts: a waiting migration may have started before it was aborted.
-        return self.start_rollback(
-            f"{migration.migration_id}{ROLLBACK}", migration.plan_id, lambda: migration.base, migration.generation,
-            rollback_trigger(migration.migration_id, reason, who), live,
-        )  # fmt: skip
 
     def start_rollback(
         self,
@@ -193,7 +132,7 @@ class Executions:
         generation: int | None,
         trigger: Trigger,
         live: LiveTopology,
-    ) -> Execution:
+    ) -> Migration:
         """Start a migration to the placement ``base()``.
 
         Args:
@@ -214,7 +153,7 @@ class Executions:
 
     def start_move(
         self, name: str, target: Placement, generation: int, trigger: Trigger, live: LiveTopology
-    ) -> Execution:
+    ) -> Migration:
         """Start a migration to a placement. If the daemon ends before it does, it stays at the chunk that it reached.
 
         Args:
@@ -230,12 +169,11 @@ class Executions:
 
         return self._submit(_of_trigger(name, self.live_plan_id, trigger), chunks, generation)
 
-    def rollback_plan(self, base: Placement | None, live: LiveTopology) -> RollbackPlan:
-        """Return the rows that a rollback to ``base`` (None: the current placement) would move if it started now."""
-        now = self._coordinator.placement()
-        delta = self._delta_to(base, now, live)
-        to_copy = int(moved_bytes(delta, self._keyspace, live.layout).sum())
-        return RollbackPlan(now.version if base is None else base.version, delta, to_copy)
+    def rollback_delta(self, base: Placement | None, live: LiveTopology) -> tuple[Delta, int]:
+        """Return the rows that a rollback to ``base`` (None: the current placement) would move if it started now, and
+        the bytes of values and optimizer state of those that it promotes, each once."""
+        delta = self._delta_to(base, self._coordinator.placement(), live)
+        return delta, int(moved_bytes(delta, self._keyspace, live.layout).sum())
 
     def _delta_to(self, base: Placement | None, placement: Placement, live: LiveTopology) -> Delta:
         target = placement if base is None else replace(base, version=placement.version)
@@ -253,12 +191,12 @@ class Executions:
 
     def _submit(
         self, origin: MigrationRecord, chunks: ChunkSource, generation: int | None, plan: Plan | None = None
-    ) -> Execution:
+    ) -> Migration:
         with self._lock:
-            execution = Execution(plan, self._coordinator.migrate(origin.plan_id, chunks, generation, origin))
-            self.last = execution
-            self._open = [*(each for each in self._open if not each.migration.done), execution][-_KEPT_OPEN:]
-            return execution
+            migration = self._coordinator.migrate(origin.migration_id, chunks, generation, origin)
+            self.last, self.last_plan = migration, plan
+            self._open = [*(each for each in self._open if not each.done), migration][-_KEPT_OPEN:]
+            return migration
 
     def on_migration(self, event: MigrationEvent) -> None:
         """Count a migration whose figures are final. Called in the coordinator's thread."""
@@ -274,11 +212,15 @@ class Executions:
 
 
 def _of_trigger(name: str, parent_plan_id: str, trigger: Trigger) -> MigrationRecord:
-    return MigrationRecord(name, name, parent_plan_id, trigger.kind.value, trigger.who, trigger.reason)
+    return MigrationRecord(
+        migration_id=name, parent_plan_id=parent_plan_id, trigger=trigger.kind.value, who=trigger.who,
+        reason=trigger.reason,
+    )  # fmt: skip
 
 
-def _stopped(unfinished: list[Execution]) -> Execution:
-    started = [execution for execution in unfinished if execution.migration.base is not None]
+def stopped_of(unfinished: list[Migration]) -> Migration:
+    """Return the running one of migrations, or else the newest waiting one."""
+    started = [migration for migration in unfinished if migration.base is not None]
     return (started or unfinished)[-1]
 
 

@@ -9,11 +9,9 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
-
 from flexd.control.daemon.event_log import MigrationEvent
-from flexd.control.daemon.migration_record import EffectRecord, MigrationRecord, VerdictRecord
-from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, Transition, TransitionEvent
+from flexd.control.daemon.migration_record import ActionRecord, MigrationRecord, Transition, VerificationReport
+from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, TransitionEvent
 from flexd.core.errors import SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.core.supervision import Supervisor
@@ -32,30 +30,9 @@ ActionKind = Literal["pause", "resume", "throttle", "reload", "override", "withh
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ActionRecord:
-    """An action of a user that is no migration.
-
-    Attributes:
-        kind: an ``ActionKind``; ``override`` is a plan executed although gates were closed,
-            ``withhold`` the first of the plans that save less than ``planner.min_saving``.
-        who: the user.
-        reason: the user's reason.
-        detail: the outcome, truncated to ``MAX_DETAIL_CHARACTERS``.
-    """
-
-    unix_seconds: float
-    kind: str
-    who: str
-    reason: str
-    detail: str
-
-    @staticmethod
-    def of(unix_seconds: float, kind: ActionKind, who: str, reason: str, detail: str = "") -> ActionRecord:
-        return ActionRecord(unix_seconds, kind, who, reason, detail[:MAX_DETAIL_CHARACTERS])
-
-
-_MIGRATION, _ACTION = TypeAdapter(MigrationRecord), TypeAdapter(ActionRecord)
+_SAVING = {"measured_saving_seconds", "measured_error_seconds"}
+_LATER = {*_SAVING, "verification"}
+"""What is recorded of a migration after its end, by itself."""
 _UPSERT = (
     "INSERT INTO migrations (id, document) VALUES (?, ?) "
     "ON CONFLICT (id) DO UPDATE SET document = json_patch(document, excluded.document)"
@@ -139,19 +116,21 @@ class MigrationHistory:
         """Record an event of a migration. Called in the coordinator's thread."""
         self._record(news.migration.record)
 
-    def record_action(self, action: ActionRecord) -> None:
-        """Record an action of a user; from any thread."""
-        self._add("INSERT INTO actions (document) VALUES (?)", _ACTION.dump_json(action).decode())
+    def record_action(self, kind: ActionKind, who: str, reason: str, detail: str = "") -> None:
+        """Record an action that is no migration, now; from any thread. A long ``detail`` is truncated."""
+        action = ActionRecord(
+            unix_seconds=time.time(), kind=kind, who=who, reason=reason, detail=detail[:MAX_DETAIL_CHARACTERS]
+        )
+        self._add("INSERT INTO actions (document) VALUES (?)", action.model_dump_json())
 
-    def record_effect(self, migration_id: str, effect: EffectRecord) -> None:
-        """Record the effect of a migration recorded before; from any thread."""
-        record = MigrationRecord(migration_id, "", effect=effect)
-        self._add(_ADD, _MIGRATION.dump_json(record, include={"effect"}).decode(), migration_id)
+    def record_saving(self, record: MigrationRecord) -> None:
+        """Record the measured saving of a migration recorded before; from any thread."""
+        self._add(_ADD, record.model_dump_json(include=_SAVING), record.migration_id)
 
-    def record_verdict(self, verdict: VerdictRecord) -> None:
-        """Record the verdict on a migration recorded before; from any thread."""
-        record = MigrationRecord(verdict.migration_id, "", verdict=verdict)
-        self._add(_ADD, _MIGRATION.dump_json(record, include={"verdict"}).decode(), verdict.migration_id)
+    def record_verification(self, found: VerificationReport) -> None:
+        """Record the verification of a migration recorded before; from any thread."""
+        record = MigrationRecord(migration_id=found.migration_id, verification=found)
+        self._add(_ADD, record.model_dump_json(include={"verification"}), found.migration_id)
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until every entry recorded so far is on disk. Returns False at the deadline or if writing fails."""
@@ -175,10 +154,10 @@ class MigrationHistory:
         """Return migrations that pushed a chunk, the newest first. Raises SnapshotError as ``newest``."""
         return self._select("WHERE document ->> 'chunks_pushed' > 0 ORDER BY serial DESC LIMIT ?", limit)
 
-    def newest_verdict(self) -> VerdictRecord | None:
-        """Return the verdict on the newest migration that has one. Raises SnapshotError as ``newest``."""
-        found = self._select("WHERE document -> 'verdict' IS NOT NULL ORDER BY serial DESC LIMIT 1")
-        return found[0].verdict if found else None
+    def newest_verification(self) -> VerificationReport | None:
+        """Return that of the newest migration that has one. Raises SnapshotError as ``newest``."""
+        found = self._select("WHERE document -> 'verification' IS NOT NULL ORDER BY serial DESC LIMIT 1")
+        return found[0].verification if found else None
 
     def find(self, migration_id: str) -> MigrationRecord | None:
         """Return a migration; None if it is not kept. Raises SnapshotError as ``newest``."""
@@ -188,13 +167,13 @@ class MigrationHistory:
         """Return actions, the newest first. Raises SnapshotError if the file cannot be read."""
         self.flush(FRESH_SECONDS)
         rows = self._file.read("SELECT document FROM actions ORDER BY serial DESC LIMIT ?", limit)
-        return tuple(_ACTION.validate_json(document) for (document,) in rows)
+        return tuple(ActionRecord.model_validate_json(document) for (document,) in rows)
 
     def _select(self, clause: str, *values: object) -> tuple[MigrationRecord, ...]:
         self.flush(FRESH_SECONDS)
         rows = self._file.read(f"SELECT document FROM migrations {clause}", *values)
         try:
-            return tuple(_MIGRATION.validate_json(document) for (document,) in rows)
+            return tuple(MigrationRecord.model_validate_json(document) for (document,) in rows)
         except ValueError as error:
             raise SnapshotError(f"a migration of the history cannot be read: {error}") from error
 
@@ -203,18 +182,19 @@ class MigrationHistory:
             if record.state not in FINAL_STATES:
                 number = record.transitions[-1].number + 1 if record.transitions else 0
                 failed = Transition(
-                    number, time.time(), TransitionEvent.FAIL, record.state, MigrationState.FAILED, ENDED_UNSEEN,
-                    record.rows_pushed, record.rows_applied, record.last_version,
+                    number=number, unix_seconds=time.time(), event=TransitionEvent.FAIL, before=record.state,
+                    after=MigrationState.FAILED, reason=ENDED_UNSEEN, rows_pushed=record.rows_pushed,
+                    rows_applied=record.rows_applied, version=record.last_version,
                 )  # fmt: skip
-                record = replace(
-                    record, state=failed.after, problem=failed.reason, ended_unix_seconds=failed.unix_seconds,
-                    transitions=(*record.transitions, failed),
-                )  # fmt: skip
-            self._record(replace(record, settled=True))
+                changes = {
+                    "state": failed.after, "problem": failed.reason, "ended_unix_seconds": failed.unix_seconds,
+                    "transitions": (*record.transitions, failed),
+                }  # fmt: skip
+                record = record.model_copy(update=changes)
+            self._record(record.model_copy(update={"settled": True}))
 
     def _record(self, record: MigrationRecord) -> None:
-        document = _MIGRATION.dump_json(record, exclude={"effect", "verdict"})
-        self._add(_UPSERT, record.migration_id, document.decode())
+        self._add(_UPSERT, record.migration_id, record.model_dump_json(exclude=_LATER))
 
     def _add(self, statement: str, *values: object) -> None:
         with self._changed:

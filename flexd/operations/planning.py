@@ -12,13 +12,14 @@ from datetime import UTC, datetime
 from flexd.config.model import Config
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator import Coordinator, LiveTopology
+from flexd.control.daemon.migration import Migration
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.drift import ProfileMaker
-from flexd.operations.executions import Execution, Executions
+from flexd.operations.executions import Executions
 from flexd.operations.live_plan import (
     TrainingJob,
     cheaper_exchange,
@@ -178,7 +179,7 @@ class Planning:
             )
         return per_step
 
-    def apply(self, plan_id: str, trigger: Trigger, *, force: bool = False) -> tuple[Proposal, Execution | None]:
+    def apply(self, plan_id: str, trigger: Trigger, *, force: bool = False) -> tuple[Proposal, Migration | None]:
         """Execute a proposal if it is still current.
 
         Args:
@@ -273,7 +274,7 @@ class Planning:
         self.last_gates = (*self.last_gates, saving_gate(plan, settings.min_saving))
         return plan, profile, live, topology.layout, affinity
 
-    def execute(self, proposal: Proposal, trigger: Trigger | None = None, *, force: bool = False) -> Execution | None:
+    def execute(self, proposal: Proposal, trigger: Trigger | None = None, *, force: bool = False) -> Migration | None:
         """Start the plan's migration, which supersedes a running one.
 
         Returns None if nothing is moved: the plan changes nothing, or it is withheld.
@@ -297,13 +298,13 @@ class Planning:
             self.outcomes["unchanged"] += 1
             return None
         overridden = tuple(gate.name for gate in proposal.closed_gates)
-        execution = self.executions.start(plan, trigger, overridden, self.live_topology())
+        migration = self.executions.start(plan, trigger, overridden, self.live_topology())
         self.proposals.remove(plan.plan_id)
         self._on_executed()
         self.outcomes["changed"] += 1
         self.overridden.update(overridden)
         self._withheld_said = False
-        return execution
+        return migration
 
     def _withhold(self, proposal: Proposal, trigger: Trigger) -> None:
         self.withheld = proposal.withheld

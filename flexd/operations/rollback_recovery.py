@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 from itertools import count
 
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.journal_frames import JournalledMigration
+from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError, FlexdError, SnapshotError
@@ -17,9 +17,7 @@ from flexd.core.placement import Placement
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.executions import (
     ROLLBACK,
-    Execution,
     Executions,
-    RollbackPlan,
     no_migration_running,
     rollback_trigger,
 )
@@ -30,21 +28,6 @@ logger = logging.getLogger("flexd")
 
 _AGAIN = re.compile(r"-\d+$")
 """Suffix of the id of a rollback that resumes one of an earlier daemon."""
-
-
-@dataclass(frozen=True)
-class RecoveredRollback:
-    """A rollback that an earlier daemon left to this one.
-
-    Attributes:
-        interrupted: the earlier daemon's migration as the journal has it; itself a rollback if this one resumes it.
-        stopped: the same migration as the history has it, or as far as the journal tells if the history has lost it.
-        rollback: the rollback that this daemon has started.
-    """
-
-    interrupted: JournalledMigration
-    stopped: MigrationRecord
-    rollback: Execution
 
 
 class RollbackRecovery:
@@ -88,15 +71,17 @@ class RollbackRecovery:
         if interrupted is None or not (interrupted.returns_to is not None or self._was_requested(interrupted)):
             return False
         try:
-            done = self.start("the daemon ended before it was done", DAEMON_ACTOR)
+            _, rollback = self.start("the daemon ended before it was done", DAEMON_ACTOR)
         except FlexdError as error:
             logger.warning("the rollback of %s cannot be resumed: %s", interrupted.migration_id, error)
             return False
-        logger.info("%s resumes the rollback that was requested", done.rollback.migration.migration_id)
+        logger.info("%s resumes the rollback that was requested", rollback.migration_id)
         return True
 
-    def start(self, reason: str, who: str) -> RecoveredRollback:
+    def start(self, reason: str, who: str) -> tuple[MigrationRecord, Migration]:
         """Roll back the ``interrupted`` migration; if that was a rollback itself, complete it.
+
+        Returns the interrupted migration, as far as the journal tells if the history has lost it, and the rollback.
 
         Raises:
             ApiError: no migration was interrupted, not all ranks are ready, or the journal no longer has the target
@@ -111,16 +96,16 @@ class RollbackRecovery:
             self._unused_id(interrupted), interrupted.plan_id, lambda: base, live.generation,
             rollback_trigger(interrupted.migration_id, reason, who), live,
         )  # fmt: skip
-        return RecoveredRollback(interrupted, stopped, started)
+        return stopped, started
 
-    def preview(self) -> tuple[MigrationRecord, RollbackPlan]:
-        """Return the interrupted migration and the rollback that ``start`` would begin now. Changes nothing.
+    def preview(self) -> tuple[MigrationRecord, Placement]:
+        """Return the interrupted migration, and the placement that ``start`` would restore. Changes nothing.
 
         Raises:
             ApiError: as in ``start``.
         """
-        interrupted, base, live = self._target()
-        return self._stopped(interrupted), self._executions.rollback_plan(base, live)
+        interrupted, base, _ = self._target()
+        return self._stopped(interrupted), base
 
     def _target(self) -> tuple[JournalledMigration, Placement, LiveTopology]:
         interrupted, live = self.interrupted, self._coordinator.live()
@@ -140,8 +125,8 @@ class RollbackRecovery:
 
     def _stopped(self, interrupted: JournalledMigration) -> MigrationRecord:
         return self._recorded(interrupted.migration_id) or MigrationRecord(
-            interrupted.migration_id, interrupted.plan_id, state=MigrationState.FAILED, problem=ENDED_UNSEEN,
-            base_version=interrupted.base_version,
+            migration_id=interrupted.migration_id, plan_id=interrupted.plan_id, state=MigrationState.FAILED,
+            problem=ENDED_UNSEEN, base_version=interrupted.base_version,
         )  # fmt: skip
 
     def _was_requested(self, interrupted: JournalledMigration) -> bool:

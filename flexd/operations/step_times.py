@@ -99,53 +99,22 @@ def trimmed_mean(reports: list[tuple[int, float]]) -> float:
 
 MAX_VERSIONS = 256
 """Placement versions whose step times are kept: the newest."""
-WINDOW_STEPS = 1_000
-"""Steps of a rank after which older ones are forgotten: a version's figures cover one to two windows."""
-
-
-@dataclass(frozen=True)
-class StepSeconds:
-    """Wall time of the steps at one placement version.
-
-    Attributes:
-        mean_seconds: mean of the steps of all ranks.
-        spread_seconds: standard deviation of one step, estimated from reports that cover several steps each; NaN with
-            fewer than two reports.
-        steps: steps of the job that were measured.
-    """
-
-    mean_seconds: float
-    spread_seconds: float
-    steps: int
-
-    @property
-    def error_seconds(self) -> float:
-        """Standard error of the mean; NaN if the spread is not known.
-
-        All ranks take part in each step, so steps of several ranks are not independent measurements.
-        """
-        return self.spread_seconds / math.sqrt(self.steps) if self.steps else math.nan
+RECENT_STEPS = 1_000
+"""Steps of a rank after which those so far weigh half, so that a version's figures follow its newest steps."""
 
 
 @dataclass
-class _Window:
+class _Sums:
     ranks: set[int] = field(default_factory=set)
-    reports: int = 0
-    steps: int = 0
+    reports: float = 0
+    steps: float = 0
     seconds: float = 0.0
     squares: float = 0.0
     """Sum over reports of steps * (mean seconds of a step)^2."""
 
-    def add(self, rank: int, steps: int, seconds: float) -> None:
-        self.ranks.add(rank)
-        self.reports += 1
-        self.steps += steps
-        self.seconds += seconds
-        self.squares += seconds * seconds / steps
-
     @property
-    def steps_of_a_rank(self) -> int:
-        return round(self.steps / max(1, len(self.ranks)))
+    def steps_of_a_rank(self) -> float:
+        return self.steps / max(1, len(self.ranks))
 
 
 class StepTimes:
@@ -153,8 +122,8 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._versions: OrderedDict[int, list[_Window]] = OrderedDict()
-        """By placement version: the present window, and the one before it if there is one."""
+        self._versions: OrderedDict[int, _Sums] = OrderedDict()
+        """By placement version."""
         self._reported: dict[int, int] = {}
         """Placement version that each rank reported last."""
 
@@ -165,10 +134,16 @@ class StepTimes:
             version = self._reported[rank] = report.placement_version
             if report.steps <= 0 or report.step_seconds <= 0 or report.apply_seconds > 0 or before != version:
                 return
-            windows = self._versions.setdefault(version, [_Window()])
-            if windows[0].steps_of_a_rank >= WINDOW_STEPS:
-                windows[:] = [_Window(), windows[0]]
-            windows[0].add(rank, report.steps, report.step_seconds)
+            sums = self._versions.setdefault(version, _Sums())
+            if sums.steps_of_a_rank >= RECENT_STEPS:
+                sums = self._versions[version] = _Sums(
+                    sums.ranks, sums.reports / 2, sums.steps / 2, sums.seconds / 2, sums.squares / 2
+                )
+            sums.ranks.add(rank)
+            sums.reports += 1
+            sums.steps += report.steps
+            sums.seconds += report.step_seconds
+            sums.squares += report.step_seconds**2 / report.steps
             while len(self._versions) > MAX_VERSIONS:
                 self._versions.popitem(last=False)
 
@@ -178,15 +153,17 @@ class StepTimes:
             self._versions.clear()
             self._reported.clear()
 
-    def at_version(self, version: int) -> StepSeconds | None:
-        """Return the newest step times at a placement version; None if no step was measured there."""
+    def at_version(self, version: int) -> tuple[float, float] | None:
+        """Return mean and standard error of a step's seconds at a placement version; None if none was measured there.
+
+        The error is NaN with fewer than two reports. All ranks take part in each step, so steps of several ranks are
+        not independent measurements.
+        """
         with self._lock:
-            windows = self._versions.get(version)
-            if not windows:
+            sums = self._versions.get(version)
+            if sums is None:
                 return None
-            steps = sum(window.steps for window in windows)
-            reports = sum(window.reports for window in windows)
-            mean = sum(window.seconds for window in windows) / steps
-            deviation = max(0.0, sum(window.squares for window in windows) - steps * mean * mean)
-            spread = math.sqrt(deviation / (reports - 1)) if reports > 1 else math.nan
-            return StepSeconds(mean, spread, max(1, sum(window.steps_of_a_rank for window in windows)))
+            mean = sums.seconds / sums.steps
+            deviation = max(0.0, sums.squares - sums.steps * mean * mean)
+            spread = math.sqrt(deviation / (sums.reports - 1)) if sums.reports > 1 else math.nan
+            return mean, spread / math.sqrt(max(1.0, sums.steps_of_a_rank))

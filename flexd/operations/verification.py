@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import random
 import time
 from collections import Counter
@@ -32,7 +31,8 @@ import numpy.typing as npt
 from flexd.config.planner import PlannerConfig, VerifyConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
-from flexd.control.daemon.migration_record import VerdictRecord
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_record import VerificationReport
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import SnapshotError
@@ -40,8 +40,8 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import MOVED, RankLayout, Tier, by_slots
 from flexd.core.placement import Delta, Placement
 from flexd.operations.decisions import DecisionFile, HeldPlans
-from flexd.operations.executions import ROLLBACK, Execution, Executions, rollback_trigger
-from flexd.operations.history import ActionRecord, MigrationHistory
+from flexd.operations.executions import ROLLBACK, Executions, rollback_trigger
+from flexd.operations.history import MigrationHistory
 from flexd.operations.step_times import StepBlocks
 from flexd.operations.triggers import DAEMON_ACTOR, Trigger, TriggerKind
 from flexd.planner.delta import moved_bytes
@@ -136,8 +136,8 @@ class VerificationState(StrEnum):
 
 @dataclass
 class _Run:
-    plan: Execution
-    newest: Execution
+    plan: Migration
+    newest: Migration
     """The newest migration of this verification."""
     kind: str
     base: Placement
@@ -191,7 +191,7 @@ class Verifier:
         self._clock = clock
         self._blocks = StepBlocks()
         self._run: _Run | None = None
-        self._seen: Execution | None = None
+        self._seen: Migration | None = None
         self.newest = self._kept()
         self.ended: Counter[str] = Counter()
         self.held = HeldPlans(decisions)
@@ -229,11 +229,10 @@ class Verifier:
         return self._run is not None
 
     def _begin(self, live: LiveTopology) -> _Run | None:
-        execution = self._executions.last
-        if execution is None or execution is self._seen or not execution.migration.done:
+        migration, plan = self._executions.last, self._executions.last_plan
+        if migration is None or migration is self._seen or not migration.done:
             return None
-        self._seen = execution
-        plan, migration = execution.plan, execution.migration
+        self._seen = migration
         if plan is None or migration.state is not MigrationState.COMMITTED or migration.base is None:
             return None
         if not self.settings.enabled or self._settings.pins or migration.generation != live.generation:
@@ -248,7 +247,7 @@ class Verifier:
         pairs = min(MAX_PAIRS, settings.budget_steps // (2 * settings.block_steps))
         rule = SwitchbackRule(max(FIRST_LOOK, pairs), CONFIDENCE, RESOLUTION)
         run = _Run(
-            execution, execution, plan_kind(plan), base, placement, changes, live.generation, live.layout.world_size,
+            migration, migration, plan_kind(plan), base, placement, changes, live.generation, live.layout.world_size,
             rule, self._clock(), version=placement.version,
         )  # fmt: skip
         self._blocks.clear()
@@ -266,14 +265,14 @@ class Verifier:
             return "the ranks have changed"
         if not self.settings.enabled:
             return "planner.verify.enabled is false"
-        if run.moving and run.newest.migration.done and run.newest.migration.state is not MigrationState.COMMITTED:
-            return f"migration {run.newest.migration.migration_id}: {run.newest.migration.reason}"
+        if run.moving and run.newest.done and run.newest.state is not MigrationState.COMMITTED:
+            return f"migration {run.newest.migration_id}: {run.newest.reason}"
         if self._clock() - run.progressed_at > STALLED_SECONDS:
             return f"no block of steps was complete within {STALLED_SECONDS:.0f} s"
         return ""
 
     def _end_move(self, run: _Run) -> None:
-        progress = run.newest.migration.record
+        progress = run.newest.record
         if progress.state is MigrationState.COMMITTED:
             run.moving = False
             run.version = progress.last_version or progress.base_version
@@ -311,7 +310,7 @@ class Verifier:
 
     def _move(self, run: _Run, target: Placement, live: LiveTopology) -> None:
         run.moves += 1
-        migration_id = run.plan.migration.migration_id
+        migration_id = run.plan.migration_id
         reason = f"verification of {migration_id}: a block {'with' if run.at_plan else 'without'} it"
         run.newest = self._executions.start_move(
             f"{migration_id}.verify-{run.moves}", target, run.generation,
@@ -321,7 +320,7 @@ class Verifier:
 
     def _conclude(self, run: _Run, verdict: Verdict, effect: Effect, live: LiveTopology) -> None:
         words = effect.describe(CONFIDENCE)
-        migration_id = run.plan.migration.migration_id
+        migration_id = run.plan.migration_id
         stays = keeps_plan(verdict, takes_back=run.changes.takes_back)
         if not stays and verdict is not Verdict.SLOWER:
             words = f"{words}: no gain shown"
@@ -352,9 +351,10 @@ class Verifier:
 
     def _report(self, run: _Run, state: VerificationState, words: str, *, rolled_back: bool = False) -> None:
         effect = run.rule.effect(run.blocks[False], run.blocks[True])
-        self.newest = VerdictRecord(
-            run.plan.migration.migration_id, state.value, _finite(effect.share), _finite(effect.low),
-            _finite(effect.high), effect.pairs, run.changes.part, self._blocks.steps(), rolled_back, words,
+        self.newest = VerificationReport(
+            migration_id=run.plan.migration_id, state=state.value, change=effect.share, low=effect.low,
+            high=effect.high, pairs=effect.pairs, part=run.changes.part, steps=self._blocks.steps(),
+            rolled_back=rolled_back, words=words,
         )  # fmt: skip
 
     def _record(self, words: str) -> None:
@@ -362,13 +362,13 @@ class Verifier:
         ended = self.newest
         assert ended is not None  # noqa: S101
         logger.info("verification of %s: %s", ended.migration_id, words)
-        self._history.record_action(ActionRecord.of(time.time(), "verify", DAEMON_ACTOR, ended.migration_id, words))
-        self._history.record_verdict(ended)
+        self._history.record_action("verify", DAEMON_ACTOR, ended.migration_id, words)
+        self._history.record_verification(ended)
 
-    def _kept(self) -> VerdictRecord | None:
+    def _kept(self) -> VerificationReport | None:
         """Return the newest verification of an earlier daemon. The history itself reports a file that is unreadable."""
         with contextlib.suppress(SnapshotError):
-            return self._history.newest_verdict()
+            return self._history.newest_verification()
         return None
 
     def _close_unfinished(self) -> None:
@@ -376,10 +376,6 @@ class Verifier:
         left = self._decisions.current.verification
         if left:
             words = f"the daemon ended; {_NO_VERDICT}"
-            self.newest = VerdictRecord(left, VerificationState.INTERRUPTED.value, words=words)
+            self.newest = VerificationReport(migration_id=left, state=VerificationState.INTERRUPTED.value, words=words)
             self._record(f"interrupted: {words}")
             self._decisions.update(verification="")
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

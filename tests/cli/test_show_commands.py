@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from flexd.api.migration import MigrationEntry, MigrationList, MigrationReport
+from flexd.api.migration import MigrationList
 from flexd.api.rank import TopologyStatus
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
@@ -16,6 +16,8 @@ from flexd.cli.exit_codes import ExitCode
 from flexd.cli.render import blocks_of
 from flexd.cli.show_commands import STATUS_ROWS, split_target
 from flexd.cli.view import show
+from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration_states import MigrationState
 
 
 def text_of(status: Status) -> str:
@@ -32,7 +34,7 @@ def test_lists_and_details_reach_the_daemon(flexd_command, url, daemon):
         done = flexd_command(*command.split(), "--url", url)
         assert done.returncode == 0, done.stderr
     assert daemon.calls == [
-        ("tables", 1, 5, "memory"), ("rows", "items", 2, 7), ("ranks", 1, 2), ("migrations", 1, "COMMITTED"),
+        ("tables", 1, 5, "memory"), ("rows", "items", 2, 7), ("ranks", 1, 2), ("migrations", 1, "committed"),
         ("proposal", "latest"), ("explain", "items", 12, 10), ("explain", "items", None, 3),
     ]  # fmt: skip
     assert "It saves time" in flexd_command("explain", "items:12", "--url", url).stdout
@@ -54,9 +56,9 @@ def test_wrong_usage_does_not_reach_the_daemon(flexd_command, url, daemon, comma
 
 
 def test_a_list_of_one_is_a_table_and_one_entry_among_facts_is_facts():
-    entry = MigrationEntry(
-        migration_id="m1", plan_id="p1", state="COMMITTED", rows=27, rows_applied=27, trigger="manual", who="ada",
-        reason="campaign", bytes=6_912, seconds=1.5,
+    entry = MigrationRecord(
+        migration_id="m1", plan_id="p1", state=MigrationState.COMMITTED, rows=27, rows_applied=27, trigger="manual",
+        who="ada", reason="campaign", copied_bytes=6_912, created_unix_seconds=1.0, ended_unix_seconds=2.5,
     )  # fmt: skip
     listed = MigrationList(migrations=(entry,))
     assert [type(block) for block in blocks_of(listed, tables=True)] == [Table]
@@ -95,7 +97,9 @@ def test_the_status_shows_what_is_wrong():
             tables=tuple(TableSketchStatus(table=f"t{i}", kind="dense", bytes=i) for i in range(STATUS_ROWS + 5)),
         ),
         topology=TopologyStatus(nodes=4, local_ranks=8, missing_ranks=tuple(range(19))),
-        migration=MigrationReport(migration_id="m", plan_id="p", state="FAILED", progress=0.25, problem="rank 3 died"),
+        migration=MigrationRecord(
+            migration_id="m", state=MigrationState.FAILED, rows=4, rows_applied=1, problem="rank 3 died"
+        ),
     )  # fmt: skip
     text = text_of(status)
     for expected in (

@@ -32,7 +32,7 @@ APPLIED = (STEP == 10) | (STEP == 20)
 
 
 def _plan(first: int, last: int, rows: int) -> MigrationRecord:
-    return MigrationRecord("p", "p", base_version=first - 1, last_version=last, rows_applied=rows)
+    return MigrationRecord(migration_id="p", plan_id="p", base_version=first - 1, last_version=last, rows_applied=rows)
 
 
 def _record() -> RunRecord:

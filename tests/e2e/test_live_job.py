@@ -107,7 +107,7 @@ def test_replan_waits_until_every_rank_has_it(job: LiveJob) -> None:
     assert result["outcome"] in ("committed", "unchanged")
     assert result["plan"]["reason"] == "by the test"
     if result["outcome"] == "committed":
-        assert result["migration"]["state"] == "COMMITTED"
+        assert result["migration"]["state"] == "committed"
         assert result["migration"]["progress"] == 1.0
     assert result["placement_version"] >= 1
     until(lambda: job.version() >= result["placement_version"], 30)

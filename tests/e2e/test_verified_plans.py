@@ -131,7 +131,7 @@ def test_the_ranks_decide_whether_a_plan_stays(
             last = "rollback" if verdict == "slower" else "verify"
             # The newest move ends after the verdict.
             until(
-                lambda: daemon.status()["migration"]["state"] == "COMMITTED"
+                lambda: daemon.status()["migration"]["state"] == "committed"
                 and f".{last}" in daemon.status()["migration"]["migration_id"],
                 60, what=lambda: daemon.status()["migration"],
             )  # fmt: skip

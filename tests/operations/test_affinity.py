@@ -81,7 +81,7 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     harness = with_samples(tmp_path, moved_slots_share=0.5)
     plan, execution = harness.execute("first")
     assert execution is not None
-    harness.coordinator.execute(execution.migration)
+    harness.coordinator.execute(execution)
     live = harness.coordinator.placement()
     moved = live.moved
     assert 50 < len(moved) <= 4 * 100, "half of the slots"
@@ -127,7 +127,7 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     made.apply_config(type(harness.config).model_validate(document))
     _, execution = harness.execute("off")
     assert execution is not None, "rows come home whatever that saves"
-    harness.coordinator.execute(execution.migration)
+    harness.coordinator.execute(execution)
     assert not len(harness.coordinator.placement().moved)
 
 
@@ -160,7 +160,7 @@ def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(tmp_pa
     monitor._wait_seconds = 0.01
     _, execution = harness.execute("with those of before")
     assert execution is not None
-    harness.coordinator.execute(execution.migration)
+    harness.coordinator.execute(execution)
     live = harness.coordinator.placement()
     assert np.array_equal(live.moved.keys, moved.keys)
     after = harness.propose("while rows have moved")
@@ -185,7 +185,7 @@ def test_nodes_of_users_come_from_the_newest_homes(tmp_path: Path) -> None:
     harness = with_samples(tmp_path, moved_slots_share=0.5)
     monitor = harness.planning.affinity
     commands = PlanCommands(
-        harness.config.keyspace(), harness.planning, None, None, harness.coordinator, threading.Event(), None
+        harness.config.keyspace(), harness.planning, None, harness.coordinator, threading.Event(), None
     )
     with pytest.raises(ApiError, match="the node of no user is known"):
         commands.user_nodes(0, 10)

@@ -47,7 +47,7 @@ def test_a_daemon_that_proposes_only_moves_nothing_until_apply(tmp_path: Path) -
     assert it.planning.last_plan is proposal.plan
     _, execution = it.planning.apply("latest", ANN)
     assert execution is not None
-    assert (execution.migration.record.who, execution.migration.record.reason) == (ANN.who, ANN.reason)
+    assert (execution.record.who, execution.record.reason) == (ANN.who, ANN.reason)
 
 
 def test_an_interrupted_rollback_is_resumed_before_a_plan(harness: PlanningHarness) -> None:

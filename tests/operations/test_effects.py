@@ -10,8 +10,8 @@ import pytest
 
 from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import EffectRecord
-from flexd.control.daemon.migration_states import Transition, TransitionEvent
+from flexd.control.daemon.migration_record import MigrationRecord, Transition
+from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.control.protocol.report import StepReport
 from flexd.core.placement import Delta, Placement
 from flexd.operations.effects import EffectRecorder
@@ -31,7 +31,7 @@ class Recorded:
         self.history = MigrationHistory(self.file, keep)
         self.history.start()
         self.times = StepTimes()
-        self.recorder = EffectRecorder(self.times, self.history.record_effect)
+        self.recorder = EffectRecorder(self.times, self.history.record_saving)
 
     def steps(self, version: int, *seconds: float) -> None:
         for each in (seconds[0], *seconds):
@@ -55,10 +55,11 @@ class Recorded:
         migration.settle()
         self.history.record_migration(MigrationEvent(migration, None))
 
-    def kept(self, name: str) -> EffectRecord | None:
+    def kept(self, name: str) -> MigrationRecord:
         assert self.history.flush(FLUSH_SECONDS), self.history.snapshot
         found = self.history.find(name)
-        return None if found is None else found.effect
+        assert found is not None
+        return found
 
     def stop(self) -> None:
         assert self.history.stop(FLUSH_SECONDS)
@@ -85,10 +86,9 @@ def test_an_effect_is_kept_when_the_next_migration_starts_and_outlives_the_daemo
     it.steps(4, 0.08, 0.06)
     it.start("m2")
     kept = it.kept("m1")
-    assert kept is not None
-    assert kept.saving_seconds == pytest.approx(0.04)
-    assert kept.error_seconds is not None
-    assert it.kept("m2") is None, "nothing is measured yet"
+    assert kept.measured_saving_seconds == pytest.approx(0.04)
+    assert kept.measured_error_seconds is not None
+    assert it.kept("m2").measured_saving_seconds is None, "nothing is measured yet"
     it.settle(first)
     assert it.kept("m1") == kept, "a late event of the migration leaves it"
     it.stop()
@@ -104,8 +104,7 @@ def test_steps_of_other_ranks_do_not_count(it: Recorded) -> None:
     it.steps(4, 0.07)
     it.recorder.end_generation()
     kept = it.kept("m1")
-    assert kept is not None
-    assert kept.saving_seconds == pytest.approx(0.03)
+    assert kept.measured_saving_seconds == pytest.approx(0.03)
     it.times.clear()
     it.steps(4, 0.2)
     it.start("m2")

@@ -34,14 +34,14 @@ def test_an_abort_stops_at_a_chunk_and_reports_the_applied_rows(harness: Executi
         execution = harness.start("p1", target(1))
         harness.wait_until_some_applied(execution)
         result = harness.commands.abort(rollback=False, reason="too slow", wait_seconds=SECONDS, who="ann")
-        progress = execution.migration.record
+        progress = execution.record
         assert (result.outcome, progress.state) == ("stopped", MigrationState.ABORTED)
         assert 30 < progress.rows_applied == progress.rows_pushed < 600
         assert result.placement_version == progress.last_version == progress.chunks_applied
         applied = f"{progress.rows_applied} of 600 rows applied"
         assert applied in result.message
-        assert applied in execution.migration.reason
-        assert f"version {progress.last_version}" in execution.migration.reason
+        assert applied in execution.reason
+        assert f"version {progress.last_version}" in execution.reason
         until(lambda: all(len(each) == progress.rows_applied for each in ranks.placements), SECONDS)
         # A prefix of the plan: every row that moved is at its planned tier.
         assert all(np.array_equal(p.tiers, target(1).tiers_of(p.keys)) for p in ranks.placements)
@@ -61,10 +61,10 @@ def test_a_rollback_returns_to_where_the_migration_started(harness: ExecutionsHa
     with Ranks(harness.coordinator.port, LAYOUT) as ranks:
         until(harness.ready, SECONDS, ranks.state())
         first = target(1, 60)
-        assert harness.start("p1", first).migration.wait(SECONDS) is MigrationState.COMMITTED
+        assert harness.start("p1", first).wait(SECONDS) is MigrationState.COMMITTED
         harness.gate.permits = HELD_AFTER_CHUNKS
         second = harness.start("p2", target(2))
-        harness.gate.unlimited = lambda: second.migration.done
+        harness.gate.unlimited = lambda: second.done
         harness.wait_until_some_applied(second)
         result = harness.commands.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
         assert result.outcome == "rolled_back", result
@@ -81,7 +81,9 @@ def test_a_rollback_returns_to_where_the_migration_started(harness: ExecutionsHa
             "p2",
             "p1",
         ]
-        assert [entry.migration_id for entry in harness.commands.migrations(10, "ABORTED").migrations] == ["p2"]
+        assert [entry.migration_id for entry in harness.commands.migrations(10, MigrationState.ABORTED).migrations] == [
+            "p2"
+        ]
         rollback = harness.commands.migration("p2.rollback")
         assert (rollback.who, rollback.reason) == ("ann", "rollback of p2: worse")
 
@@ -94,7 +96,7 @@ def test_an_abort_without_ranks_ends_a_waiting_migration(harness: ExecutionsHarn
     until(lambda: not harness.ready(), SECONDS)
     execution = harness.start("p1", target(1))
     result = harness.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, who="")
-    assert (result.outcome, execution.migration.state) == ("stopped", MigrationState.ABORTED)
+    assert (result.outcome, execution.state) == ("stopped", MigrationState.ABORTED)
     assert "nothing of it was pushed" in result.message
     harness.stopping.set()
     with pytest.raises(ApiError, match="shutting down"):
@@ -108,7 +110,7 @@ def test_a_rollback_after_the_daemon_ended_during_a_migration(tmp_path: Path, ki
     with Ranks(port, LAYOUT) as ranks:
         until(first.ready, SECONDS, ranks.state())
         parent = target(1, 60)
-        assert first.start("p1", parent).migration.wait(SECONDS) is MigrationState.COMMITTED
+        assert first.start("p1", parent).wait(SECONDS) is MigrationState.COMMITTED
         first.gate.permits = HELD_AFTER_CHUNKS
         running = first.start("p2", target(2))
         first.wait_until_some_applied(running)
@@ -126,9 +128,9 @@ def test_a_rollback_after_the_daemon_ended_during_a_migration(tmp_path: Path, ki
                 second.commands.abort(rollback=False, reason="", wait_seconds=0, who="")
             result = second.commands.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
             assert (result.outcome, result.migration.migration_id, result.migration.state) == (
-                "rolled_back", "p2", "FAILED",
+                "rolled_back", "p2", MigrationState.FAILED,
             )  # fmt: skip
-            assert result.migration.base_version == running.migration.record.base_version
+            assert result.migration.base_version == running.record.base_version
             assert ranks.all_at(parent)
             assert same_content(ranks.history)
             assert second.coordinator.placement().digest() == parent.digest()
@@ -148,7 +150,7 @@ def test_no_rollback_after_a_restart_of_a_committed_or_compacted_migration(
     port = first.coordinator.port
     with Ranks(port, LAYOUT) as ranks:
         until(first.ready, SECONDS, ranks.state())
-        assert first.start("p1", target(1, 60)).migration.wait(SECONDS) is MigrationState.COMMITTED
+        assert first.start("p1", target(1, 60)).wait(SECONDS) is MigrationState.COMMITTED
         first.stop()
         second = ExecutionsHarness(tmp_path, port)
         until(second.ready, SECONDS, ranks.state())
@@ -158,7 +160,7 @@ def test_no_rollback_after_a_restart_of_a_committed_or_compacted_migration(
         monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 20)
         monkeypatch.setattr(journal_module, "_ROLLBACK_ROWS", 20)
         second.gate.permits = HELD_AFTER_CHUNKS
-        running = second.start("p2", target(2)).migration
+        running = second.start("p2", target(2))
         until(lambda: running.record.chunks_applied == HELD_AFTER_CHUNKS, SECONDS)
         # One chunk stays in the journal: a journal without chunks does not name its newest migration.
         ranks.moving.clear()

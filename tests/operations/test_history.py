@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,12 @@ import pytest
 from flexd.control.daemon import migration as migration_module
 from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import EffectRecord, MigrationRecord, VerdictRecord
-from flexd.control.daemon.migration_states import MigrationState, Transition, TransitionEvent
+from flexd.control.daemon.migration_record import MigrationRecord, Transition, VerificationReport
+from flexd.control.daemon.migration_states import MigrationState, TransitionEvent
 from flexd.core.errors import SnapshotError
 from flexd.core.placement import Delta
 from flexd.operations import history as history_module
-from flexd.operations.history import ENDED_UNSEEN, ActionRecord, MigrationHistory
+from flexd.operations.history import ENDED_UNSEEN, MigrationHistory
 from flexd.operations.state_file import NAME, StateFile, Statement
 from tests.support.until import until
 
@@ -38,7 +37,10 @@ class RunningHistory:
     def migration(self, name: str, *events: TransitionEvent, who: str = "ada", settle: bool = True) -> Migration:
         """Record a migration of 30 rows through ``events``; 20 rows are pushed and 10 applied before the second one."""
         chunks = [Delta(np.arange(30), np.zeros(30, np.uint8), np.ones(30, np.uint8))]
-        origin = MigrationRecord(name, "", "parent", "manual", who, f"reason of {name}", predicted_saving_seconds=0.5)
+        origin = MigrationRecord(
+            migration_id=name, parent_plan_id="parent", trigger="manual", who=who, reason=f"reason of {name}",
+            predicted_saving_seconds=0.5,
+        )  # fmt: skip
         migration = Migration(f"plan-{name}", chunks, 3, origin)
         migration.observe(self._on_transition)
         for number, event in enumerate(events):
@@ -55,7 +57,7 @@ class RunningHistory:
         self.history.record_migration(MigrationEvent(migration, transition))
 
     def action(self, reason: str) -> None:
-        self.history.record_action(ActionRecord.of(1.0, "pause", "ann", reason, "d" * 5_000))
+        self.history.record_action("pause", "ann", reason, "d" * 5_000)
 
     @property
     def actions(self) -> list[str]:
@@ -110,21 +112,23 @@ def test_a_migration_is_kept_over_a_restart_as_it_was(keep: Callable[..., Runnin
     assert [record.migration_id for record in again.history.newest_moves(9)] == ["m1"]
 
 
-def test_effect_and_verdict_stay_with_their_migration(keep: Callable[..., RunningHistory]) -> None:
+def test_saving_and_verification_stay_with_their_migration(keep: Callable[..., RunningHistory]) -> None:
     kept = keep()
     migration = kept.migration("a", E.START, E.EXHAUSTED, settle=False)
-    effect, verdict = EffectRecord(0.2, None, 5, 0.1, 0.01, 7), VerdictRecord("a", "faster", -0.1, None, None, 4)
-    kept.history.record_effect("a", EffectRecord(0.3, 0.1, 2))
-    kept.history.record_effect("a", effect)
-    kept.history.record_verdict(verdict)
-    kept.history.record_verdict(replace(verdict, migration_id="unknown"))
+    found = VerificationReport(migration_id="a", state="faster", change=-0.1, pairs=4)
+    for saving in (0.3, 0.2):
+        measured = migration.record.model_copy(update={"measured_saving_seconds": saving})
+        kept.history.record_saving(measured)
+    kept.history.record_verification(found)
+    kept.history.record_verification(found.model_copy(update={"migration_id": "unknown"}))
     # An event of the migration itself leaves them.
     migration.fire(E.APPLIED)
     kept.migration("b", E.START, E.FAIL)
     kept.stop()
     again = keep()
-    assert again.history.find("a") == replace(migration.record, effect=effect, verdict=verdict, settled=True)
-    assert again.history.newest_verdict() == verdict
+    later = {"measured_saving_seconds": 0.2, "verification": found, "settled": True}
+    assert again.history.find("a") == migration.record.model_copy(update=later)
+    assert again.history.newest_verification() == found
     assert again.ids == ["b", "a"]
 
 

@@ -68,7 +68,7 @@ def test_a_user_may_force_a_plan_that_saves_little(tmp_path: Path) -> None:
     assert it.planning.execute(it.propose("look")) is None
     _, execution = it.planning.apply(shown.plan.plan_id, ANN, force=True)
     assert execution is not None
-    assert execution.migration.record.overridden_gates == ("saving",)
+    assert execution.record.overridden_gates == ("saving",)
     assert it.planning.overridden == {"saving": 1}
 
 
@@ -106,13 +106,13 @@ def test_limits_that_the_live_placement_breaks_are_enforced_whatever_they_save(
     it = filled_harness(tmp_path)
     _, first = it.execute("first")
     assert first is not None
-    it.coordinator.execute(first.migration)
+    it.coordinator.execute(first)
     settings = {**it.config.planner.model_dump(), "min_saving": MUCH}
     it.planning.apply_config(it.config.model_validate({**it.config.model_dump(), "planner": {**settings, **changed}}))
     plan, execution = it.execute("second")
     assert not plan.live_fits
     assert execution is not None
-    it.coordinator.execute(execution.migration)
+    it.coordinator.execute(execution)
     plan, execution = it.execute("third")
     assert plan.live_fits
     assert execution is None

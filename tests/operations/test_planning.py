@@ -77,8 +77,8 @@ def test_a_plan_is_recorded_executed_and_logged(harness: PlanningHarness) -> Non
     assert execution is not None
     assert planning.outcomes == {"changed": 1}
     assert planning.executions.live_plan_id == ""
-    harness.coordinator.execute(execution.migration)
-    record = execution.migration.record
+    harness.coordinator.execute(execution)
+    record = execution.record
     chunks = -(-len(plan.delta) // 16)
     assert record.plan_id == plan.plan_id == planning.executions.live_plan_id
     assert (record.reason, record.state, record.parent_plan_id) == ("because", MigrationState.COMMITTED, "")
@@ -97,7 +97,7 @@ def test_a_plan_is_recorded_executed_and_logged(harness: PlanningHarness) -> Non
 def test_a_plan_that_changes_nothing_pushes_nothing(harness: PlanningHarness) -> None:
     plan, execution = harness.execute("first")
     assert execution is not None
-    harness.coordinator.execute(execution.migration)
+    harness.coordinator.execute(execution)
     proposal = harness.propose("second")
     second, live = proposal.plan, proposal.live
     assert second.parent_id == plan.plan_id
@@ -112,8 +112,8 @@ def test_a_plan_that_changes_nothing_pushes_nothing(harness: PlanningHarness) ->
 def test_a_migration_that_ends_early_is_logged_with_what_was_applied(harness: PlanningHarness) -> None:
     plan, execution = harness.execute("first")
     assert execution is not None
-    harness.coordinator.execute(execution.migration, chunks=2, end=TransitionEvent.SUPERSEDE)
-    record = execution.migration.record
+    harness.coordinator.execute(execution, chunks=2, end=TransitionEvent.SUPERSEDE)
+    record = execution.record
     assert record.state is MigrationState.SUPERSEDED
     assert 0 < record.rows_applied < len(plan.delta)
     assert record.last_version == 2

@@ -28,9 +28,9 @@ def test_a_proposal_is_applied_and_recorded_with_its_user(harness: PlanningHarne
     plan = harness.propose("look", dry_run=True).plan
     proposal, execution = harness.planning.apply(plan.plan_id, ANN)
     assert execution is not None
-    harness.coordinator.execute(execution.migration)
+    harness.coordinator.execute(execution)
     assert harness.coordinator.now.digest() == plan.target.digest()
-    record = execution.migration.record
+    record = execution.record
     assert (record.plan_id, record.trigger, record.who) == (plan.plan_id, "manual", "ann@host")
     assert record.overridden_gates == ()
     assert proposal.plan is plan
@@ -101,10 +101,10 @@ def test_a_plan_from_a_thin_profile_can_be_shown_and_applied_only_with_force(tmp
         it.planning.apply(seen.plan.plan_id, ANN)
     _, execution = it.planning.apply(seen.plan.plan_id, ANN, force=True)
     assert execution is not None
-    assert execution.migration.record.overridden_gates == ("samples",)
+    assert execution.record.overridden_gates == ("samples",)
     assert it.planning.overridden == {"samples": 1}
-    it.coordinator.execute(execution.migration)
-    assert execution.migration.record.who == "ann@host"
+    it.coordinator.execute(execution)
+    assert execution.record.who == "ann@host"
 
 
 def test_a_forced_plan_is_executed_and_recorded_with_its_closed_gates(tmp_path: Path) -> None:
@@ -115,4 +115,4 @@ def test_a_forced_plan_is_executed_and_recorded_with_its_closed_gates(tmp_path: 
     assert it.planning.last_plan is proposal.plan
     execution = it.planning.execute(proposal)
     assert execution is not None
-    assert execution.migration.record.overridden_gates == ("samples",)
+    assert execution.record.overridden_gates == ("samples",)

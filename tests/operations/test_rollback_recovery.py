@@ -57,7 +57,7 @@ class DaemonSequence:
     def migration(self):  # type: ignore[no-untyped-def]
         newest = self.current.executions.last
         assert newest is not None
-        return newest.migration
+        return newest
 
     def abort(self, chunks: int, wait_seconds: float = 0.0) -> AbortResult:
         """Request ``rollback`` and permit the rollback, and nothing else, to push ``chunks`` chunks."""
@@ -66,13 +66,13 @@ class DaemonSequence:
             self.current.gate.permits = chunks
         done = self.current.commands.abort(rollback=True, reason="worse", wait_seconds=wait_seconds, who="ann")
         if before is not None and chunks:
-            until(lambda: before.migration.done, SECONDS)
+            until(lambda: before.done, SECONDS)
             self.current.gate.permits = chunks
         return done
 
     def _history_state(self, migration_id: str) -> str:
         found = self.current.commands.migrations(10, None).migrations
-        return next((each.state for each in found if each.migration_id == migration_id), "")
+        return next((each.state.name for each in found if each.migration_id == migration_id), "")
 
     def wait_until_logged(self, plan_id: str) -> None:
         """Wait until the history has the end of the plan's migration on disk."""
@@ -87,9 +87,9 @@ class DaemonSequence:
         """Return (state, problem) of every migration in the history, by id, once the newest has its present state."""
         last = self.current.executions.last
         if last is not None:
-            until(lambda: self._history_state(last.migration.migration_id) == last.migration.state.name, SECONDS)
+            until(lambda: self._history_state(last.migration_id) == last.state.name, SECONDS)
         found = self.current.commands.migrations(10, None).migrations
-        return {each.migration_id: (each.state, each.problem or "") for each in found}
+        return {each.migration_id: (each.state.name, each.problem) for each in found}
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ PARENT = target(1, 60)
 def apply_part_of_p2(daemons: DaemonSequence, ranks: Ranks) -> None:
     """Apply p1, and 20 chunks of p2."""
     until(daemons.current.ready, SECONDS, ranks.state())
-    assert daemons.current.start("p1", PARENT).migration.wait(SECONDS) is MigrationState.COMMITTED
+    assert daemons.current.start("p1", PARENT).wait(SECONDS) is MigrationState.COMMITTED
     daemons.current.gate.permits = 20
     daemons.current.start("p2", target(2))
     daemons.wait_until_applied(20)
@@ -231,7 +231,7 @@ def test_a_preview_reports_the_rows_that_a_rollback_after_a_crash_would_move(dae
         apply_part_of_p2(daemons, ranks)
         daemons.crash()
         preview = daemons.current.commands.preview_abort(rollback=True)
-        assert (preview.migration.migration_id, preview.migration.state) == ("p2", "FAILED")
+        assert (preview.migration.migration_id, preview.migration.state) == ("p2", MigrationState.FAILED)
         assert preview.rollback is not None
         assert daemons.current.executions.last is None, "a preview starts nothing"
         with pytest.raises(ApiError, match="no migration is running"):
@@ -239,6 +239,6 @@ def test_a_preview_reports_the_rows_that_a_rollback_after_a_crash_would_move(dae
         rollback = daemons.abort(1_000_000, SECONDS)
         assert rollback.rollback is not None
         assert rollback.rollback.rows_applied == preview.rollback.promotions + preview.rollback.demotions > 0
-        assert rollback.rollback.bytes == preview.rollback.bytes
+        assert rollback.rollback.bytes_to_copy == preview.rollback.bytes
         with pytest.raises(ApiError, match="no migration is running"):
             daemons.current.commands.preview_abort(rollback=True)

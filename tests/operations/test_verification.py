@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from flexd.config.planner import PinConfig
-from flexd.control.daemon.migration_record import VerdictRecord
+from flexd.control.daemon.migration_record import VerificationReport
 from flexd.control.protocol.report import StepReport
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import LONGEST_SECONDS, DecisionFile
-from flexd.operations.history import ActionRecord
 from flexd.operations.state_file import NAME, StateFile
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.operations.verification import VerificationState, Verifier, measured_changes
@@ -54,15 +53,15 @@ class VerifiedJob:
         self.effect, self.load = effect, load
         self.step = 0
         self._most_copies = 1
-        self.actions: list[ActionRecord] = []
-        self.verdicts: list[VerdictRecord] = []
+        self.actions: list[tuple[str, ...]] = []
+        self.verdicts: list[VerificationReport] = []
         self.start()
 
     def start(self) -> None:
         """Start a daemon over the files of the one before."""
         history: Any = SimpleNamespace(
-            record_action=self.actions.append, record_verdict=self.verdicts.append,
-            newest_verdict=lambda: self.verdicts[-1] if self.verdicts else None,
+            record_action=lambda *action: self.actions.append(action), record_verification=self.verdicts.append,
+            newest_verification=lambda: self.verdicts[-1] if self.verdicts else None,
         )  # fmt: skip
         drift: Any = SimpleNamespace(pop_reason=lambda: None)
         self.decisions = DecisionFile(StateFile(self.directory / NAME))
@@ -97,7 +96,7 @@ class VerifiedJob:
             self.auto.tick()
             self.report()
 
-    def verdict(self, steps: int = 4_000, *, after: VerdictRecord | None = None) -> VerdictRecord:
+    def verdict(self, steps: int = 4_000, *, after: VerificationReport | None = None) -> VerificationReport:
         """Run until the first verification, or the one ``after`` another, has ended, and return it."""
         for _ in range(steps):
             self.tick()
@@ -135,9 +134,9 @@ def test_a_slower_plan_is_rolled_back_with_its_figure_and_its_kind_is_held_back(
     assert "measured 5" in last.record.reason or "measured 4" in last.record.reason
     assert "% slower (95 % interval" in last.record.reason
     (action,) = job.actions
-    assert (action.kind, action.reason) == ("verify", ended.migration_id)
-    assert action.detail.startswith("slower: ")
-    assert action.detail.endswith("rolled back")
+    assert (action[0], action[2]) == ("verify", ended.migration_id)
+    assert action[3].startswith("slower: ")
+    assert action[3].endswith("rolled back")
     # The interval has passed many times: the daemon proposes such plans and does not carry them out.
     migrations = len(job.it.coordinator.migrations)
     time.sleep(0.02)
@@ -232,8 +231,8 @@ def test_another_migration_interrupts(tmp_path: Path) -> None:
     execution = job.it.planning.execute(proposal)
     assert execution is not None
     job.tick(2)
-    assert job.actions[0].detail.startswith("interrupted: another migration was started; no verdict")
-    assert job.verifier.newest.migration_id == execution.migration.migration_id, "the user's plan is verified next"
+    assert job.actions[0][3].startswith("interrupted: another migration was started; no verdict")
+    assert job.verifier.newest.migration_id == execution.migration_id, "the user's plan is verified next"
 
 
 def test_a_daemon_that_ends_in_between_leaves_no_verdict_and_a_stated_end(tmp_path: Path) -> None:
@@ -244,8 +243,8 @@ def test_a_daemon_that_ends_in_between_leaves_no_verdict_and_a_stated_end(tmp_pa
     job.actions.clear()
     job.start()
     (action,) = job.actions
-    assert (action.kind, action.reason) == ("verify", migration_id)
-    assert action.detail.startswith("interrupted: the daemon ended; no verdict")
+    assert (action[0], action[2]) == ("verify", migration_id)
+    assert action[3].startswith("interrupted: the daemon ended; no verdict")
     job.start()
     assert len(job.actions) == 1, "stated once"
 

@@ -10,7 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexd.api.daemon import SnapshotStatus
-from flexd.api.migration import MigrationCounts, MigrationReport
+from flexd.api.migration import MigrationCounts
 from flexd.api.placement import PlacementStatus
 from flexd.api.plan import CostReport, PlanReport
 from flexd.api.planning import PlanningStatus
@@ -19,6 +19,8 @@ from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
 from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
 from flexd.api.training import TrainingStatus
+from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.families import MAX_LABEL_VALUES
 from flexd.server.metrics import Metrics
 from tests.support.fake_daemon import FakeDaemon
@@ -44,7 +46,7 @@ FULL = Status(
         after=CostReport(exposed_seconds=0.002),
     ),
     planning=PlanningStatus(plans={"changed": 2, "refused": 1}, planning_seconds=0.75),
-    migration=MigrationReport(migration_id="m", plan_id="p", state="PUSHING", progress=0.5),
+    migration=MigrationRecord(migration_id="m", plan_id="p", state=MigrationState.PUSHING, rows=4, rows_applied=2),
     migrations=MigrationCounts(ended={"committed": 2}, rows=300, bytes=4096, chunks=6),
     placement=PlacementStatus(version=6, rows={"HOME": 90, "NODE": 7, "DEVICE": 3}),
     training=TrainingStatus(

@@ -10,7 +10,6 @@ from flexd.api.components import Components
 from flexd.config.load import parse_config
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.report import StepReport
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
@@ -59,13 +58,13 @@ def components(
     live = LiveTopology(3, "a", LAYOUT, (8,), ready=False, reason="settling") if ranks else None
     prices = SimpleNamespace(used=True, corrections=dict)
     planning = SimpleNamespace(last_profile=None, cluster=SimpleNamespace(name="c"), prices=prices)
-    plans = [MigrationRecord(f"p{i}", f"p{i}", state=MigrationState.COMMITTED, promotions=i) for i in range(200)]
+    plans = [MigrationRecord(migration_id=f"m{i}", plan_id=f"p{i}", promotions=i) for i in range(200)]
     coordinator = SimpleNamespace(live=lambda: live, placement=lambda: placement or Placement.empty(6))
     return Components(
         CONFIG, KEYSPACE, CountedAccesses(), coordinator, planning, training or TrainingMonitor(),
         SimpleNamespace(newest=None),
         auto=None, throttle=None, history=SimpleNamespace(newest_moves=lambda limit: plans[::-1][:limit]),
-        snapshots=None, slow_memory=SlowMemoryMonitor(len(KEYSPACE.tables)),
+        snapshots=None, slow_memory=SlowMemoryMonitor(len(KEYSPACE.tables)), effects=None,
     )  # fmt: skip
 
 

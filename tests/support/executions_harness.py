@@ -17,12 +17,13 @@ from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
 from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.throttle import Throttle
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.effects import EffectRecorder
-from flexd.operations.executions import Execution, Executions
+from flexd.operations.executions import Executions
 from flexd.operations.history import MigrationHistory
 from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.state_file import NAME, StateFile
@@ -82,7 +83,7 @@ class ExecutionsHarness:
             "job", listen_port=port, secret=SECRET, timeout_seconds=timeout_seconds, tick_seconds=0.005, window_chunks=1
         )
         self.times = StepTimes()
-        self.effects = EffectRecorder(self.times, self.history.record_effect)
+        self.effects = EffectRecorder(self.times, self.history.record_saving)
         self.coordinator = Coordinator(
             options, TABLES, self.journal, on_migration=self._record_migration, throttle=self.gate
         )
@@ -118,7 +119,7 @@ class ExecutionsHarness:
         live = self.coordinator.live()
         return live is not None and live.ready
 
-    def start(self, name: str, wanted: Placement, who: str = "ada") -> Execution:
+    def start(self, name: str, wanted: Placement, who: str = "ada") -> Migration:
         live = self.coordinator.live()
         assert live is not None
         plan: Any = SimpleNamespace(
@@ -129,8 +130,8 @@ class ExecutionsHarness:
         )  # fmt: skip
         return self.executions.start(plan, Trigger(TriggerKind.MANUAL, f"reason of {name}", who), (), live)
 
-    def wait_until_some_applied(self, execution: Execution) -> None:
-        until(lambda: execution.migration.record.chunks_applied > 3, SECONDS)
+    def wait_until_some_applied(self, migration: Migration) -> None:
+        until(lambda: migration.record.chunks_applied > 3, SECONDS)
 
     def states(self, migration_id: str) -> list[str]:
-        return [each.after for each in self.commands.migration(migration_id).transitions]
+        return [each.after.name for each in self.commands.migration(migration_id).transitions]

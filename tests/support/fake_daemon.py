@@ -12,10 +12,10 @@ from flexd.api.base import ProbeResult
 from flexd.api.daemon import KeyChange, PauseState, ReloadReport
 from flexd.api.execution import ReplanResult
 from flexd.api.explanation import Explanation, RowReport, ThresholdReport
-from flexd.api.migration import MigrationReport
 from flexd.api.plan import PlanReport, ReplicationReport
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
+from flexd.control.daemon.migration_record import MigrationRecord
 from tests.support.fake_inspection import FakeInspection
 from tests.support.fake_migrations import FakeMigrations
 from tests.support.fake_planning import FakePlanning
@@ -96,7 +96,7 @@ class FakeDaemon:
         self._enter("replan", reason, wait_seconds, *((who,) if force else ()))
         if self.hold is not None:
             self.hold.wait(20)
-        migration = MigrationReport(migration_id="m1", plan_id="p2", state="COMMITTED", progress=1.0)
+        migration = MigrationRecord(migration_id="m1", plan_id="p2", state="committed")
         return ReplanResult(outcome=self.outcome, plan=PlanReport(plan_id="p2"), migration=migration)
 
     def pause(self, reason: str, who: str = "") -> PauseState:

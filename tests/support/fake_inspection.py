@@ -7,7 +7,9 @@ from collections.abc import Callable
 from flexd.api.daemon import ConfigReport
 from flexd.api.rank import RankPage, RankReport
 from flexd.api.table import HotRow, HotRowPage, TableOrder, TablePage, TableReport
-from flexd.api.training import PlanMark, Timeline, TrafficSample
+from flexd.api.training import Timeline, TrafficSample
+from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration_states import MigrationState
 
 STRANGE = '<img src=x onerror="boom()">'
 """A table may be called anything."""
@@ -77,8 +79,9 @@ class FakeInspection:
             )
             for i in range(40)
         )  # fmt: skip
-        plan = PlanMark(
-            plan_id="p1", reason=f"drift {STRANGE}", created_unix_seconds=1_700_000_100.0, state="committed",
+        plan = MigrationRecord(
+            migration_id="p1", plan_id="p1", reason=f"drift {STRANGE}", created_unix_seconds=1_700_000_100.0,
+            state=MigrationState.COMMITTED,
             promotions=120, demotions=3, rows_applied=123,
         )  # fmt: skip
         return Timeline(interval_seconds=5.0, samples=samples, plans=(plan,))

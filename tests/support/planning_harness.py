@@ -10,10 +10,11 @@ import numpy as np
 
 from flexd.config.load import parse_config
 from flexd.config.model import Config
+from flexd.control.daemon.migration import Migration
 from flexd.control.protocol.report import StepReport
 from flexd.core.layout import RankLayout
 from flexd.daemon.factory import make_cluster
-from flexd.operations.executions import Execution, Executions
+from flexd.operations.executions import Executions
 from flexd.operations.live_prices import LivePrices
 from flexd.operations.planning import Planning
 from flexd.operations.proposals import Proposal
@@ -75,7 +76,7 @@ class PlanningHarness:
     def propose(self, reason: str, **options: Any) -> Proposal:
         return self.planning.propose(Trigger(TriggerKind.MANUAL, reason), **options)
 
-    def execute(self, reason: str) -> tuple[Plan, Execution | None]:
+    def execute(self, reason: str) -> tuple[Plan, Migration | None]:
         """Plans and starts the migration."""
         proposal = self.propose(reason)
         return proposal.plan, self.planning.execute(proposal)

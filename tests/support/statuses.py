@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flexd.api.daemon import SnapshotStatus
-from flexd.api.migration import MigrationReport, MigrationStep
 from flexd.api.placement import DriftStatus, PlacementStatus
 from flexd.api.plan import PlanReport
 from flexd.api.rank import TopologyStatus
@@ -11,11 +10,13 @@ from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
 from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
 from flexd.api.training import SlowMemoryStatus, SlowTableStatus
+from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration_states import MigrationState
 
 _PLAN = PlanReport(plan_id="p7", reason="drift", promotions=1200, demotions=300)
-_COMMITTED = MigrationReport(
-    migration_id="m7", plan_id="p7", trigger="drift", who="flexd", reason="drift", state="COMMITTED", progress=1.0,
-    rows=1500, rows_applied=1500, chunks=3, chunks_pushed=3, chunks_applied=3, bytes=614_400, bytes_applied=614_400,
+_COMMITTED = MigrationRecord(
+    migration_id="m7", plan_id="p7", trigger="drift", who="flexd", reason="drift", state=MigrationState.COMMITTED,
+    rows=1500, rows_applied=1500, chunks_pushed=3, chunks_applied=3, bytes_to_copy=614_400, copied_bytes=614_400,
     base_version=9, last_version=12,
 )  # fmt: skip
 HEALTHY = Status(
@@ -63,14 +64,13 @@ MIGRATING = HEALTHY.model_copy(
     update={
         "migration": _COMMITTED.model_copy(
             update={
-                "state": "PUSHING",
-                "progress": 0.25,
-                "steps": (MigrationStep(name="push", completion=0.5), MigrationStep(name="apply", completion=0.25)),
+                "state": MigrationState.PUSHING,
+                "rows_pushed": 750,
                 "eta_seconds": 30.0,
                 "rows_applied": 375,
                 "chunks_pushed": 2,
                 "chunks_applied": 1,
-                "bytes_applied": 153_600,
+                "copied_bytes": 153_600,
             }
         )
     }

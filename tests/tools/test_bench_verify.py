@@ -27,12 +27,12 @@ def status(plans: dict[str, int], verification: str | None = None, migration: st
         (status({"refused": 9}), False),
         (status({"unchanged": 1}), False),
         (status({"unchanged": 1, "withheld": 1}), True),
-        (status({"changed": 1}, None, "PUSHING"), False),
-        (status({"changed": 1}, None, "COMMITTED"), False),
-        (status({"changed": 1}, "running", "COMMITTED"), False),
-        (status({"changed": 1}, "slower", "APPLYING"), False),
-        (status({"changed": 1}, "slower", "COMMITTED"), True),
-        (status({"changed": 1, "unchanged": 2}, "faster", "COMMITTED"), True),
+        (status({"changed": 1}, None, "pushing"), False),
+        (status({"changed": 1}, None, "committed"), False),
+        (status({"changed": 1}, "running", "committed"), False),
+        (status({"changed": 1}, "slower", "applying"), False),
+        (status({"changed": 1}, "slower", "committed"), True),
+        (status({"changed": 1, "unchanged": 2}, "faster", "committed"), True),
     ],
 )
 def test_a_decision_is_a_verdict_or_twice_nothing_to_move(given: dict[str, Any], settled: bool) -> None:

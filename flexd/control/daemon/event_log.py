@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_states import Transition
+from flexd.control.daemon.migration_record import Transition
 from flexd.core.log_fields import log_event
 
 

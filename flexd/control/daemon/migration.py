@@ -6,11 +6,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, Transition, TransitionEvent, next_state
+from flexd.control.daemon.migration_record import MigrationRecord, Transition
+from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, TransitionEvent, next_state
 from flexd.core.errors import ControlError
 from flexd.core.placement import Delta, Placement
 
@@ -75,10 +75,8 @@ class Migration:
         self._observer: Callable[[Migration, Transition], None] | None = None
         self._rate: deque[tuple[float, int]] = deque()
         now = time.time()
-        self.record = replace(
-            origin or MigrationRecord(plan_id, plan_id), plan_id=plan_id, generation=generation,
-            created_unix_seconds=now,
-        )  # fmt: skip
+        self.record = origin or MigrationRecord(migration_id=plan_id)
+        self._update(plan_id=plan_id, generation=generation, created_unix_seconds=now)
         self._record_transition(None, None, self.record.reason, now)
 
     @property
@@ -142,7 +140,7 @@ class Migration:
             if after in FINAL_STATES:
                 stamps["ended_unix_seconds"] = now
                 self._source, self._chunks = None, iter(())
-            self.record = replace(self.record, state=after, problem=reason or self.record.problem, **stamps)
+            self._update(state=after, problem=reason or self.record.problem, **stamps)
             self._record_transition(event, before, reason, now)
             self._changed.notify_all()
 
@@ -160,7 +158,7 @@ class Migration:
             rows = sum(len(delta) for delta in chunks)
         with self._changed:
             self._chunks, self.base = iter(chunks), placement
-            self.record = replace(self.record, rows=rows, bytes_to_copy=bytes_to_copy, base_version=placement.version)
+            self._update(rows=rows, bytes_to_copy=bytes_to_copy, base_version=placement.version)
 
     def next_chunk(self) -> Delta | None:
         """Return the next chunk that is not empty. Coordinator only. Raises what the chunk source raises."""
@@ -173,7 +171,7 @@ class Migration:
                 name: value if name == "last_version" else getattr(self.record, name) + value
                 for name, value in changes.items()
             }
-            self.record = replace(self.record, **values)  # type: ignore[arg-type]
+            self._update(**values)
             if "rows_applied" in values:
                 self._measure_rate()
             self._changed.notify_all()
@@ -181,23 +179,27 @@ class Migration:
     def settle(self) -> None:
         """Record that no chunk is outstanding after its end. Coordinator only."""
         with self._changed:
-            self.record = replace(self.record, settled=True)
+            self._update(settled=True)
 
-    def eta_seconds(self) -> float | None:
-        """Return the time until all rows are applied, at the rate of the last ``RATE_SECONDS``; None if not known."""
+    def report(self) -> MigrationRecord:
+        """Return the record with the time that it still takes, without its transitions."""
         with self._changed:
-            return self._eta_seconds()
+            return self.record.model_copy(update={"eta_seconds": self._eta_seconds(), "transitions": ()})
+
+    def _update(self, **changes: Any) -> None:
+        self.record = self.record.model_copy(update=changes)
 
     def _record_transition(
         self, event: TransitionEvent | None, before: MigrationState | None, reason: str, now: float
     ) -> None:
         at, before_it = self.record, self.record.transitions
         transition = Transition(
-            before_it[-1].number + 1 if before_it else 0, now, event, before, at.state, reason, at.rows_pushed,
-            at.rows_applied, at.last_version,
+            number=before_it[-1].number + 1 if before_it else 0, unix_seconds=now, event=event, before=before,
+            after=at.state, reason=reason, rows_pushed=at.rows_pushed, rows_applied=at.rows_applied,
+            version=at.last_version,
         )  # fmt: skip
         kept = (*before_it[:1], *before_it[1:][2 - KEPT_TRANSITIONS :], transition)
-        self.record = replace(at, transitions=kept)
+        self._update(transitions=kept)
         if self._observer is not None:
             self._observer(self, transition)
 
@@ -210,6 +212,7 @@ class Migration:
         self._rate.append((now, self.record.rows_applied))
 
     def _eta_seconds(self) -> float | None:
+        """Return the time until all rows are applied, at the rate of the last ``RATE_SECONDS``; None if not known."""
         now = self.record
         if now.state not in (MigrationState.PUSHING, MigrationState.APPLYING) or not now.rows or not self._rate:
             return None

@@ -1,168 +1,196 @@
-"""The record of a migration: whoever changes it writes here, and the API, the history and the metrics read it."""
+"""The record of a migration: whoever changes it writes here; history, API and metrics have the same."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import Annotated
 
-from flexd.control.daemon.migration_states import MigrationState, Transition
+from pydantic import computed_field
 
+from flexd.control.daemon.migration_states import MigrationState, TransitionEvent
+from flexd.core import units
+from flexd.core.families import gauge
+from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, Show
 
-@dataclass(frozen=True)
-class EffectRecord:
-    """Steps before and after a migration.
-
-    Attributes:
-        before_seconds, after_seconds: mean wall time of a step at the first and at the last placement version of the
-            migration; None if no step was measured there.
-        before_error_seconds, after_error_seconds: standard errors of the means; None if they are not known.
-        before_steps, after_steps: steps measured.
-    """
-
-    before_seconds: float | None = None
-    before_error_seconds: float | None = None
-    before_steps: int = 0
-    after_seconds: float | None = None
-    after_error_seconds: float | None = None
-    after_steps: int = 0
-
-    @property
-    def saving_seconds(self) -> float | None:
-        """Mean step before minus mean step after; None until both are measured."""
-        if self.before_seconds is None or self.after_seconds is None:
-            return None
-        return self.before_seconds - self.after_seconds
-
-    @property
-    def error_seconds(self) -> float | None:
-        """Standard error of the saving; None if it is not known."""
-        if self.before_error_seconds is None or self.after_error_seconds is None:
-            return None
-        return math.hypot(self.before_error_seconds, self.after_error_seconds)
+_Parts = Annotated[dict[str, float], Show(unit=units.share, detail=True)]
 
 
-@dataclass(frozen=True)
-class VerdictRecord:
-    """The verification of a migration, running or ended.
+class Transition(Model):
+    """One change of a migration's state, with its progress at that time."""
 
-    Attributes:
-        state: name of the state, ``running`` before it has ended.
-        change: change of the step time by the measured rows, as a share; positive is slower. None without a pair.
-        low, high: ends of its confidence interval; None if there are too few pairs.
-        pairs: pairs of blocks measured.
-        part: measured share of the rows that the plan promoted, or took back.
-        steps: steps of the job that it has used.
-        rolled_back: whether a rollback was started.
-        words: progress or result in words.
-    """
-
-    migration_id: str
-    state: str
-    change: float | None = None
-    low: float | None = None
-    high: float | None = None
-    pairs: int = 0
-    part: float = 1.0
-    steps: int = 0
-    rolled_back: bool = False
-    words: str = ""
-
-
-@dataclass(frozen=True)
-class MigrationRecord:
-    """A migration at one moment.
-
-    Attributes:
-        migration_id: unique.
-        plan_id: the plan that it executes; its own id without one.
-        parent_plan_id: the plan that the placement before it came from; "" if none.
-        trigger: kind of its trigger.
-        who: the user that requested it, or ``flexd``.
-        reason: its cause in words.
-        overridden_gates: closed gates that were overridden.
-        promotions, demotions: rows of its plan that get, or lose, copies.
-        why: sentences that state what its plan wins.
-        predicted_saving_seconds: of a step, by its plan; None without one.
-        generation: topology generation that it is for; None for any.
-        problem: why it ended early; empty otherwise.
-        rows, bytes_to_copy: totals of its whole delta; 0 if not known (yet).
-        chunks_pushed, chunks_applied: sent to the ranks; applied by all of them. Chunks voided because an epoch ended
-            are not counted.
-        rows_pushed, rows_agreed, rows_applied: rows of the chunks sent, held by all ranks for certain, and applied by
-            all of them.
-        pushed_bytes: bytes of the pushed chunks on the control channel, for one rank.
-        copied_bytes: bytes of values and optimizer state of the rows that applied chunks promote, each once.
-        base_version: version of the placement that it started from.
-        last_version: the highest version that it has pushed; 0 before its first chunk.
-        created_unix_seconds: time of its submission.
-        started_unix_seconds, ended_unix_seconds: 0 before.
-        settled: whether none of its chunks is outstanding after its end, so that the counts are final.
-        transitions: in order; of very many the first and the newest.
-        effect: steps before and after it; None if none were measured.
-        verdict: of its verification; None if its plan was not verified.
-    """
-
-    migration_id: str
-    plan_id: str
-    parent_plan_id: str = ""
-    trigger: str = ""
-    who: str = ""
+    number: int
+    """Counts from 0, its submission; of very many the first and the newest are kept."""
+    unix_seconds: float
+    """When."""
+    event: TransitionEvent | None = None
+    """The event; null for the submission."""
+    before: MigrationState | None = None
+    """State before; null for the submission."""
+    after: MigrationState
+    """State after."""
     reason: str = ""
-    overridden_gates: tuple[str, ...] = ()
-    promotions: int = 0
-    demotions: int = 0
-    why: tuple[str, ...] = ()
-    predicted_saving_seconds: float | None = None
-    generation: int | None = None
-    state: MigrationState = MigrationState.PENDING
-    problem: str = ""
-    rows: int = 0
-    bytes_to_copy: int = 0
-    chunks_pushed: int = 0
-    chunks_applied: int = 0
+    """Reason, if that is known."""
     rows_pushed: int = 0
-    rows_agreed: int = 0
+    """Rows sent to the ranks by then."""
     rows_applied: int = 0
-    pushed_bytes: int = 0
-    copied_bytes: int = 0
-    base_version: int = 0
-    last_version: int = 0
-    created_unix_seconds: float = 0.0
-    started_unix_seconds: float = 0.0
-    ended_unix_seconds: float = 0.0
-    settled: bool = False
-    transitions: tuple[Transition, ...] = ()
-    effect: EffectRecord | None = None
-    verdict: VerdictRecord | None = None
+    """Rows applied by every rank by then."""
+    version: int = 0
+    """Highest placement version that it had pushed by then; 0 before its first chunk."""
 
+
+class VerificationReport(Model):
+    """The verification of one migration: its step time with and without the copies of the plan."""
+
+    migration_id: str
+    """The migration of the plan."""
+    state: str
+    """``running``, the verdict (``faster``, ``slower``, ``same``, ``undecided``), or ``interrupted``."""
+    change: FiniteOrNone = None
+    """Measured change of the step time by the copies, as a share; below 0 is faster. Null before the first pair."""
+    low: FiniteOrNone = None
+    """Lower end of its confidence interval; null while there are too few pairs."""
+    high: FiniteOrNone = None
+    """Upper end of its confidence interval; null while there are too few pairs."""
+    pairs: int = 0
+    """Pairs of blocks measured."""
+    part: float = 1.0
+    """Measured share of the rows that the plan promoted, or took back."""
+    steps: int = 0
+    """Training steps used."""
+    rolled_back: bool = False
+    """True if the plan was rolled back."""
+    words: str = ""
+    """Progress or result."""
+
+
+class MigrationRecord(Model):
+    """A migration: running, or of the history. Bytes are row values and optimizer state of promoted rows, each once."""
+
+    migration_id: str
+    """Id of the migration."""
+    state: MigrationState = MigrationState.PENDING
+    """Its state."""
+    rows: int = 0
+    """Rows of its delta; of its plan until it starts."""
+    rows_applied: int = 0
+    """Part of them that every rank has applied."""
+    plan_id: Annotated[str, DETAIL] = ""
+    """The plan it carries out; its own id without one."""
+    parent_plan_id: Annotated[str, DETAIL] = ""
+    """The plan that the placement before it came from; empty if none."""
+    trigger: str = ""
+    """Its trigger: ``interval``, ``drift``, ``topology``, ``manual``, or ``verify`` for a move of a verification."""
+    who: str = ""
+    """The person or program that requested it."""
+    reason: str = ""
+    """The reason given."""
+    problem: str = ""
+    """Reason why it failed, is held up, or ended early."""
+    overridden_gates: Annotated[tuple[str, ...], DETAIL] = ()
+    """Gates that were closed and overridden."""
+    promotions: Annotated[int, HIDDEN] = 0
+    """Rows of its plan that get copies."""
+    demotions: Annotated[int, HIDDEN] = 0
+    """Rows of its plan that lose copies."""
+    why: Annotated[tuple[str, ...], HIDDEN] = ()
+    """What its plan wins, in sentences."""
+    predicted_saving_seconds: Annotated[FiniteOrNone, Show("saving predicted")] = None
+    """Exposed seconds of a step, by its plan; null without one."""
+    measured_saving_seconds: Annotated[FiniteOrNone, Show("measured")] = None
+    """Mean step before minus mean step after, without those that applied chunks; null until both are measured. A load
+    that changes at the same time is in it; ``planner.verify`` separates the two."""
+    measured_error_seconds: Annotated[FiniteOrNone, DETAIL] = None
+    """Standard error of the measured saving; null if it is not known."""
+    generation: Annotated[int | None, HIDDEN] = None
+    """Topology generation that it is for; null for any."""
+    chunks_pushed: Annotated[int, DETAIL] = 0
+    """Chunks sent to the ranks. Those voided because an epoch ended are not counted."""
+    chunks_applied: Annotated[int, DETAIL] = 0
+    """Part of them that every rank has applied."""
+    rows_pushed: Annotated[int, DETAIL] = 0
+    """Rows of the chunks sent."""
+    rows_agreed: Annotated[int, HIDDEN] = 0
+    """Part of them that all ranks hold for certain."""
+    bytes_to_copy: Annotated[int, DETAIL] = 0
+    """Bytes of its delta; of its plan until it starts."""
+    copied_bytes: int = 0
+    """Part of them that is on every rank."""
+    pushed_bytes: Annotated[int, DETAIL] = 0
+    """Sent over the control channel to each rank."""
+    base_version: Annotated[int, DETAIL] = 0
+    """Placement version that it started from."""
+    last_version: Annotated[int, DETAIL] = 0
+    """Highest placement version that it pushed; 0 if none."""
+    created_unix_seconds: FiniteOrNone = None
+    """When it was requested."""
+    started_unix_seconds: Annotated[FiniteOrNone, DETAIL] = None
+    """When its first chunk was made."""
+    ended_unix_seconds: Annotated[FiniteOrNone, DETAIL] = None
+    """When it ended."""
+    settled: Annotated[bool, DETAIL] = False
+    """True if no chunk of it is in flight any more after its end, so that rows and bytes are final."""
+    eta_seconds: FiniteOrNone = None
+    """Until every rank has applied it, at the present rate; null if that is not known."""
+    transitions: tuple[Transition, ...] = ()
+    """Changes of its state, in order; only of one migration that is asked for."""
+    verification: Annotated[VerificationReport | None, Show(unit=lambda found: found.state)] = None
+    """Its steps with and without the copies of its plan; null if they were not compared."""
+
+    FAMILIES = (
+        gauge(
+            "flexd_migration_progress_ratio", "Of the migration in flight, 0-1; NaN if none is.",
+            lambda newest: None if newest.ended_unix_seconds or not newest.migration_id else newest.progress,
+        ),
+        gauge(
+            "flexd_migration_saving_seconds",
+            "Of a step, by the newest migration: as its plan predicted, and as the steps before and after it differ; "
+            "NaN where it is not known.",
+            lambda newest: {kind: getattr(newest, f"{kind}_saving_seconds") for kind in ("predicted", "measured")},
+            ("kind",),
+        ),
+    )  # fmt: skip
+
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def seconds(self) -> float | None:
-        """Time from submission to end; None if it has not ended."""
-        if self.ended_unix_seconds == 0.0:
+        """From the request to its end; null before."""
+        if self.ended_unix_seconds is None:
             return None
-        return max(0.0, self.ended_unix_seconds - self.created_unix_seconds)
+        return max(0.0, self.ended_unix_seconds - (self.created_unix_seconds or 0.0))
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
-    def share(self) -> float:
-        """The share of the rows that every rank has applied, 0 to 1."""
+    def progress(self) -> float:
+        """Share of its rows that every rank has applied."""
         if self.state is MigrationState.COMMITTED:
             return 1.0
         return min(1.0, self.rows_applied / self.rows) if self.rows else 0.0
 
+    @computed_field(return_type=_Parts)  # type: ignore[prop-decorator]
     @property
-    def steps(self) -> tuple[tuple[str, float], ...]:
-        """Named parts and their completion, 0 to 1; chunks travel one behind the other, so parts overlap.
-
-        ``wait`` (for the ranks, and for the migration before), then ``push``, ``agree`` and ``apply`` of its rows.
-
-        An abort adds ``stop``, which is complete when all pushed rows are applied.
-        """
-        whole = self.rows or self.rows_pushed
-        steps = [("wait", 1.0 if self.started_unix_seconds else 0.0)]
+    def parts(self) -> dict[str, float]:
+        """Completion of its parts, which overlap: ``wait`` for its turn, ``push``, ``agree`` and ``apply`` of its rows,
+        and after an abort ``stop``."""
+        whole, done = self.rows or self.rows_pushed, self.state is MigrationState.COMMITTED
+        parts = {"wait": 1.0 if self.started_unix_seconds else 0.0}
         for name, rows in (("push", self.rows_pushed), ("agree", self.rows_agreed), ("apply", self.rows_applied)):
-            done = self.state is MigrationState.COMMITTED
-            steps.append((name, 1.0 if done else min(1.0, rows / whole) if whole else 0.0))
+            parts[name] = 1.0 if done else min(1.0, rows / whole) if whole else 0.0
         if self.state in (MigrationState.ABORTING, MigrationState.ABORTED):
-            done = self.state is MigrationState.ABORTED
-            steps.append(("stop", 1.0 if done else self.rows_applied / max(1, self.rows_pushed)))
-        return tuple(steps)
+            stopped = self.state is MigrationState.ABORTED
+            parts["stop"] = 1.0 if stopped else self.rows_applied / max(1, self.rows_pushed)
+        return parts
+
+
+class ActionRecord(Model):
+    """Another action that the daemon carried out for a user, or by itself."""
+
+    unix_seconds: FiniteOrNone = None
+    """When."""
+    kind: str
+    """``pause``, ``resume``, ``throttle``, ``reload``, ``override`` of gates that were closed, ``withhold`` of
+    plans that save too little, or ``verify``, the measured effect of the migration that is named as the reason."""
+    who: str = ""
+    """The person or program that gave it."""
+    reason: str = ""
+    """The reason given."""
+    detail: str = ""
+    """Its result."""

@@ -16,14 +16,13 @@ A migration that ends early leaves a prefix of its delta applied, which is a val
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from types import MappingProxyType
 
 from flexd.core.errors import IllegalTransitionError
 
 
-class MigrationState(Enum):
+class MigrationState(StrEnum):
     PENDING = "pending"
     PUSHING = "pushing"
     APPLYING = "applying"
@@ -34,7 +33,7 @@ class MigrationState(Enum):
     FAILED = "failed"
 
 
-class TransitionEvent(Enum):
+class TransitionEvent(StrEnum):
     START = "start"
     EXHAUSTED = "exhausted"
     VOIDED = "voided"
@@ -82,25 +81,3 @@ def next_state(state: MigrationState, event: TransitionEvent, what: str = "migra
     if after is None:
         raise IllegalTransitionError(f"{what}: no {event.value} in state {state.value}")
     return after
-
-
-@dataclass(frozen=True)
-class Transition:
-    """One change of a migration's state, with its progress at that time.
-
-    Attributes:
-        number: 0 is the submission, which has no ``event`` and no state ``before``.
-        unix_seconds: wall-clock time.
-        rows_pushed, rows_applied: see ``MigrationProgress``.
-        version: the highest placement version that the migration had pushed; 0 before its first chunk.
-    """
-
-    number: int
-    unix_seconds: float
-    event: TransitionEvent | None
-    before: MigrationState | None
-    after: MigrationState
-    reason: str
-    rows_pushed: int
-    rows_applied: int
-    version: int

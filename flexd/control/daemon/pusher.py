@@ -20,7 +20,8 @@ from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.journal_frames import JournalledMigration
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_states import MigrationState, Transition, TransitionEvent
+from flexd.control.daemon.migration_record import Transition
+from flexd.control.daemon.migration_states import MigrationState, TransitionEvent
 from flexd.control.daemon.throttle import Throttle
 from flexd.core.errors import FlexdError, IllegalTransitionError, PlacementError
 from flexd.core.fault_points import fault_point

@@ -19,7 +19,7 @@ def test_events_are_logged_and_passed_on() -> None:
         raise ValueError("a failing history stops nothing")
 
     log = EventLog(lambda name, fields: logged.append((name, fields)))
-    migration = Migration("p", [], origin=MigrationRecord("m", "", who="ada"))
+    migration = Migration("p", [], origin=MigrationRecord(migration_id="m", who="ada"))
     migration.fire(TransitionEvent.START)
     migration.fire(TransitionEvent.FAIL, "why")
     _, started, failed = migration.record.transitions

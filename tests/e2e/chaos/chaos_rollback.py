@@ -55,9 +55,9 @@ def kill_in_a_rollback(world: ChaosWorld, chance: random.Random) -> str:
     rollback = f"{stopped['migration_id']}.rollback"
     told = until(lambda: _committed(world), _SECONDS, world.where)
     tries = [(each["migration_id"], each["state"]) for each in told if each["migration_id"].startswith(rollback)]
-    assert tries[0][1] == "COMMITTED", tries
+    assert tries[0][1] == "committed", tries
     # The history is written behind: of a try that died at once it knows nothing.
-    assert all(state == "FAILED" for _, state in tries[1:]), tries
+    assert all(state == "failed" for _, state in tries[1:]), tries
     assert tries[0][0] != rollback, "the id of the second daemon's"
     third.kill()
     world.start_daemon()
@@ -67,13 +67,13 @@ def kill_in_a_rollback(world: ChaosWorld, chance: random.Random) -> str:
 def _in_the_middle(world: ChaosWorld) -> dict[str, Any] | None:
     migration = world.status().get("migration") or {}
     # So many that the rollback has more than two chunks.
-    return migration if migration.get("state") == "PUSHING" and migration["chunks_applied"] >= 5 else None
+    return migration if migration.get("state") == "pushing" and migration["chunks_applied"] >= 5 else None
 
 
 def _committed(world: ChaosWorld) -> list[dict[str, Any]]:
     """The history, once the newest migration is at its end."""
     found = httpx.get(f"{world.url}/v1/migrations", timeout=10.0).json()["migrations"]
-    return list(found) if found[0]["state"] == "COMMITTED" else []
+    return list(found) if found[0]["state"] == "committed" else []
 
 
 def _digest_at(world: ChaosWorld, version: int) -> int:

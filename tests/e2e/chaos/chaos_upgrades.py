@@ -17,7 +17,7 @@ def upgrade_daemon(world: ChaosWorld, chance: random.Random) -> str:
     """Another version continues from the state of the daemon before it, under the ranks that are there."""
     assert world.daemon is not None
     how = chance.choice(("ended", "killed"))
-    until(lambda: (world.status().get("migration") or {}).get("state") == "PUSHING", _SECONDS, world.where)
+    until(lambda: (world.status().get("migration") or {}).get("state") == "pushing", _SECONDS, world.where)
     if how == "ended":
         world.stop_daemon()
     else:

@@ -42,7 +42,7 @@ CONTROL_PORT, API = 29_400, "http://127.0.0.1:8080"
 START_SECONDS, STEP_SECONDS = 120.0, 20.0
 TURN_STEPS = 10
 NEVER_SLOWER, WINS = 1.02, 0.90
-IN_FLIGHT = ("PENDING", "PUSHING", "APPLYING", "ABORTING")
+IN_FLIGHT = ("pending", "pushing", "applying", "aborting")
 
 
 @dataclass(frozen=True)
