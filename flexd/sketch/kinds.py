@@ -11,22 +11,18 @@ from flexd.sketch.counters import countmin, hot_set
 from flexd.sketch.dense_table import DenseTable
 from flexd.sketch.logarithmic_table import LogTable
 from flexd.sketch.table_sketch import TableSketch
-from flexd.sketch.types import TableChoice
+from flexd.sketch.types import Kind, TableChoice
 
 _WARM_UPS = {"dense": dense_table.warm_up, "logarithmic": logarithmic_table.warm_up, "count_min": countmin.warm_up}
-KINDS = tuple(_WARM_UPS)
+_TABLES: dict[Kind, type[TableSketch]] = {"dense": DenseTable, "logarithmic": LogTable, "count_min": CountMinTable}
 
 
 def make_table(spec: TableSpec, choice: TableChoice, seed: int) -> TableSketch:
     """Return an empty sketch of the chosen kind."""
-    if choice.kind == "dense":
-        return DenseTable(spec, choice, seed)
-    if choice.kind == "logarithmic":
-        return LogTable(spec, choice, seed)
-    return CountMinTable(spec, choice, seed)
+    return _TABLES[choice.kind](spec, choice, seed)
 
 
-def warm_up(used: Collection[str] = KINDS, *, coaccess: bool = False) -> None:
+def warm_up(used: Collection[str] = tuple(_WARM_UPS), *, coaccess: bool = False) -> None:
     """Compile the kernels before the first message, which takes seconds, or little with numba's cache.
 
     Args:

@@ -15,7 +15,6 @@ from flexd.sketch.counters.countmin_kernels import DEPTH as DEPTH
 
 Int64Array = npt.NDArray[np.int64]
 UInt32Array = npt.NDArray[np.uint32]
-UInt64Array = npt.NDArray[np.uint64]
 
 MIN_LOG2_WIDTH = 8
 MAX_LOG2_WIDTH = 30
@@ -158,12 +157,6 @@ class CountMin:
     def cells(self) -> UInt32Array:
         """Return a copy of the words for ``load``: uint32[4 * 2^k], row by row."""
         return self._cells.copy()
-
-    def values(self) -> UInt64Array:
-        """Return the units in each cell, uint64[4, 2^k]; both cells of a joined pair have its value."""
-        out = np.empty(len(self._cells), dtype=np.uint64)
-        kernels.values(self._cells, out)
-        return out.reshape(DEPTH, -1)
 
     def load(self, cells: npt.NDArray[Any], total_units: int) -> None:
         """Replace the cells by saved words.

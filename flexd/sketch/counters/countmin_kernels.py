@@ -234,13 +234,6 @@ def query(rows: Any, cells: Any, log2_width: int, out: Any) -> None:
 
 
 @numba.njit(cache=True, nogil=True)
-def values(cells: Any, out: Any) -> None:
-    """Write the values of uint32[n] words to uint64[n]; both cells of a joined pair have the pair's value."""
-    for i in range(cells.size):
-        out[i] = _value(cells, np.uint64(i))
-
-
-@numba.njit(cache=True, nogil=True)
 def rescale(cells: Any, bits: Any) -> int:
     """Divide by ``2^bits`` (1 to 62), rounding up, and split pairs that fit one word again. Return the pairs joined."""
     joined = 0
