@@ -34,9 +34,8 @@ from flexd.embedding.features import FeatureMap
 from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.optimizer_handle import FusedOptimizer, TableRate
-from flexd.embedding.routed_input import LookupFunction, RoutedInput
+from flexd.embedding.routed_input import ForwardPass, LookupFunction, RoutedInput
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
-from flexd.embedding.step_hooks import ForwardPass
 from flexd.embedding.store.initial_values import initial_rows
 from flexd.embedding.store.store import TORCH_DTYPES
 from flexd.embedding.table_access import TableAccess
@@ -216,13 +215,16 @@ class EmbeddingCollection(TableAccess):
             two_memories=two_memories,
             keep_keys=any(table.lr is not None or table.optimizer is not None for table in self.tables),
             answers=TableAnswers(
-                self._pooled_tables(), frozenset(self.keyspace.index[table.name] for table in by_sums)
+                frozenset(at for at, table in enumerate(self.tables) if self.pools and hasattr(table, "answer")),
+                frozenset(self.keyspace.index[table.name] for table in by_sums),
             ),
         )
         self._features = FeatureMap(
             self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device, self.engine.answers,
             self.engine.stores[0].homes,
         )  # fmt: skip
+        self.table_of_feature = self._features.table_of
+        """Index in ``tables`` of the table that each feature reads."""
         # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from
         # named_parameters(), because DDP and dense optimizers must not use it.
         self.__dict__["_anchor"] = AnchorParameter.of(self.device, self.engine.gradients, self.engine.drop_gradients)
@@ -237,15 +239,6 @@ class EmbeddingCollection(TableAccess):
         """Local. Set all rows and their optimizer state to their initial values."""
         scales = [table.scale for table in self.tables]
         self.engine.initialise(scales, self._seed, self.optimizer.initial_states)
-
-    @property
-    def table_of_feature(self) -> Mapping[str, int]:
-        """Index in ``tables`` of the table that each feature reads."""
-        return self._features.table_of
-
-    def _pooled_tables(self) -> frozenset[int]:
-        """Return the tables whose look-ups are pooled."""
-        return frozenset(at for at, table in enumerate(self.tables) if self.pools and hasattr(table, "answer"))
 
     def answer_of(self, table: str) -> str:
         """Return "rows" or "sums": how look-ups of a table are answered.
@@ -319,7 +312,7 @@ class EmbeddingCollection(TableAccess):
         if located is None:
             return self._locate(given, keys)
         self._check_agreed(located.forward_pass.route, None, None)
-        return RoutedInput(located.values.features, located.order, located.forward_pass, ahead=given)
+        return located
 
     @in_phase(StepPhase.IDS)
     def _locate(self, given: Any, keys: Callable[[Mapping[str, Jagged]], FeatureKeys] | None) -> RoutedInput:
@@ -372,8 +365,7 @@ class EmbeddingCollection(TableAccess):
         """
         from flexd.embedding.prefetch.announced_input import InputValues
 
-        factors = self.factors_of(given)
-        return InputValues(self.as_features(given), factors, self._features.summed(factors))
+        return InputValues(self.as_features(given), self.weighted_features(given))
 
     def keys_of(self, values: InputValues) -> FeatureKeys:
         """Local. Return the keys of an input.
@@ -381,15 +373,15 @@ class EmbeddingCollection(TableAccess):
         Raises:
             EmbeddingError: the input cannot be looked up.
         """
-        return self._features.keys(values.features, values.factors)
+        return self._features.keys(values.features, values.weighted)
 
     def _keys_of(self, given: Any, features: Mapping[str, Jagged]) -> FeatureKeys:
-        return self._features.keys(features, self.factors_of(given))
+        return self._features.keys(features, self.weighted_features(given))
 
-    def factors_of(self, given: Any) -> Mapping[str, torch.Tensor]:
-        """Local. Return a factor for each id, by feature, that the input of ``forward`` itself has."""
+    def weighted_features(self, given: Any) -> frozenset[str]:
+        """Local. Return the features that have a factor for each id in the input of ``forward`` itself."""
         del given
-        return {}
+        return frozenset()
 
     def _rows(self, routed: RoutedInput, *, expand: bool = True) -> Sequence[torch.Tensor]:
         """Collective. Return the rows as ``RowEngine.fetch``; their gradients wait for ``optimizer.step``."""

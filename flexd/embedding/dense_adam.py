@@ -40,24 +40,23 @@ class DenseAdam(Adam):
         No operation combines numbers of several rows, so that a row's result is the same on every rank that holds it.
         """
         for group in groups:
-            self._update_all(group, step)
-
-    def _update_all(self, group: GroupUpdate, step: int) -> None:
-        rows, device = group.rows, group.rows.device
-        wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-        none = torch.empty((0, rows.shape[1]), dtype=wide, device=device)
-        slots = torch.cat([index for index, _ in group.gradients] or [torch.empty(0, dtype=torch.int64, device=device)])
-        grads = torch.cat([none, *(part.to(wide) for _, part in group.gradients)])
-        slots, order = slots.sort()
-        grads = grads.index_select(0, order)
-        numbers = _BLOCK_NUMBERS_OF_ACCELERATOR
-        if devices.in_host_memory(rows):
-            numbers = _BLOCK_NUMBERS * torch.get_num_threads()
-        each = max(1, numbers // rows.shape[1])
-        firsts = [*range(0, len(rows), each), len(rows)]
-        places = torch.searchsorted(slots, torch.tensor(firsts, device=device)).tolist()
-        for (first, end), (begin, stop) in zip(pairwise(firsts), pairwise(places), strict=True):
-            of_block = grads.new_zeros((end - first, rows.shape[1]))
-            of_block.index_copy_(0, slots[begin:stop] - first, grads[begin:stop])
-            index = torch.arange(first, end, device=device)
-            self._update([replace(group, gradients=[(index, of_block)])], step)
+            rows, device = group.rows, group.rows.device
+            wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+            none = torch.empty((0, rows.shape[1]), dtype=wide, device=device)
+            slots = torch.cat(
+                [index for index, _ in group.gradients] or [torch.empty(0, dtype=torch.int64, device=device)]
+            )
+            grads = torch.cat([none, *(part.to(wide) for _, part in group.gradients)])
+            slots, order = slots.sort()
+            grads = grads.index_select(0, order)
+            numbers = _BLOCK_NUMBERS_OF_ACCELERATOR
+            if devices.in_host_memory(rows):
+                numbers = _BLOCK_NUMBERS * torch.get_num_threads()
+            each = max(1, numbers // rows.shape[1])
+            firsts = [*range(0, len(rows), each), len(rows)]
+            places = torch.searchsorted(slots, torch.tensor(firsts, device=device)).tolist()
+            for (first, end), (begin, stop) in zip(pairwise(firsts), pairwise(places), strict=True):
+                of_block = grads.new_zeros((end - first, rows.shape[1]))
+                of_block.index_copy_(0, slots[begin:stop] - first, grads[begin:stop])
+                index = torch.arange(first, end, device=device)
+                self._update([replace(group, gradients=[(index, of_block)])], step)

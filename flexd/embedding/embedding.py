@@ -16,7 +16,6 @@ from flexd.embedding.optimizer_handle import FusedOptimizer
 from flexd.embedding.store.store import TORCH_DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_OF_WHOLE_TABLES = ("max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
 
 class Embedding(nn.Module):
@@ -48,8 +47,7 @@ class Embedding(nn.Module):
         settings: keyword arguments of ``EmbeddingCollection``: ``optimizer``, ``replica_fraction``, ``seed``, ...
 
     Raises:
-        EmbeddingError: ``padding_idx`` is no row, the dtype is not supported, or an argument of ``nn.Embedding`` has no
-            meaning for rows of several ranks.
+        EmbeddingError: ``padding_idx`` is no row, or the dtype is not supported.
     """
 
     collection: EmbeddingCollection
@@ -67,9 +65,6 @@ class Embedding(nn.Module):
         **settings: Any,
     ) -> None:
         super().__init__()
-        for argument in _OF_WHOLE_TABLES:
-            if argument in settings:
-                raise EmbeddingError(f"flexd.Embedding: {argument}", remedy="not supported: leave it out")
         table = EmbeddingTable(name, num_embeddings, embedding_dim, dtype=dtype_name(dtype))
         self._look_up_in(EmbeddingCollection([table], device=device, **settings), table, padding_idx)
         self.register_collection()

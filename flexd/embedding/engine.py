@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from flexd.core.placement import Delta
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial, bag_hops, row_hops
 from flexd.embedding.exchange.hop import SETTINGS_BITS, Agreement, CallSignature, Hop
-from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
+from flexd.embedding.exchange.phase_meter import in_phase
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.exchange.router import Router
@@ -30,8 +31,9 @@ from flexd.embedding.gradients import StepGradients
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
+from flexd.embedding.routed_input import ForwardPass
 from flexd.embedding.row_optimizers import RowUpdate
-from flexd.embedding.step_hooks import ForwardPass, StepHooks
+from flexd.embedding.step_hooks import StepHooks
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.store import GroupStore, make_stores
 
@@ -108,6 +110,8 @@ class RowEngine:
         self._comm_dtype = comm_dtype
         self.answers = answers
         self.router, self.sync = self.new_exchange(groups, traffic)
+        self.phases = traffic.phases
+        """Meter of the training thread."""
         self.migrator = Migrator(groups, self.stores, homes, max_migration_bytes_per_step, self._rows_changed)
         self.inbox = ChunkInbox(
             homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
@@ -128,11 +132,6 @@ class RowEngine:
         """Whether copies of rows are refreshed before the next look-up. Equal on all ranks."""
         self.summed: StepGradients | None = None
         """Gradients that are summed at their rows and wait for ``push``."""
-
-    @property
-    def phases(self) -> PhaseMeter:
-        """Meter of the training thread."""
-        return self.router.phases
 
     def new_exchange(self, groups: ChainGroups, traffic: Traffic) -> tuple[Router, ReplicaSync]:
         """Make a router and a replica synchronisation of these stores over other process groups."""
@@ -284,7 +283,7 @@ class RowEngine:
 
     def open_pass(self, forward_pass: ForwardPass) -> None:
         """Let a pass wait for its backward pass and the next ``push``."""
-        self.guard.begin_step()
+        self.guard.step_thread = threading.current_thread()
         self.passes.append(forward_pass)
 
     def drop_pass(self, forward_pass: ForwardPass) -> None:

@@ -81,23 +81,23 @@ class FeatureMap:
                 self.table_of[name] = table
         self._summed = frozenset(name for name, table in self.table_of.items() if table in answers.by_sums)
 
-    def keys(self, features: Mapping[str, Jagged], weights: Mapping[str, torch.Tensor] | None = None) -> FeatureKeys:
+    def keys(self, features: Mapping[str, Jagged], weighted: Collection[str] = ()) -> FeatureKeys:
         """Convert ids to keys, and check them without waiting for the device: any faulty number makes ``faulty`` true.
 
         Args:
-            weights: a factor for each id of some features. Features whose factors need gradients are answered by rows.
+            weighted: features that have a factor for each id, which are answered by rows.
 
         Raises:
             EmbeddingError: unknown feature, or ids of a wrong dtype, shape or device.
         """
-        known = self._known(tuple(features), self.summed(weights))
+        known = self._known(tuple(features), self._summed.difference(weighted))
         if not known.order:
             return self.no_features()
         ordered = [features[name] for name in known.order]
         values = [one.values for one in ordered]
         ids = self._joined_ids(features, values)
         sizes = _sizes(values)
-        on_device = self._on_device(sizes)
+        on_device = devices.uploaded(sizes, self._device)
         if isinstance(known.bounds, torch.Tensor):
             firsts, rows = known.bounds.repeat_interleave(on_device, dim=1, output_size=ids.shape[0])
             inside = ids.clamp(self._zero, rows)
@@ -117,7 +117,7 @@ class FeatureMap:
         if not sum(map(len, known.summed)):
             return found
         rows = ends[known.ends[-1]]
-        bags = self._bag_ids(keys[rows:], known, of_bags, features, weights or {})
+        bags = self._bag_ids(keys[rows:], known, of_bags, features)
         return replace(found, keys=keys[:rows], bags=bags)
 
     def _joined_ids(self, features: Mapping[str, Jagged], values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -140,12 +140,6 @@ class FeatureMap:
             self._check_tensor(name, jagged.values)
         raise fault or AssertionError("ids that cannot be joined")
 
-    def summed(self, weights: Mapping[str, torch.Tensor] | None) -> frozenset[str]:
-        """Return the features that are answered by sums in a batch with these factors."""
-        if not self._summed or not weights:
-            return self._summed
-        return self._summed - {name for name, factors in weights.items() if factors.requires_grad}
-
     def summed_by_group(self, names: Iterable[str], order: Sequence[str]) -> list[list[str]]:
         """Return the features of a batch that were answered by sums, by dim-group in the order of ``FeatureKeys.bags``.
 
@@ -162,7 +156,6 @@ class FeatureMap:
         known: _Order,
         numbers: list[int],
         features: Mapping[str, Jagged],
-        weights: Mapping[str, torch.Tensor],
     ) -> BagIds:
         """Return the ids of features that are answered by sums, whose lengths may be faulty."""
         names = [name for of_group in known.summed for name in of_group]
@@ -170,18 +163,7 @@ class FeatureMap:
         bags = [sum(features[name].lengths.shape[0] for name in of_group) for of_group in known.summed]
         places = torch.arange(keys.shape[0], device=keys.device)
         bag = torch.searchsorted(lengths.cumsum(0), places, right=True)
-        factors = None
-        if any(name in weights for name in names):
-            dtype = torch.float64 if torch.float64 in {one.dtype for one in weights.values()} else torch.float32
-            factors = torch.cat(
-                [
-                    weights[name].detach().to(dtype)
-                    if name in weights
-                    else torch.ones(features[name].values.shape[0], dtype=dtype, device=keys.device)
-                    for name in names
-                ]
-            )
-        return BagIds(keys, bag, numbers, bags, factors)
+        return BagIds(keys, bag, numbers, bags)
 
     def _known(self, names: tuple[str, ...], summed: frozenset[str] = frozenset()) -> _Order:
         """Return what is known of features in the order of a batch.
@@ -231,13 +213,10 @@ class FeatureMap:
             sums = lengths.view(len(features), -1).sum(dim=1)
         else:
             ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-            places = self._on_device([0, *accumulate(counts)])
+            places = devices.uploaded([0, *accumulate(counts)], self._device)
             sums = ends.index_select(0, places).diff()
         faults.append(sums != ids)
         return faults
-
-    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
-        return devices.uploaded(numbers, self._device)
 
     def raise_fault(self, features: Mapping[str, Jagged]) -> None:
         """Read the numbers of features whose keys were ``faulty``. Waits for the device.

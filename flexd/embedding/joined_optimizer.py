@@ -49,10 +49,6 @@ class JoinedOptimizer(torch.optim.Optimizer):
         # A dictionary, not a copy: frameworks move or read the state of dense parameters through it.
         self.state = optimizers[0].state
 
-    @property
-    def _rows(self) -> list[FusedOptimizer]:
-        return [each for each in self.optimizers if isinstance(each, FusedOptimizer)]
-
     def _groups(self) -> list[dict[str, Any]]:
         return [group for each in self.optimizers for group in each.param_groups]
 
@@ -98,7 +94,8 @@ class JoinedOptimizer(torch.optim.Optimizer):
             for group in each.param_groups
             for parameter in group["params"]
         ]
-        summed = [gradients for each in self._rows if (gradients := each.gradients()) is not None]
+        rows = [each for each in self.optimizers if isinstance(each, FusedOptimizer)]
+        summed = [gradients for each in rows if (gradients := each.gradients()) is not None]
         total = clip_grad_norm_(summed, max_norm, norm_type, dense, error_if_nonfinite=error_if_nonfinite)
         return torch.tensor(total, dtype=torch.float64)
 
@@ -144,9 +141,6 @@ class JoinedOptimizer(torch.optim.Optimizer):
             )
             first += count
         self.param_groups, self.state = self._groups(), self.optimizers[0].state
-
-    def __repr__(self) -> str:
-        return f"JoinedOptimizer({', '.join(map(repr, self.optimizers))})"
 
 
 def _parameters_of(groups: Sequence[dict[str, Any]]) -> int:

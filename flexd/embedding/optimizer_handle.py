@@ -165,11 +165,10 @@ def _with_settings(rule: RowOptimizer, group: dict[str, Any]) -> RowOptimizer:
     """Return the optimizer with the settings of a parameter group."""
     # A group that was saved before a setting existed does not have it.
     given = {name: group.get(name, value) for name, value in _settings_of(rule).items()}
-    settings = {name: tuple(value) if isinstance(value, list) else _number(value) for name, value in given.items()}
+    settings = {
+        # A learning rate may be a tensor.
+        name: tuple(value) if isinstance(value, list) else value.item() if isinstance(value, torch.Tensor) else value
+        for name, value in given.items()
+    }
     changed: RowOptimizer = replace(rule, **settings)  # type: ignore[type-var]
     return changed
-
-
-def _number(value: Any) -> Any:
-    """Return a Python number; a learning rate may be a tensor."""
-    return value.item() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""The input of a forward pass whose rows are located, and the function that fetches them."""
+"""Forward passes: their input with its rows located, what waits for the step, and the function that fetches rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,42 @@ from typing import Any
 
 import torch
 
-from flexd.embedding.engine import RowEngine
+from flexd.embedding.exchange.route import Route
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.step_hooks import ForwardPass
+from flexd.embedding.replicas.touched_rows import TouchedRows
+
+
+class ForwardPass:
+    """One look-up. If it is for training it waits in ``RowEngine.passes`` until its gradients are pushed.
+
+    Attributes:
+        touched: the replicated rows that it reads, filled in while it is found and fetched; None if there are none.
+        grads: per dim-group [rows of the route's first station, dim]; None before its backward pass.
+        bag_grads: per dim-group [bags, dim] of the bags that are answered by sums; None before its backward pass.
+    """
+
+    def __init__(self, route: Route, touched: TouchedRows | None) -> None:
+        self.route = route
+        self.touched = touched
+        self.grads: list[torch.Tensor] | None = None
+        self.bag_grads: list[torch.Tensor] | None = None
+
+    def add(self, grads: list[torch.Tensor], wide: Sequence[torch.dtype]) -> None:
+        """Add the gradients of a backward pass, in dtype ``wide`` of each dim-group if there are some already."""
+        self.grads = _added(self.grads, grads, wide)
+
+    def add_of_bags(self, grads: list[torch.Tensor], wide: Sequence[torch.dtype]) -> None:
+        """Add gradients of bags of a backward pass, as ``add``; an empty list if none are answered by sums."""
+        if grads:
+            self.bag_grads = _added(self.bag_grads, grads, wide)
+
+
+def _added(
+    before: list[torch.Tensor] | None, grads: list[torch.Tensor], wide: Sequence[torch.dtype]
+) -> list[torch.Tensor]:
+    if before is None:
+        return grads
+    return [old.to(dtype) + new.to(dtype) for old, new, dtype in zip(before, grads, wide, strict=True)]
 
 
 @dataclass
@@ -50,7 +83,7 @@ class LookupFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, engine: RowEngine, forward_pass: ForwardPass, expand: bool
+        ctx: Any, anchor: torch.Tensor, engine: Any, forward_pass: ForwardPass, expand: bool
     ) -> tuple[torch.Tensor, ...]:
         del anchor
         ctx.engine, ctx.forward_pass, ctx.expand = engine, forward_pass, expand

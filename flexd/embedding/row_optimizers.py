@@ -267,11 +267,6 @@ class _FusedRowOptimizer(_CommonSettings):
                 raise EmbeddingError(f"{type(self).__name__}: {name}={value}", remedy="at least 0")
 
 
-def _check_betas(optimizer: object, betas: tuple[float, float]) -> None:
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise EmbeddingError(f"{type(optimizer).__name__}: betas={betas}", remedy="two numbers of 0 to below 1")
-
-
 @dataclass(frozen=True)
 class SGD(_FusedRowOptimizer):
     """w -= lr * g; equal to ``torch.optim.SGD`` without momentum.
@@ -378,7 +373,8 @@ class _AdamLike(_FusedRowOptimizer):
 
     def __post_init__(self) -> None:
         self._check(eps=self.eps)
-        _check_betas(self, self.betas)
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise EmbeddingError(f"{type(self).__name__}: betas={self.betas}", remedy="two numbers of 0 to below 1")
 
     def _changes(
         self,

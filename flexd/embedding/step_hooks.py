@@ -1,10 +1,9 @@
-"""Passes of a step, and the points at which rows may be exchanged earlier or later than in it."""
+"""The points of a step at which rows may be exchanged earlier or later than in it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -13,54 +12,8 @@ from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.replicas.touched_rows import TouchedRows
+from flexd.embedding.routed_input import ForwardPass, RoutedInput
 from flexd.embedding.row_optimizers import RowUpdate
-
-
-class ForwardPass:
-    """One look-up. If it is for training it waits in ``RowEngine.passes`` until its gradients are pushed.
-
-    Attributes:
-        touched: the replicated rows that it reads, filled in while it is found and fetched; None if there are none.
-        grads: per dim-group [rows of the route's first station, dim]; None before its backward pass.
-        bag_grads: per dim-group [bags, dim] of the bags that are answered by sums; None before its backward pass.
-    """
-
-    def __init__(self, route: Route, touched: TouchedRows | None) -> None:
-        self.route = route
-        self.touched = touched
-        self.grads: list[torch.Tensor] | None = None
-        self.bag_grads: list[torch.Tensor] | None = None
-
-    def add(self, grads: list[torch.Tensor], wide: Sequence[torch.dtype]) -> None:
-        """Add the gradients of a backward pass, in dtype ``wide`` of each dim-group if there are some already."""
-        self.grads = _added(self.grads, grads, wide)
-
-    def add_of_bags(self, grads: list[torch.Tensor], wide: Sequence[torch.dtype]) -> None:
-        """Add gradients of bags of a backward pass, as ``add``; an empty list if none are answered by sums."""
-        if grads:
-            self.bag_grads = _added(self.bag_grads, grads, wide)
-
-
-def _added(
-    before: list[torch.Tensor] | None, grads: list[torch.Tensor], wide: Sequence[torch.dtype]
-) -> list[torch.Tensor]:
-    if before is None:
-        return grads
-    return [old.to(dtype) + new.to(dtype) for old, new, dtype in zip(before, grads, wide, strict=True)]
-
-
-@dataclass(frozen=True)
-class LocatedInput:
-    """An input whose rows were located before its forward pass.
-
-    Attributes:
-        values: the ``InputValues`` of the look-up; those of the announcement if the two have different forms.
-        order: see ``FeatureKeys.order``.
-    """
-
-    values: Any
-    order: list[str]
-    forward_pass: ForwardPass
 
 
 class GradientSplit(Protocol):
@@ -111,7 +64,7 @@ class StepHooks:
     def wait(self) -> None:
         """Wait until no other thread changes rows. Deferred gradients stay deferred."""
 
-    def claim(self, given: object, *, usable: bool) -> LocatedInput | None:
+    def claim(self, given: object, *, usable: bool) -> RoutedInput | None:
         """Return the input of a forward pass if it was located before; not if it is not ``usable``."""
         del given, usable
         return None

@@ -333,11 +333,9 @@ class ReplacedTables(EmbeddingBagCollection):
                 check_inverse(kjt, {one.feature: by_key[one.feature] for one in module.lookups}, self.rank)
         return features
 
-    def factors_of(self, given: Any) -> Mapping[str, torch.Tensor]:
-        modules, kjt = self._modules_of_model, given
-        if isinstance(given, _OneModule):
-            modules, kjt = (given.module,), given.given
-        return self._weights(modules, as_keyed_jagged(kjt, [], self.rank))
+    def weighted_features(self, given: Any) -> frozenset[str]:
+        modules = (given.module,) if isinstance(given, _OneModule) else self._modules_of_model
+        return frozenset(one.name for module in modules if module.is_weighted for one in module.lookups)
 
     def _weights(self, modules: Sequence[ReplacedModule], kjt: Any) -> dict[str, torch.Tensor]:
         weighted = [module for module in modules if module.is_weighted]

@@ -66,19 +66,6 @@ def test_training_equals_one_process(ranks: Ranks, scenario: Scenario, tolerance
             np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)
 
 
-def test_a_narrow_wire_rounds_alike_in_units(ranks: Ranks) -> None:
-    """Messages in units and joined ones train equally. That the wire leaves a rank's own gradients unrounded is not
-    shown by this."""
-    scenario = Scenario(2, 2, "sgd", dtype="float32", two_dims=True, steps=6, comm_dtype="bfloat16")
-    joined, units = (
-        ranks(4).run(kernels, run_ahead_jobs.train, scenario, LOOP)
-        for kernels in (accelerator_jobs.run, accelerator_jobs.run_in_units)
-    )
-    for mine, other in zip(units, joined, strict=True):
-        assert mine["losses"] == other["losses"]
-        assert all(np.array_equal(table, other["tables"][name]) for name, table in mine["tables"].items())
-
-
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_stochastic_rounding_does_not_depend_on_the_placement(ranks: Ranks, accelerator: bool) -> None:
     """Bit for bit: replicas after every step, and the tables of a job with migrations and of one without."""

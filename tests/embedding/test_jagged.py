@@ -73,5 +73,3 @@ def test_all_types_of_input_give_equal_rows() -> None:
 def test_other_types_of_input_are_refused(bad: object) -> None:
     with pytest.raises(EmbeddingError):
         as_jagged(bad, "item")
-    with pytest.raises(EmbeddingError):
-        flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 50, 2)])({"item": bad})  # type: ignore[dict-item]

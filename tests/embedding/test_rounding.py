@@ -7,10 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import flexd
-from flexd.core.layout import RankLayout
 from flexd.embedding.rounding import round_stochastically
-from flexd.embedding.row_optimizers import SGD, Adam, RowOptimizer, RowWiseAdagrad
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -47,30 +44,3 @@ def test_rounding_is_unbiased(dtype: torch.dtype, value: float, negative: bool, 
     )
     assert above - below <= ulp
     assert abs(rounded.mean().item() - value) <= 5 * 0.5 * ulp / len(rounded) ** 0.5
-
-
-def collection(optimizer: RowOptimizer, dtype: str = "bfloat16") -> flexd.EmbeddingCollection:
-    return flexd.EmbeddingCollection(
-        [flexd.EmbeddingTable("item", 40, 6, dtype=dtype)], optimizer=optimizer, layout=RankLayout(1, 1)
-    )
-
-
-def train(embedding: flexd.EmbeddingCollection, steps: range) -> torch.Tensor:
-    """Move 30 rows towards 1 by steps below half a unit in the last place."""
-    for step in steps:
-        ids = torch.randperm(40, generator=torch.Generator().manual_seed(step))[:30]
-        rows = embedding({"item": flexd.Jagged(ids, torch.tensor([30]))})["item"].values
-        (0.5 * (rows.float() - 1.0).square()).sum().backward()
-        embedding.optimizer.step()
-    return embedding.gather_table("item").float()
-
-
-@pytest.mark.parametrize("optimizer", [SGD(1e-3), RowWiseAdagrad(1e-3), Adam(1e-4)], ids=lambda o: o.name)
-def test_training_resumes_bit_for_bit(optimizer: RowOptimizer) -> None:
-    straight = train(collection(optimizer), range(12))
-    first = collection(optimizer)
-    train(first, range(6))
-    second = collection(optimizer)
-    second.load_state_dict(first.state_dict())
-    second.optimizer.load_state_dict(first.optimizer.state_dict())
-    assert torch.equal(train(second, range(6, 12)), straight)

@@ -43,8 +43,3 @@ def test_other_settings_by_table_are_refused() -> None:
         collection.optimizer.step()
     with pytest.raises(EmbeddingError, match=r"learning rates by table: \[0.1, -1\] - at least 0"):
         TableRates.of(flexd.SGD(lr=0.1), [0.1, -1], [0, 9])
-
-
-def test_equal_rates_are_the_optimizer_itself() -> None:
-    rule = flexd.SGD(lr=0.1)
-    assert TableRates.of(rule, [0.1, 0.1], [0, 9]) is rule

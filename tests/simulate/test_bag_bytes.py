@@ -42,7 +42,6 @@ def record_bags(
     summed: tuple[str, ...],
     steps: int,
     micro_batches: int,
-    weighted: bool,
 ) -> list[dict[str, int]]:
     """Return the traffic of each step of training on bags; the tables ``summed`` answer by sums."""
     collection = EmbeddingBagCollection(
@@ -62,8 +61,7 @@ def record_bags(
                 name: Jagged(torch.from_numpy(ids), torch.from_numpy(lengths))
                 for name, (ids, lengths) in bags_of(kind, seed, step, rank, micro_batch).items()
             }
-            factors = {name: torch.ones(len(jagged.values)) for name, jagged in features.items()}
-            out = collection(features, factors if weighted else None)
+            out = collection(features)
             torch.stack([sums.double().sin().sum() for sums in out.values()]).sum().backward()
         collection.optimizer.step()
         after = collection.traffic.totals()
@@ -76,13 +74,13 @@ EXCHANGES = {"chain": Exchange.CHAIN, "direct": Exchange.DIRECT_DEDUP}
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local_ranks", "kind", "summed", "exchange", "micro_batches", "weighted"),
+    ("nodes", "local_ranks", "kind", "summed", "exchange", "micro_batches"),
     [
-        (2, 2, "two dtypes", ("item", "shop"), "chain", 3, True),
-        (1, 4, "two dims", ("shop",), "chain", 1, False),
-        (3, 2, "two dims", ("item", "shop", "tiny"), "chain", 2, False),
-        (4, 1, "two dtypes", ("item",), "chain", 1, False),
-        (2, 2, "two dims", ("item", "shop"), "direct", 2, False),
+        (2, 2, "two dtypes", ("item", "shop"), "chain", 3),
+        (1, 4, "two dims", ("shop",), "chain", 1),
+        (3, 2, "two dims", ("item", "shop", "tiny"), "chain", 2),
+        (4, 1, "two dtypes", ("item",), "chain", 1),
+        (2, 2, "two dims", ("item", "shop"), "direct", 2),
     ],
 )
 def test_bytes_of_sums_equal_those_of_real_ranks(
@@ -93,13 +91,10 @@ def test_bytes_of_sums_equal_those_of_real_ranks(
     summed: tuple[str, ...],
     exchange: str,
     micro_batches: int,
-    weighted: bool,
 ) -> None:
     layout, seed = RankLayout(nodes, local_ranks), nodes * 10 + local_ranks
     keyspace = keyspace_of(kind, "sgd")
-    counted = ranks(layout.world_size).run(
-        record_bags, layout, kind, exchange, seed, summed, STEPS, micro_batches, weighted
-    )
+    counted = ranks(layout.world_size).run(record_bags, layout, kind, exchange, seed, summed, STEPS, micro_batches)
     of_rows = StepByteCounter(keyspace, layout)
     for step in range(STEPS):
         keys = []
@@ -113,7 +108,7 @@ def test_bytes_of_sums_equal_those_of_real_ranks(
             none = np.empty(0, np.int64)
             keys.append([np.concatenate([none, *(b[n][0] for n in b if n not in summed)]) for b in in_keys])
             bags = [[b[n] for n in b if n in summed] for b in in_keys]
-            of_bags += bytes_of_bags(keyspace, layout, bags, EXCHANGES[exchange], weighted=weighted).sum(axis=1)
+            of_bags += bytes_of_bags(keyspace, layout, bags, EXCHANGES[exchange]).sum(axis=1)
             of_bags += bytes_of_sizes(keyspace, layout, EXCHANGES[exchange])
         collectives = of_rows.step(StepPasses.of(keys, layout), Placement.empty(), EXCHANGES[exchange])
         sent = sent_bytes(collectives, layout.world_size)

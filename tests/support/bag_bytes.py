@@ -19,8 +19,6 @@ def bytes_of_bags(
     layout: RankLayout,
     bags: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]],
     exchange: Exchange,
-    *,
-    weighted: bool = False,
 ) -> np.ndarray:
     """Return int64[ranks, 3, 2] bytes of one forward and backward pass, by link and without the sizes exchange.
 
@@ -35,7 +33,6 @@ def bytes_of_bags(
     lengths = np.concatenate([np.empty(0, np.int64), *(each for _, _, each in features)])
     bag = np.repeat(np.arange(len(lengths)), lengths)
     vector = np.array([spec.row_bytes for spec in specs])[keyspace.group_of(key)]
-    of_id = 4 + weighted * (8 if any(spec.dtype == "float64" for spec in specs) else 4)
     home = homes.home_rank(key)
     over_rail = home // local * local + source % local
     sent = np.zeros((world, 3, 2), dtype=np.int64)
@@ -44,7 +41,7 @@ def bytes_of_bags(
         first = np.zeros(len(key), dtype=np.bool_)
         first[np.unique(bag * world + target, return_index=True)[1]] = True
         away, far = source != target, (source // local != target // local).astype(np.int64)
-        np.add.at(sent, (source[away], IDS, far[away]), of_id)
+        np.add.at(sent, (source[away], IDS, far[away]), 4)
         once = away & first
         np.add.at(sent, (target[once], SUMS, far[once]), vector[once])
         np.add.at(sent, (source[once], GRADIENTS, far[once]), vector[once])
@@ -55,4 +52,4 @@ def bytes_of_bags(
 def bytes_of_sizes(keyspace: KeySpace, layout: RankLayout, exchange: Exchange) -> np.ndarray:
     """Return int64[2] bytes that a rank sends in the sizes exchanges of a pass, by link."""
     between = layout.nodes - 1 if exchange is Exchange.CHAIN else layout.world_size - layout.local_ranks
-    return (2 * len(keyspace.groups) + 1) * 8 * np.array([layout.local_ranks - 1, between])
+    return 2 * len(keyspace.groups) * 8 * np.array([layout.local_ranks - 1, between])

@@ -23,8 +23,8 @@ STEPS = 5
 
 
 def train_changed(rank: int, layout: RankLayout, what: str, one_thread: bool | None) -> tuple[list[float], int]:
-    """Train weighted bags, of which one table is pooled at its owner; the loop of rank 0 changes part of each input.
-    Without run-ahead if ``one_thread`` is None. Return losses and the batches located twice."""
+    """Train weighted bags; the loop of rank 0 changes part of each input. Without run-ahead if ``one_thread`` is
+    None. Return losses and the batches located twice."""
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name])
         for name, rows in ROWS.items()
@@ -50,8 +50,6 @@ def train_changed(rank: int, layout: RankLayout, what: str, one_thread: bool | N
             kjt.lengths().copy_(torch.tensor([3, 1, 2, 2]))
         elif rank == 0 and what == "weights":
             kjt.weights()[2] = -4.0
-        elif rank == 0 and what == "weights of rows":
-            kjt.weights()[6] = -4.0
         elif rank == 0 and what == "object":
             kjt = KeyedJaggedTensor.from_lengths_sync(
                 keys=list(ROWS), values=given.values() + 1, lengths=given.lengths(), weights=given.weights()
@@ -80,14 +78,13 @@ def test_weights_are_factors_of_the_rows(answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "one_thread"),
-    [("ids", False), ("lengths", True), ("weights", False), ("object", True), ("weights of rows", False)],
+    ("what", "one_thread"), [("ids", False), ("lengths", True), ("weights", False), ("object", True)]
 )
 def test_inputs_that_change_after_they_were_announced_train_equally(
     pair: RankPool, what: str, one_thread: bool
 ) -> None:
-    """Weights count where the owner of a table pools; the requester multiplies rows by those of the look-up anyway."""
+    """The requester multiplies rows by the weights of the look-up: weighted bags are answered by rows."""
     job = (train_changed, RankLayout(2, 1), what)
     for (losses, unused), (plain, _) in zip(pair.run(*job, one_thread), pair.run(*job, None), strict=True):
         assert losses == pytest.approx(plain, rel=1e-6)
-        assert unused == (0 if what == "weights of rows" else len(losses))
+        assert unused == (0 if what == "weights" else len(losses))

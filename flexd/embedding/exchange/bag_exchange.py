@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -26,7 +26,7 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import Column, add_columns, whole_columns
 from flexd.embedding.exchange.hop import Agreement, Counts, Hop, host_numbers
-from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
+from flexd.embedding.exchange.phase_meter import in_phase
 from flexd.embedding.exchange.route import BagIds, BagLeg, BagRoute, FeatureKeys, Route, StationRows, counts_of_group
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.exchange.unit_message import with_parts_transposed
@@ -58,19 +58,13 @@ class BagExchange:
         device: torch.device,
     ) -> None:
         self.hops = list(hops)
-        self._traffic = traffic
+        self.phases = traffic.phases
         self._wire, self._wide = list(wire), list(wide)
         self._groups = len(self._wire)
         self._world_size = world_size
         self._word = torch.int32 if end_key <= _NARROW_KEYS else torch.int64
-        self._weight = torch.float64 if torch.float64 in self._wide else torch.float32
         none = torch.empty(0, dtype=torch.int64, device=device)
         self._no_ids = BagIds(none, none, [0] * self._groups, [0] * self._groups)
-
-    @property
-    def phases(self) -> PhaseMeter:
-        """Meter of the thread that uses it."""
-        return self._traffic.phases
 
     @in_phase(StepPhase.IDS)
     def send(self, ids: BagIds | None) -> tuple[torch.Tensor, BagRoute]:
@@ -83,13 +77,11 @@ class BagExchange:
             (int64 [n] keys of the ids that arrived, dim-group by dim-group; their route).
         """
         ids = ids or self._no_ids
-        if ids.weights is not None:
-            ids = replace(ids, weights=ids.weights.to(self._weight))
         legs = []
         for hop in self.hops:
             leg, ids = self._over(hop, ids)
             legs.append(leg)
-        return ids.keys, BagRoute(tuple(legs), ids.bag, ids.numbers, ids.bags, ids.weights)
+        return ids.keys, BagRoute(tuple(legs), ids.bag, ids.numbers, ids.bags)
 
     def _over(self, hop: Hop, ids: BagIds) -> tuple[BagLeg, BagIds]:
         peers, groups = hop.peers.size, self._groups
@@ -105,19 +97,15 @@ class BagExchange:
         last[:-1] |= section[1:] != section[:-1]
         ends = last.to(torch.int64)
         part_sizes = devices.sum_by_place(section, ends, groups * peers)
-        sent, received = self._exchange_sizes(hop, sizes, part_sizes, weighted=ids.weights is not None)
+        sent, received = self._exchange_sizes(hop, sizes, part_sizes)
         words = torch.where(last, ~keys, keys).to(self._word)
-        columns = [Column(_by_peer(words, sent).view(-1, 1), None, sent.ids, received.ids, self._word)]
-        if sent.weights or any(received.weights):
-            weights = keys.new_empty(0, dtype=self._weight) if ids.weights is None else ids.weights[order]
-            columns.append(
-                Column(_by_peer(weights, sent).view(-1, 1), None, sent.weights, received.weights, self._weight)
-            )
-        arrived = hop.exchange(columns)
-        words = _by_dim_group(arrived[0].whole(self._word).view(-1), received)
-        weights_in = None
-        if any(received.weights):
-            weights_in = _with_ones(arrived[1].whole(self._weight).view(-1), received)
+        # Ordered by dim-group, and sent peer by peer.
+        flat = with_parts_transposed(words, sent.ids.T) if words.shape[0] else words
+        column = Column(
+            flat.view(-1, 1), None, sent.ids.sum(axis=1).tolist(), received.ids.sum(axis=1).tolist(), self._word
+        )
+        arrived = hop.exchange([column])[0].whole(self._word).view(-1)
+        words = with_parts_transposed(arrived, received.ids)
         ended = words < 0
         ends_in = ended.to(torch.int64)
         places = bag.new_empty(int(sent.vectors.sum())).scatter_(0, ends.cumsum(0) - ends, bag)
@@ -126,22 +114,18 @@ class BagExchange:
         return leg, BagIds(
             torch.where(ended, ~words, words).to(torch.int64),
             ends_in.cumsum(0) - ends_in,
-            received.by_group.sum(axis=0).tolist(),
+            received.ids.sum(axis=0).tolist(),
             received.vectors.sum(axis=0).tolist(),
-            weights_in,
         )
 
-    def _exchange_sizes(
-        self, hop: Hop, ids: torch.Tensor, parts: torch.Tensor, *, weighted: bool
-    ) -> tuple[_PeerSizes, _PeerSizes]:
-        """Exchange int64 [groups x peers] numbers of ids and of parts, and whether the ids have weights."""
+    def _exchange_sizes(self, hop: Hop, ids: torch.Tensor, parts: torch.Tensor) -> tuple[_PeerSizes, _PeerSizes]:
+        """Exchange int64 [groups x peers] numbers of ids and of parts."""
         peers, groups = hop.peers.size, self._groups
-        both = torch.cat([ids.view(groups, peers), parts.view(groups, peers)]).t()
-        width = 2 * groups + 1
-        sent = functional.pad(both, (0, 1), value=int(weighted)).reshape(-1)
-        received = hop.peers.all_to_all(sent, [width] * peers, [width] * peers)
-        rows = host_numbers(torch.cat([sent, received])).reshape(2, peers, width)
-        return _PeerSizes.of(rows[0], groups), _PeerSizes.of(rows[1], groups)
+        sent = torch.cat([ids.view(groups, peers), parts.view(groups, peers)]).t().reshape(-1)
+        width = [2 * groups] * peers
+        received = hop.peers.all_to_all(sent, width, width)
+        rows = host_numbers(torch.cat([sent, received])).reshape(2, peers, 2, groups)
+        return _PeerSizes(rows[0, :, 0], rows[0, :, 1]), _PeerSizes(rows[1, :, 0], rows[1, :, 1])
 
     @in_phase(StepPhase.ROWS)
     def sums(self, route: BagRoute, first: Sequence[StationRows], rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -156,16 +140,9 @@ class BagExchange:
         """
         offsets = _offsets(devices.sum_by_place(route.bag, None, sum(route.bags)), route.bags, route.numbers)
         totals = [
-            functional.embedding_bag(
-                index, of_rows.to(wide), ends, mode="sum", include_last_offset=True, per_sample_weights=weights
-            )
-            for index, of_rows, wide, ends, weights in zip(
-                _requests_of_bags(route, first),
-                rows,
-                self._wide,
-                offsets,
-                self._by_group(route.weights, route),
-                strict=True,
+            functional.embedding_bag(index, of_rows.to(wide), ends, mode="sum", include_last_offset=True)
+            for index, of_rows, wide, ends in zip(
+                _requests_of_bags(route, first), rows, self._wide, offsets, strict=True
             )
         ]
         for leg, hop in zip(reversed(route.legs), reversed(self.hops), strict=True):
@@ -215,24 +192,15 @@ class BagExchange:
             firsts = _of_groups([_starts(rows), _starts(route.bags)], route.numbers, bag.device)
             index, bag = index + firsts[0], bag - firsts[1]
         order = torch.sort(index, stable=True).indices
-        weights = None if route.weights is None else route.weights.index_select(0, order)
         return [
-            functional.embedding_bag(bags, grad, ends, mode="sum", include_last_offset=True, per_sample_weights=factors)
-            for bags, grad, ends, factors in zip(
+            functional.embedding_bag(bags, grad, ends, mode="sum", include_last_offset=True)
+            for bags, grad, ends in zip(
                 bag.index_select(0, order).split_with_sizes(list(route.numbers)),
                 grads,
                 _offsets(devices.sum_by_place(index, None, sum(rows)), rows, route.numbers),
-                self._by_group(weights, route),
                 strict=True,
             )
         ]
-
-    def _by_group(self, weights: torch.Tensor | None, route: BagRoute) -> Sequence[torch.Tensor | None]:
-        """Return the factors of the ids of each dim-group, in the dtype in which its sums are made."""
-        if weights is None:
-            return [None] * self._groups
-        parts = weights.split_with_sizes(list(route.numbers))
-        return [part.to(wide) for part, wide in zip(parts, self._wide, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -240,49 +208,17 @@ class _PeerSizes:
     """Numbers exchanged with each peer.
 
     Attributes:
-        by_group: ids of each dim-group.
-        vectors: parts of each dim-group, each of which comes back as a vector.
-        ids: ids of all dim-groups.
-        weights: factors; 0 for a peer whose ids have none.
+        ids: int64 [peers, dim-groups].
+        vectors: parts, each of which comes back as a vector, in the same form.
     """
 
-    by_group: Counts
+    ids: Counts
     vectors: Counts
-    ids: list[int]
-    weights: list[int]
-
-    @staticmethod
-    def of(rows: Counts, groups: int) -> _PeerSizes:
-        ids = rows[:, :groups].sum(axis=1)
-        weights = np.where(rows[:, -1] != 0, ids, 0)
-        return _PeerSizes(rows[:, :groups], rows[:, groups:-1], ids.tolist(), weights.tolist())
 
 
 def _starts(numbers: Sequence[int]) -> list[int]:
     """Return the sum of the numbers before each."""
-    starts, total = [], 0
-    for number in numbers:
-        starts.append(total)
-        total += number
-    return starts
-
-
-def _by_peer(flat: torch.Tensor, sizes: _PeerSizes) -> torch.Tensor:
-    """Order numbers of ids that are ordered by dim-group and peer by peer and dim-group; none stay none."""
-    return with_parts_transposed(flat, sizes.by_group.T) if flat.shape[0] else flat
-
-
-def _by_dim_group(flat: torch.Tensor, sizes: _PeerSizes) -> torch.Tensor:
-    return with_parts_transposed(flat, sizes.by_group)
-
-
-def _with_ones(weights: torch.Tensor, sizes: _PeerSizes) -> torch.Tensor:
-    """Return [ids] factors, ordered by dim-group: 1 for the ids of peers that sent none."""
-    parts = [
-        part if number else weights.new_ones(ids)
-        for part, number, ids in zip(weights.split_with_sizes(sizes.weights), sizes.weights, sizes.ids, strict=True)
-    ]
-    return _by_dim_group(torch.cat(parts), sizes)
+    return list(accumulate(numbers, initial=0))[:-1]
 
 
 def _requests_of_bags(route: BagRoute, first: Sequence[StationRows]) -> list[torch.Tensor]:
@@ -394,9 +330,7 @@ class SummingRouter(Router):
         for route, grads in passes:
             if route.bags is None:
                 raise AssertionError("a route without bags")
-            given.append((route.bags, route.stations[0], self._no_grads(route) if grads is None else grads))
+            if grads is None:
+                grads = self._zeros(route.bags.legs[0].bags if route.bags.legs else route.bags.bags)
+            given.append((route.bags, route.stations[0], grads))
         return self.bags.spread(given)
-
-    def _no_grads(self, route: Route) -> list[torch.Tensor]:
-        assert route.bags is not None  # noqa: S101
-        return self._zeros(route.bags.legs[0].bags if route.bags.legs else route.bags.bags)

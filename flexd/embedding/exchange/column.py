@@ -281,11 +281,8 @@ class UnitColumns:
         )  # fmt: skip
         self.sent, self.received = geometry.bytes_of(sent), geometry.bytes_of(received)
         self._message = UnitMessage(geometry, numbers)
-
-    @property
-    def room(self) -> int:
+        self.room = self._message.room
         """Bytes that ``unpack`` needs behind the received message."""
-        return self._message.room
 
     def pack(self) -> torch.Tensor:
         """Return the uint8 message."""

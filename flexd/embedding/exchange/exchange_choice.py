@@ -91,11 +91,6 @@ class ExchangeTrial:
         """The exchange in use before the trial and its median step; None while it is measured."""
         self._priced = ""
 
-    @property
-    def _changing(self) -> bool:
-        """True if a change comes with one of the next look-ups."""
-        return self._choice.due or self._choice.proposed % len(_NAMES) != _NAMES.index(self._choice.next)
-
     def begin_with(self, priced: str) -> None:
         """Begin with the exchange that is priced lower. A price that is not the first, or that comes when steps have
         been measured, changes nothing: what is measured counts more."""
@@ -113,7 +108,8 @@ class ExchangeTrial:
         """Count a step; call it after each one."""
         now, last = self._clock(), self._last
         self._last = now
-        if not self._changing:
+        # A change may come with one of the next look-ups.
+        if not self._choice.due and self._choice.proposed % len(_NAMES) == _NAMES.index(self._choice.next):
             if self._left_out > 0:
                 self._left_out -= 1
             elif last is not None:

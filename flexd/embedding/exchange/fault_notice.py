@@ -105,14 +105,11 @@ class FaultNotices:
 
     def __init__(self) -> None:
         self._store = BoundedStore()
+        self.live = self._store.live
+        """Whether there are other ranks to reach."""
         self.number = next(_numbers)
-        self._key = f"flexd/fault/{self.number}" if self._store.live else ""
+        self._key = f"flexd/fault/{self.number}" if self.live else ""
         self._meetings = 0
-
-    @property
-    def live(self) -> bool:
-        """True if there are other ranks to reach."""
-        return self._store.live
 
     def publish(self, rank: int, error: BaseException) -> bool:
         """Let the other ranks know why this one cannot continue. The first notice of a job stays.

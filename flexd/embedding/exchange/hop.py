@@ -250,10 +250,6 @@ class Hop:
         total = int(served.sum())
         return (ordered, None) if words is None else (ordered[:total], ordered[total:])
 
-    def exchange_words(self, words: PeerWords) -> torch.Tensor:
-        """Send words in a collective of their own and return the received ones."""
-        return self.peers.all_to_all(words.words, words.sent, words.received, sync_counts=words.sent)
-
     def exchange(self, columns: Sequence[Column]) -> list[ReceivedRows]:
         """Exchange all columns in one collective; return the received rows of each."""
         me = self.peers.index

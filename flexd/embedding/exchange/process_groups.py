@@ -104,7 +104,8 @@ class ChainGroups:
         self._job = JobGroups.current()
         self._traffic = traffic
         self._wait = DeviceWait(timeout, self.notices)
-        self._timeout_seconds = timeout.total_seconds()
+        self.timeout_seconds = timeout.total_seconds()
+        """Timeout of the default process group."""
         if world_size > 1 and notices is None:
             self.layout = RankLayout(1, world_size)
             self._meet("flexd.EmbeddingCollection()")
@@ -127,11 +128,6 @@ class ChainGroups:
         rail_ranks = layout.rail_ranks(layout.local_rank_of(self.rank))
         self.node = self._peers(self._set.group("node", node_ranks), node_ranks)
         self.rail = self._peers(self._set.group("rail", rail_ranks), rail_ranks)
-
-    @property
-    def timeout_seconds(self) -> float:
-        """Timeout of the default process group."""
-        return self._timeout_seconds
 
     @cached_property
     def world(self) -> Peers:
@@ -167,7 +163,7 @@ class ChainGroups:
         self._job.end_use(destroy=destroy)
 
     def _meet(self, what: str) -> None:
-        self.notices.meet(self.rank, self.layout.world_size, what, self._timeout_seconds)
+        self.notices.meet(self.rank, self.layout.world_size, what, self.timeout_seconds)
 
     def _peers(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> Peers:
         return Peers(group, ranks, self.rank, self.layout, self._traffic, self.notices, self._wait)

@@ -22,14 +22,12 @@ class BagIds:
         bag: int64 [n], ascending: the bag of each id, counted over all dim-groups.
         numbers: number of ids of each dim-group.
         bags: number of bags of each dim-group, empty ones among them.
-        weights: floating point [n] factor of each id; None: 1.
     """
 
     keys: torch.Tensor
     bag: torch.Tensor
     numbers: Sequence[int]
     bags: Sequence[int]
-    weights: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -100,14 +98,12 @@ class BagRoute:
         bag: int64 [ids that arrived], ascending: bag of each id, counted over all dim-groups.
         numbers: number of those ids of each dim-group; they are the last requests of the route's first station.
         bags: number of bags that this rank adds up, of each dim-group.
-        weights: [ids that arrived] factors; None: 1.
     """
 
     legs: tuple[BagLeg, ...]
     bag: torch.Tensor
     numbers: Sequence[int]
     bags: Sequence[int]
-    weights: torch.Tensor | None
 
 
 @dataclass(frozen=True)

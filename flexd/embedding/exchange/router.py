@@ -33,7 +33,7 @@ from flexd.embedding.exchange.column import (
     whole_columns,
 )
 from flexd.embedding.exchange.hop import Agreement, Hop, host_numbers
-from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
+from flexd.embedding.exchange.phase_meter import in_phase
 from flexd.embedding.exchange.route import COUNT_SHIFT, FeatureKeys, Route, StationRows, counts_of_group
 from flexd.embedding.exchange.station_lookup import StationLookup
 from flexd.embedding.replicas.replica_sums import ReplicaSums
@@ -79,7 +79,7 @@ class Router:
             raise EmbeddingError(f"comm_dtype {comm_dtype!r}", remedy="one of float32, float16, bfloat16, or None")
         self._stores = list(stores)
         self.hops = list(hops)
-        self.traffic = traffic
+        self.traffic, self.phases = traffic, traffic.phases
         self.lookup = StationLookup(stores)
         self.wire = [store.dtype if comm_dtype is None else TORCH_DTYPES[comm_dtype] for store in self._stores]
         """Dtype of each dim-group on the wire."""
@@ -97,11 +97,6 @@ class Router:
         """Let later look-ups go over other hops. No route of an earlier one may be used any more."""
         self.hops = list(hops)
         self.lookup.forget_hops()
-
-    @property
-    def phases(self) -> PhaseMeter:
-        """Meter of the thread that uses this router."""
-        return self.traffic.phases
 
     @in_phase(StepPhase.IDS)
     def find(

@@ -13,7 +13,7 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.hop import Counts, Hop
 from flexd.embedding.exchange.route import COUNT_SHIFT, StationRows
 from flexd.embedding.exchange.unit_message import Int64Array
-from flexd.embedding.store.directory import NOT_MOVED, Directory
+from flexd.embedding.store.directory import NOT_MOVED
 from flexd.embedding.store.store import GroupStore
 
 _MAX_COUNT = (1 << (63 - COUNT_SHIFT)) - 1
@@ -71,6 +71,8 @@ class StationLookup:
     def __init__(self, stores: Sequence[GroupStore]) -> None:
         self.stores = list(stores)
         self.groups = len(self.stores)
+        self.listed = self.stores[0].directory
+        """The rows that this rank lists."""
         self.deduplicates = True
         """Whether each row is requested once."""
         first, end = stores[0].group.first_key, stores[-1].group.end_key
@@ -83,11 +85,6 @@ class StationLookup:
         self._inner_keys = torch.tensor([store.group.first_key for store in stores[1:]], device=device)
         self._first_turns = [(store.first_home_address - self._rank) // self._world_size for store in stores]
         self._cells: dict[Hop | None, torch.Tensor] = {}
-
-    @property
-    def listed(self) -> Directory:
-        """The rows that this rank lists."""
-        return self.stores[0].directory
 
     def locate(
         self, ids: torch.Tensor, weights: torch.Tensor | None, hop: Hop | None, *, sort: bool = False

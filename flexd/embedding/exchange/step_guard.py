@@ -55,10 +55,6 @@ class StepGuard:
         """Let the ranks that wait for this one know why it cannot continue; False if the store cannot be reached."""
         return self._notices.publish(self._rank, error)
 
-    def begin_step(self) -> None:
-        """Let the step in progress belong to this thread."""
-        self.step_thread = threading.current_thread()
-
     @contextmanager
     def call(self, *, in_step: bool) -> Iterator[None]:
         """Run a call that exchanges rows; calls of the same thread may be nested.

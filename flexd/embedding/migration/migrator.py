@@ -28,7 +28,7 @@ from flexd.core.layout import Tier, is_moved, without_moves
 from flexd.core.placement import Delta
 from flexd.embedding.devices import SideStream, receive
 from flexd.embedding.exchange.process_groups import ChainGroups
-from flexd.embedding.migration.row_carrier import ChangesHomeRows, RowCarrier, RowMover, SlotsByPeer
+from flexd.embedding.migration.row_carrier import ChangesHomeRows, RowCarrier, RowMover
 from flexd.embedding.store.store import FreeSlots, GroupStore
 
 Int32Array = npt.NDArray[np.int32]
@@ -37,14 +37,6 @@ UInt8Array = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
 _SlotsOf = Callable[[Int64Array], Int32Array]
 """int64 [n] addresses of listed rows -> int32 [n] slots."""
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Rows that are copied together: from the home to the node owners over the rail, then inside the node."""
-
-    over_rail: SlotsByPeer
-    in_node: SlotsByPeer
 
 
 @dataclass(eq=False)
@@ -62,7 +54,8 @@ class NextPlacement:
         free: replica slots that are free after it.
         after: the prepared chunk before; None once that is applied.
         applied: set by the training thread, after the directory has the chunk.
-        blocks: the rows to copy.
+        blocks: the rows to copy, together those that fit the buffer: from the home to the node owners over the rail,
+            then inside the node.
         finished: event after the device has prepared all of it; None on a CPU.
     """
 
@@ -76,7 +69,7 @@ class NextPlacement:
     free: tuple[FreeSlots, ...]
     after: NextPlacement | None
     applied: bool = False
-    blocks: tuple[_Block, ...] = ()
+    blocks: tuple[RowCarrier, ...] = ()
     finished: torch.cuda.Event | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -222,10 +215,10 @@ class Migrator:
         if len(prepared) > 1:
             blocks = tuple(self._blocks(merge_deltas([_of_copies(delta) for delta in deltas]), self._applied_slots))
         if fetch_follows and len(blocks) == 1:
-            self.carrier = RowCarrier(self._groups, self._stores, blocks[0].over_rail, blocks[0].in_node)
+            self.carrier = blocks[0]
         else:
             for block in blocks:
-                self._copy(block)
+                block.carry()
         self._move(changed_rows, home=False)
         for delta in deltas:
             self.moved_rows += int(is_moved(delta.new_tiers).sum()) - int(is_moved(delta.old_tiers).sum())
@@ -282,7 +275,7 @@ class Migrator:
                 at = addresses[(tiers == tier) & self._in_group(store, addresses)]
                 delta = Delta(at, np.zeros(len(at), np.uint8), np.full(len(at), tier, np.uint8))
                 for block in self._blocks(delta, self._applied_slots):
-                    self._copy(block)
+                    block.carry()
 
     def placement(self) -> tuple[Int64Array, UInt8Array]:
         """Return this rank's part of the placement: (int64 keys, ascending, and uint8 tiers) of its rail's NODE rows,
@@ -374,7 +367,7 @@ class Migrator:
             delta, digest_change, version, addresses, before != Tier.HOME, tiers, slots, tuple(free), after
         )
 
-    def _blocks(self, delta: Delta, slots_of: _SlotsOf) -> Iterator[_Block]:
+    def _blocks(self, delta: Delta, slots_of: _SlotsOf) -> Iterator[RowCarrier]:
         """Divide the promoted rows of a delta into blocks that fit the buffer."""
         delta = _of_copies(delta)
         travels = self._bytes_by_row(delta)
@@ -386,7 +379,7 @@ class Migrator:
             if end > start:
                 yield self._block(delta.select(slice(start, end)), slots_of)
 
-    def _block(self, block: Delta, slots_of: _SlotsOf) -> _Block:
+    def _block(self, block: Delta, slots_of: _SlotsOf) -> RowCarrier:
         layout, peers = self._layout, self._groups
         over_rail, in_node = [], []
         for store in self._stores:
@@ -397,15 +390,12 @@ class Migrator:
             over_rail.append(self._slots(slots_of(of_rail), layout.home_node(of_rail), peers.rail.size))
             of_node = addresses[(old != Tier.DEVICE) & (new == Tier.DEVICE)]
             in_node.append(self._slots(slots_of(of_node), of_node % layout.local_ranks, peers.node.size))
-        return _Block(over_rail, in_node)
+        return RowCarrier(self._groups, self._stores, over_rail, in_node)
 
     def _slots(self, slots: Int32Array, owner: Int64Array, peers: int) -> tuple[torch.Tensor, ...]:
         """Order int32 [n] slots by the peer that sends each row, and split them."""
         ordered = torch.from_numpy(slots[np.argsort(owner, kind="stable")].astype(np.int64)).to(self._device)
         return torch.split(ordered, np.bincount(owner, minlength=peers).tolist())
-
-    def _copy(self, block: _Block) -> None:
-        RowCarrier(self._groups, self._stores, block.over_rail, block.in_node).carry()
 
 
 def _of_copies(delta: Delta) -> Delta:

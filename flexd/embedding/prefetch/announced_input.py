@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,25 +15,21 @@ from flexd.embedding.exchange.column import Column, ReceivedRows
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.jagged import Jagged
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of as many bytes as a factor: NaN is another number than itself, but has the same bits."""
 Flag = bool | torch.Tensor
 """A bool of the host, or a bool [] on the device."""
 
 
 @dataclass(frozen=True)
 class InputValues:
-    """Features of an input, and what of its factors is sent with them.
+    """Numbers and names that the look-up of an input depends on.
 
     Attributes:
-        factors: a factor for each id of some features.
-        summed: the features that are answered by sums: the exchange needs their factors.
+        weighted: the features that have a factor for each id.
         joined: of a copy, all ``numbers`` of each dtype.
     """
 
     features: Mapping[str, Jagged]
-    factors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    summed: frozenset[str] = frozenset()
+    weighted: frozenset[str] = frozenset()
     joined: Mapping[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -44,14 +40,11 @@ class InputValues:
 
     @torch.no_grad()
     def copy(self) -> InputValues:
-        """Copy all numbers, and the factors without gradients, with one kernel for each dtype."""
-        names = [name for name, factors in self.factors.items() if not factors.requires_grad]
-        factors, _ = _copied([self.factors[name] for name in names])
+        """Copy all numbers, with one kernel for each dtype."""
         numbers, joined = _copied(self.numbers)
         values, lengths = numbers[: len(self.features)], numbers[len(self.features) :]
         features = dict(zip(self.features, map(Jagged.checked, values, lengths), strict=True))
-        factors_of = {**self.factors, **dict(zip(names, factors, strict=True))}
-        return replace(self, features=features, factors=factors_of, joined=joined)
+        return replace(self, features=features, joined=joined)
 
     def like(self, other: InputValues) -> InputValues:
         """Return this input with its features in the order of another one, if that has the same."""
@@ -165,26 +158,18 @@ class ChangeNotice:
             self.receive(hop, hop.exchange(self.columns(hop)))
 
 
-def _form(values: InputValues, summed: Collection[str]) -> tuple[object, ...]:
+def _form(values: InputValues) -> tuple[object, ...]:
     """Return what the host knows of an input."""
     numbers = values.numbers
-    factors = [values.factors[name] for name in values.factors if name in summed]
-    parts = [*numbers, *factors]
-    needs_grad = {name: factor.requires_grad for name, factor in values.factors.items()}
-    return list(values.features), [part.numel() for part in parts], [part.dtype for part in parts], needs_grad
+    return list(values.features), [part.numel() for part in numbers], [part.dtype for part in numbers], values.weighted
 
 
 @torch.no_grad()
 def _differ(now: InputValues, kept: InputValues) -> Flag:
     """Compare an input with a copy. Where the host sees that they differ it returns True."""
-    if _form(now, now.summed) != _form(kept, now.summed):
+    if _form(now) != _form(kept):
         return True
     pairs = [(torch.cat(parts), kept.joined[dtype]) for dtype, parts in _by_dtype(now.numbers).items()]
-    names = [name for name in now.factors if name in now.summed and not now.factors[name].requires_grad]
-    factors = _by_dtype([now.factors[name] for name in names]), _by_dtype([kept.factors[name] for name in names])
-    for dtype, parts in factors[0].items():
-        bits = _BITS[dtype.itemsize]
-        pairs.append((torch.cat(parts).view(bits), torch.cat(factors[1][dtype]).view(bits)))
     if all(devices.in_host_memory(one) for one, _ in pairs):
         return not all(torch.equal(*pair) for pair in pairs)
     flags = [torch.ne(*pair).any() for pair in pairs]

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -47,16 +47,18 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.mistakes import MISTAKES, MistakeKind
 from flexd.embedding import devices
 from flexd.embedding.engine import RowEngine
-from flexd.embedding.exchange.collectives import Traffic
+from flexd.embedding.exchange.collectives import Peers, Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, ChangeNotice, may_be_input
-from flexd.embedding.prefetch.run_ahead_job import DeferredGradients, HomeSlots, NextBatch, RunAheadJob, RunAheadResult
+from flexd.embedding.prefetch.run_ahead_job import DeferredGradients, NextBatch, RunAheadJob, RunAheadResult
 from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.replicas.replica_sync import RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
+from flexd.embedding.routed_input import ForwardPass, RoutedInput
 from flexd.embedding.row_optimizers import RowUpdate
-from flexd.embedding.step_hooks import ForwardPass, LocatedInput, StepHooks
+from flexd.embedding.step_hooks import StepHooks
+from flexd.embedding.store.memory import iterate_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -138,16 +140,16 @@ class RunAhead(StepHooks):
             engine.hooks = hooks = RunAhead(engine, one_thread=one_thread)
         hooks._looping = True
         hooks.passes_per_step = passes_per_step
-        hooks._job.home_slots = hooks._home_slots() if depth > 1 else None
+        hooks._job.world = hooks._world_of_slow_rows() if depth > 1 else None
         return hooks
 
-    def _home_slots(self) -> HomeSlots | None:
-        """Collective. Return what tells homes of batches farther ahead; None if all rows of all ranks are fast."""
+    def _world_of_slow_rows(self) -> Peers | None:
+        """Collective. Return all ranks, whose homes are told of batches farther ahead; None if all rows are fast."""
         stores = self._engine.stores
         in_two = torch.tensor([int(any(store.tier is not None for store in stores))], device=self._device)
         with self._engine.router.traffic.uncounted():
             anywhere = self._engine.groups.world.all_gather(in_two)
-        return HomeSlots(stores, self._groups.world) if bool(anywhere.any()) else None
+        return self._groups.world if bool(anywhere.any()) else None
 
     # Called by the loop.
 
@@ -226,7 +228,7 @@ class RunAhead(StepHooks):
         self._result = self._started = self._announced = None
         self._farther = ()
         self._looping = False
-        if self._job.home_slots is not None:
+        if self._job.world is not None:
             for store in self._engine.stores:
                 if store.tier is not None:
                     store.tier.forget_batches()
@@ -239,11 +241,6 @@ class RunAhead(StepHooks):
         return ended
 
     # Called by the engine: ``StepHooks``.
-
-    @property
-    def _by_value(self) -> bool:
-        # Evaluation in a training loop, with inputs of the same features, is not for the announced batch.
-        return torch.is_grad_enabled() == self._announced_with_grad
 
     @property
     def held(self) -> object:  # type: ignore[override]
@@ -279,7 +276,8 @@ class RunAhead(StepHooks):
         self._engine.router.traffic.add(self._traffic)
         self._traffic.reset()
         if self._device.type == "cuda":
-            _record_stream(torch.cuda.current_stream(self._device), self._result)
+            for tensor in iterate_tensors(self._result):  # their memory stays until the training stream has used it
+                tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def settle(self) -> None:
         self.wait()
@@ -291,7 +289,7 @@ class RunAhead(StepHooks):
         self.settle()
         self._result = None
 
-    def claim(self, given: object, *, usable: bool) -> LocatedInput | None:
+    def claim(self, given: object, *, usable: bool) -> RoutedInput | None:
         """Return the located input of a forward pass, or None if it must be looked up now.
 
         Raises:
@@ -302,7 +300,9 @@ class RunAhead(StepHooks):
         started = self._started if self._announced is not None else None
         announced = None if started is None else started.input
         self._changed, self._changed_anywhere = None, False
-        self._claimed = announced is not None and may_be_input(given, announced.given, by_value=self._by_value)
+        # Evaluation in a training loop, with inputs of the same features, is not for the announced batch.
+        by_value = torch.is_grad_enabled() == self._announced_with_grad
+        self._claimed = announced is not None and may_be_input(given, announced.given, by_value=by_value)
         if announced is None or not self._claimed:
             self._trained_otherwise |= started is not None and torch.is_grad_enabled()
             return None
@@ -324,7 +324,7 @@ class RunAhead(StepHooks):
         if differs is not False:
             self._changed = torch.as_tensor(differs, device=self._device)
         self._claimed_input = announced
-        return LocatedInput(values, result.order, result.forward_pass)
+        return RoutedInput(values.features, result.order, result.forward_pass, ahead=given)
 
     def changed_input(self) -> Callable[[], None] | None:
         announced, self._claimed_input = self._claimed_input, None
@@ -427,9 +427,8 @@ class RunAhead(StepHooks):
         if not self._warned:
             self._warned = True
             logger.warning(
-                "rank %d: the rows of a prefetched batch were located twice: the forward pass got other ids, lengths "
-                "or weights than features= of flexd.prefetch returned; mask or move them in the loader, not in the "
-                "loop",
+                "rank %d: the rows of a prefetched batch were located twice: the forward pass got other ids or "
+                "lengths than features= of flexd.prefetch returned; mask or move them in the loader, not in the loop",
                 self._rank,
             )
 
@@ -439,17 +438,3 @@ class RunAhead(StepHooks):
                 f"rank {self._rank}: an exchange ahead has failed before: {self._failure}",
                 remedy="start again from the last checkpoint",
             ) from self._failure
-
-
-def _record_stream(stream: torch.cuda.Stream, value: object) -> None:
-    """Keep memory of tensors that another stream made until the work queued on ``stream`` is done."""
-    if isinstance(value, torch.Tensor):
-        value.record_stream(stream)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            _record_stream(stream, part)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for part in fields(value):
-            _record_stream(stream, getattr(value, part.name))
-    elif isinstance(value, (ForwardPass, TouchedRows)):
-        _record_stream(stream, list(vars(value).values()))

@@ -21,7 +21,7 @@ from flexd.embedding.prefetch.announced_input import AnnouncedInput, InputValues
 from flexd.embedding.prefetch.route_split import Marks, RouteSplit, exchange_marks, split_route
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
-from flexd.embedding.step_hooks import ForwardPass
+from flexd.embedding.routed_input import ForwardPass
 from flexd.embedding.store.store import GroupStore
 
 logger = logging.getLogger(__name__)
@@ -29,55 +29,43 @@ logger = logging.getLogger(__name__)
 _MAX_RANKS = 2**20
 
 
-class HomeSlots:
-    """Exchanges the home slots of batches.
+def exchange_home_slots(stores: Sequence[GroupStore], world: Peers, found: FeatureKeys | None) -> list[torch.Tensor]:
+    """Collective. Return of each dim-group int64 [n] ascending slots of this rank's home rows that any rank's batch
+    looks up.
 
     Args:
         world: all ranks.
+        found: the keys of this rank's batch; None: it has none.
     """
+    mine = _by_home(stores, world.size, found)
+    if world.size == 1:
+        return [of_group[0] for of_group in mine]
+    # Peer by peer, in each dim-group by dim-group.
+    counts = [[len(slots) for slots in of_group] for of_group in mine]
+    sent = torch.tensor(counts, dtype=torch.int64, device=stores[0].rows.device).T.contiguous()
+    each = [len(mine)] * world.size
+    received = world.all_to_all(sent.view(-1), each, each).view(-1, len(mine)).tolist()
+    message = torch.cat([of_group[peer] for peer in range(world.size) for of_group in mine]).to(torch.int32)
+    arrived = world.all_to_all(message, sent.sum(dim=1).tolist(), [sum(of_peer) for of_peer in received])
+    parts = arrived.split_with_sizes([number for of_peer in received for number in of_peer])
+    return [
+        torch.cat(parts[group :: len(mine)]).to(torch.int64).unique()  # type: ignore[no-untyped-call]
+        for group in range(len(mine))
+    ]
 
-    def __init__(self, stores: Sequence[GroupStore], world: Peers) -> None:
-        self._stores = list(stores)
-        self._world = world
 
-    def exchange(self, found: FeatureKeys | None) -> list[torch.Tensor]:
-        """Collective. Return of each dim-group int64 [n] ascending slots of this rank's home rows that any rank's batch
-        looks up.
-
-        Args:
-            found: the keys of this rank's batch; None: it has none.
-        """
-        mine = self._by_home(found)
-        if self._world.size == 1:
-            return [of_group[0] for of_group in mine]
-        counts = [[len(slots) for slots in of_group] for of_group in mine]
-        device = self._stores[0].rows.device
-        # Peer by peer, in each dim-group by dim-group.
-        sent = torch.tensor(counts, dtype=torch.int64, device=device).T.contiguous()
-        each = [len(mine)] * self._world.size
-        arrived_counts = self._world.all_to_all(sent.view(-1), each, each).view(-1, len(mine))
-        received = arrived_counts.tolist()
-        message = torch.cat([of_group[peer] for peer in range(self._world.size) for of_group in mine]).to(torch.int32)
-        arrived = self._world.all_to_all(message, sent.sum(dim=1).tolist(), [sum(of_peer) for of_peer in received])
-        parts = arrived.split_with_sizes([number for of_peer in received for number in of_peer])
-        return [
-            torch.cat(parts[group :: len(mine)]).to(torch.int64).unique()  # type: ignore[no-untyped-call]
-            for group in range(len(mine))
-        ]
-
-    def _by_home(self, found: FeatureKeys | None) -> list[list[torch.Tensor]]:
-        """``[group][home]``: int64 ascending slots at their homes."""
-        world, device = self._world.size, self._stores[0].rows.device
-        if found is None:
-            return [[torch.empty(0, dtype=torch.int64, device=device)] * world for _ in self._stores]
-        result = []
-        for store, keys in zip(self._stores, found.keys.split_with_sizes(found.numbers), strict=True):
-            distinct = keys.unique()  # type: ignore[no-untyped-call]
-            home = distinct % world
-            order = home.argsort(stable=True)
-            slots = torch.div(distinct - store.group.first_key, world, rounding_mode="floor").index_select(0, order)
-            result.append(list(slots.split_with_sizes(torch.bincount(home, minlength=world).tolist())))
-        return result
+def _by_home(stores: Sequence[GroupStore], world: int, found: FeatureKeys | None) -> list[list[torch.Tensor]]:
+    """``[group][home]``: int64 ascending slots at their homes."""
+    if found is None:
+        return [[torch.empty(0, dtype=torch.int64, device=stores[0].rows.device)] * world for _ in stores]
+    result = []
+    for store, keys in zip(stores, found.keys.split_with_sizes(found.numbers), strict=True):
+        distinct = keys.unique()  # type: ignore[no-untyped-call]
+        home = distinct % world
+        order = home.argsort(stable=True)
+        slots = torch.div(distinct - store.group.first_key, world, rounding_mode="floor").index_select(0, order)
+        result.append(list(slots.split_with_sizes(torch.bincount(home, minlength=world).tolist())))
+    return result
 
 
 @dataclass(frozen=True)
@@ -206,8 +194,8 @@ class RunAheadJob:
         self._device = stores[0].rows.device
         self.input_changed = False
         """Whether any rank's ``changed`` was true in the last job, as soon as the ranks have agreed."""
-        self.home_slots: HomeSlots | None = None
-        """If batches farther ahead are announced to the homes; set on all ranks or on none."""
+        self.world: Peers | None = None
+        """All ranks, if batches farther ahead are announced to the homes; set on all ranks or on none."""
         self._slot_marks = [torch.zeros(len(store.rows), dtype=torch.bool, device=self._device) for store in stores]
 
     @property
@@ -265,8 +253,8 @@ class RunAheadJob:
             if agreement.fault < 0 and not failed:
                 return result
             return replace(result, ended_rank=rank, loader_failed=failed > 0)
-        if self.home_slots is not None and not agreement.diverged:
-            self._announce(self.home_slots, farther, passes_kept)
+        if self.world is not None and not agreement.diverged:
+            self._announce(self.world, farther, passes_kept)
         if not locate:
             return result
         result = replace(result, forward_pass=forward_pass)
@@ -276,7 +264,7 @@ class RunAheadJob:
             return replace(result, rows=self._router.fetch(route, touched, expand=False))
         return self._fetch_unchanged(result, forward_pass)
 
-    def _announce(self, home_slots: HomeSlots, farther: Sequence[NextBatch], passes_kept: int) -> None:
+    def _announce(self, world: Peers, farther: Sequence[NextBatch], passes_kept: int) -> None:
         """Collective. Tell the homes which rows batches farther ahead look up."""
         with self._router.phases.phase(StepPhase.IDS):
             for batch in farther:
@@ -286,7 +274,7 @@ class RunAheadJob:
                         found = batch.resolve()
                     except Exception:  # its own look-up raises it
                         logger.debug("rank %d: a batch ahead cannot be resolved", self._rank, exc_info=True)
-                for store, slots in zip(self._stores, home_slots.exchange(found), strict=True):
+                for store, slots in zip(self._stores, exchange_home_slots(self._stores, world, found), strict=True):
                     if store.tier is not None:
                         store.tier.expect(slots)
         for store in self._stores:

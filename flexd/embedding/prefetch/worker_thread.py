@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -14,13 +16,11 @@ from flexd.core.errors import EmbeddingError
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
 class _Job(Generic[Result]):
-    def __init__(self, work: Callable[[], Result], ready: torch.cuda.Event | None) -> None:
-        self.work = work
-        self.ready = ready
-        self.done = threading.Event()
-        self.result: Result | None = None
-        self.error: BaseException | None = None
+    work: Callable[[], Result]
+    ready: torch.cuda.Event | None
+    future: Future[Result]
 
 
 class WorkerThread(Generic[Result]):
@@ -58,16 +58,17 @@ class WorkerThread(Generic[Result]):
         if self._stream is not None:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(self._device))
-        self._current = _Job(work, ready)
+        self._current = job = _Job(work, ready, Future())
         if self._inline:
-            self._do(self._current)
-            if not isinstance(self._current.error, Exception | None):
-                raise self._current.error  # an interrupt is the caller's
+            self._do(job)
+            error = job.future.exception()
+            if not isinstance(error, Exception | None):
+                raise error  # an interrupt is the caller's
             return
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._jobs.put(self._current)
+        self._jobs.put(job)
 
     def result(self, timeout_seconds: float) -> Result:
         """Wait for the job under way; raise the exception that ended it, if any.
@@ -77,7 +78,7 @@ class WorkerThread(Generic[Result]):
         """
         job = self._current
         assert job is not None  # noqa: S101
-        if not job.done.wait(timeout_seconds):
+        if not wait([job.future], timeout_seconds).done:
             raise EmbeddingError(
                 f"{self._name}: not done after {timeout_seconds:g} s",
                 remedy="look for a rank that has stopped or runs other code; give init_process_group a longer timeout",
@@ -85,9 +86,7 @@ class WorkerThread(Generic[Result]):
         self._current = None
         if self._finished is not None:
             torch.cuda.current_stream(self._device).wait_event(self._finished)
-        if job.error is not None:
-            raise job.error
-        return job.result  # type: ignore[return-value]
+        return job.future.result()
 
     def stop(self, timeout_seconds: float) -> bool:
         """End the thread after the job under way. Returns whether it ended within the deadline."""
@@ -107,10 +106,11 @@ class WorkerThread(Generic[Result]):
 
     def _do(self, job: _Job[Result]) -> None:
         try:
-            job.result = self._on_stream(job)
+            result = self._on_stream(job)
         except BaseException as error:  # raised again by ``result``
-            job.error = error
-        job.done.set()
+            job.future.set_exception(error)
+        else:
+            job.future.set_result(result)
 
     def _on_stream(self, job: _Job[Result]) -> Result:
         with torch.no_grad():

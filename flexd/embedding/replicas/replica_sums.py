@@ -16,7 +16,7 @@ from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows, add_columns, copy_columns
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.route import StationRows
-from flexd.embedding.replicas.touched_rows import RowBits, SyncList, SyncLists, TouchedRows, entries_at
+from flexd.embedding.replicas.touched_rows import RowBits, SyncList, SyncLists, TouchedRows, entries_at, positions_of
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.entry_pool import BLOCK
 
@@ -132,7 +132,7 @@ class ReplicaSums:
         self._groups = len(dims)
         self._reducible = _reducible(wire, wide)
         self._all_reduced = list(all_reduced)
-        self._rows = touched.all_positions()
+        self._rows = positions_of(touched.entries, 0, touched.lists.rows // BLOCK)
         bits = [part for hop in range(len(all_reduced)) for part in self._bits(hop)]
         # NODE rows of a dim-group have entries of their own before its DEVICE rows.
         tier = torch.searchsorted(devices.uploaded(listed.starts[1:-1], self._rows.device), self._rows, right=True)

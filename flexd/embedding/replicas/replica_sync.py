@@ -25,7 +25,7 @@ from flexd.control.protocol.report import StepPhase
 from flexd.core.layout import RankLayout
 from flexd.embedding import devices
 from flexd.embedding.exchange.hop import PeerWords
-from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
+from flexd.embedding.exchange.phase_meter import in_phase
 from flexd.embedding.exchange.route import Route, StationRows
 from flexd.embedding.exchange.router import Router, merge_passes
 from flexd.embedding.exchange.station_lookup import Dedup
@@ -77,7 +77,7 @@ class ReplicaSync:
     ) -> None:
         self._stores = list(stores)
         self._updated = updated
-        self._router = router
+        self._router, self.phases = router, router.phases
         self._layout = layout
         self._first_slots = [0, *accumulate(store.home_rows + store.replica_slots for store in self._stores)]
         """Number of slots of the dim-groups before each, and of all."""
@@ -88,11 +88,6 @@ class ReplicaSync:
         """Those of the last step, and what was made of them."""
         self._blocks_version = -1
         self._hops = router.hops
-
-    @property
-    def phases(self) -> PhaseMeter:
-        """Meter of the thread that uses the router."""
-        return self._router.phases
 
     def new_touched(self) -> TouchedRows | None:
         """Return what collects the replicated rows that a pass touches; None if no hop has any. Equal on all ranks."""
@@ -181,7 +176,8 @@ class ReplicaSync:
         """Collective over a hop if any of its ranks lists rows: ranks of other hops may list none at all."""
         if not touched.lists.used[hop]:
             return words.words
-        return self._router.hops[hop].exchange_words(words)
+        peers = self._router.hops[hop].peers
+        return peers.all_to_all(words.words, words.sent, words.received, sync_counts=words.sent)
 
     def _lists_of_sums(self, lists: SyncLists, all_reduced: Sequence[bool]) -> SumLists:
         if self._sum_lists is None or self._sum_lists[0] is not lists:

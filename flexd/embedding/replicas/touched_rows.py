@@ -257,10 +257,6 @@ class TouchedRows:
         first, end = self.lists.first_entries[group : group + 2]
         return positions_of(self.entries, first // BLOCK, end // BLOCK)
 
-    def all_positions(self) -> torch.Tensor:
-        """Return int64 touched entries of all dim-groups."""
-        return positions_of(self.entries, 0, self.lists.rows // BLOCK)
-
     def split(self, other: TouchedRows) -> tuple[TouchedRows, TouchedRows]:
         """Split into (rows that ``other`` has too, all the rest). Both are complete and of one placement."""
         return self._masked(other.entries), self._masked(1 - other.entries)

@@ -90,7 +90,7 @@ def late(rank: int, layout: RankLayout, missing: list[int], where: str, seconds:
                 EmbeddingCollection(tables(), layout=layout)
         else:
             collection = EmbeddingCollection(tables(), layout=layout)
-            collection._groups._timeout_seconds = seconds
+            collection._groups.timeout_seconds = seconds
             if rank not in missing and where == "connect":
                 connect(collection, "127.0.0.1:1", job="job")
             elif rank not in missing:

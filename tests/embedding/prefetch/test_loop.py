@@ -16,38 +16,20 @@ from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import threads
 
 
-def uneven(
-    rank: int, layout: RankLayout, batches: list[int], one_thread: bool | None = None
-) -> tuple[int, str, list[str]]:
-    """Train each rank on its own number of batches; return the steps, the error, and remaining threads."""
-    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
-    loader = [{"item": Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(batches[rank])]
-    steps, text = 0, ""
-    try:
-        for features in flexd.prefetch(loader, collection, one_thread=one_thread):
-            collection(features)["item"].values.sum().backward()
-            collection.optimizer.step()
-            steps += 1
-    except EmbeddingError as error:
-        text = str(error)
-    return steps, text, threads()
-
-
-def failing_loader(
-    rank: int, layout: RankLayout, failing: int, after: int, one_thread: bool | None = None
-) -> tuple[int, str, list[str]]:
-    """Train; the loader of one rank raises after so many batches. Return steps, error, and remaining threads."""
+def looped(rank: int, layout: RankLayout, batches: list[int], failing: int = -1) -> tuple[int, str, list[str]]:
+    """Train each rank on its own number of batches, after which the loader of one rank may raise; return the steps,
+    the error, and remaining threads."""
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
 
     def loader() -> Iterator[dict[str, Jagged]]:
-        for index in range(5):
-            if rank == failing and index == after:
-                raise OSError("the disk is gone")
+        for index in range(batches[rank]):
             yield {"item": Jagged(torch.arange(3) + index, torch.tensor([3]))}
+        if rank == failing:
+            raise OSError("the disk is gone")
 
     steps, text = 0, ""
     try:
-        for features in flexd.prefetch(loader(), collection, one_thread=one_thread):
+        for features in flexd.prefetch(loader(), collection):
             collection(features)["item"].values.sum().backward()
             collection.optimizer.step()
             steps += 1
@@ -61,10 +43,10 @@ Ranks = Callable[[int], RankPool]
 
 @pytest.mark.parametrize("batches", [[3, 3, 2, 3], [0, 1, 1, 1], [1, 0, 0, 0], [5, 4, 4, 2]])
 def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[int]) -> None:
-    results = ranks(4).run(uneven, RankLayout(2, 2), batches)
+    results = ranks(4).run(looped, RankLayout(2, 2), batches)
     for steps, text, left in results:
         assert steps == min(batches)
-        named = int(text.split()[1])
+        named = int(text.split()[2])
         assert f"rank {named} has no further batch, other ranks have" in text
         assert batches[named] == min(batches)
         assert left == []
@@ -73,7 +55,8 @@ def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[i
 @pytest.mark.parametrize(("failing", "after"), [(2, 3), (0, 1), (3, 0)])
 def test_the_error_of_a_loader_ends_the_loop_of_every_rank(ranks: Ranks, failing: int, after: int) -> None:
     """The batches before it are trained. Nobody waits for a deadline."""
-    results = ranks(4).run(failing_loader, RankLayout(2, 2), failing, after, timeout=60)
+    batches = [after if rank == failing else 5 for rank in range(4)]
+    results = ranks(4).run(looped, RankLayout(2, 2), batches, failing, timeout=60)
     for rank, (steps, text, left) in enumerate(results):
         assert steps == after
         assert left == []
