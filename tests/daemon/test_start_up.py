@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from flexd.config.model import Config
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.daemon.service import Daemon
 from tests.support.until import until
 
 LOADED_LATER = ("torch", "scipy.optimize", "httpx", "kafka", "confluent_kafka", "matplotlib", "torchrec")
@@ -23,21 +25,20 @@ def test_daemon_loads_only_what_ingest_needs() -> None:
 
 
 def test_daemon_whose_control_channel_cannot_be_hosted_ingests_and_tries_again(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Any], make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_threads(_: ChannelServer) -> None:
         raise RuntimeError("can't start new thread\nand more")
 
-    start = ChannelServer.start
+    with_threads = ChannelServer.start
     monkeypatch.setattr(ChannelServer, "start", no_threads)
-    daemon.start()
+    daemon = start(make_config()).daemon
     reason = "the control channel cannot be hosted: can't start new thread"
     until(lambda: f"ranks: {reason}" in daemon.ready().reasons)
     until(lambda: any(text.startswith("thread flexd-coordinator: RuntimeError") for text in daemon.ready().reasons))
     assert daemon.health().ok, "a restart would end no better"
     until(lambda: daemon.status().stream.messages > 0)
-    monkeypatch.setattr(ChannelServer, "start", start)
+    monkeypatch.setattr(ChannelServer, "start", with_threads)
     until(lambda: daemon.ready().reasons == ("ranks: no rank is registered",), 60, daemon.ready)
     with socket.create_connection(("127.0.0.1", daemon.control_port), timeout=10):
         pass
-    assert daemon.stop(20)

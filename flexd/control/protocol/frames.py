@@ -64,31 +64,21 @@ class FrameError(ControlError):
         super().__init__(message, remedy="run the same flexd version on both sides")
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHead:
-    """The fixed-size start of a frame, within its bounds but not yet authenticated."""
+def _parse_head(data: Body) -> tuple[int, int, int]:
+    """Return length of the whole frame, kind and length of the message, within their bounds but not yet authenticated.
 
-    length: int
-    kind: int
-    message_length: int
-
-    @property
-    def frame_bytes(self) -> int:
-        """Length of the whole frame."""
-        return HEAD.size + self.length + TAG_BYTES
-
-    @staticmethod
-    def parse(data: Body) -> FrameHead:
-        """Parse ``HEAD.size`` bytes. Raises FrameError: a length is over its bound."""
-        length, kind, message_length = HEAD.unpack(data)
-        if message_length > length:
-            raise FrameError(f"a frame of {length} bytes with a message of {message_length}", reason="malformed")
-        if message_length > MAX_MESSAGE_BYTES or length - message_length > MAX_BODY_BYTES:
-            raise FrameError(
-                f"a frame with a message of {message_length} and a body of {length - message_length} bytes",
-                reason="oversized",
-            )
-        return FrameHead(length, kind, message_length)
+    Raises:
+        FrameError: a length is over its bound.
+    """
+    length, kind, message_length = HEAD.unpack(data[: HEAD.size])
+    if message_length > length:
+        raise FrameError(f"a frame of {length} bytes with a message of {message_length}", reason="malformed")
+    if message_length > MAX_MESSAGE_BYTES or length - message_length > MAX_BODY_BYTES:
+        raise FrameError(
+            f"a frame with a message of {message_length} and a body of {length - message_length} bytes",
+            reason="oversized",
+        )
+    return HEAD.size + length + TAG_BYTES, kind, message_length
 
 
 class SealedPayload:
@@ -172,7 +162,7 @@ class FrameReader:
         """Length of the next frame; 0 before all of it is there. Raises FrameError: it breaks the format."""
         if len(self._data) < HEAD.size:
             return 0
-        nbytes = FrameHead.parse(bytes(self._data[: HEAD.size])).frame_bytes
+        nbytes, _, _ = _parse_head(bytes(self._data[: HEAD.size]))
         return nbytes if len(self._data) >= nbytes else 0
 
     def feed(self, data: bytes) -> None:
@@ -191,7 +181,7 @@ class FrameReader:
             return None
         frame = memoryview(bytes(self._data[:nbytes]))
         del self._data[:nbytes]
-        head = FrameHead.parse(frame[: HEAD.size])
-        content, message_end = frame[:-TAG_BYTES], HEAD.size + head.message_length
+        _, kind, message_length = _parse_head(frame)
+        content, message_end = frame[:-TAG_BYTES], HEAD.size + message_length
         self.key.verify(content, frame[-TAG_BYTES:])
-        return head.kind, Frame(bytes(content[HEAD.size : message_end]), content[message_end:])
+        return kind, Frame(bytes(content[HEAD.size : message_end]), content[message_end:])
