@@ -164,40 +164,25 @@ def make_collective(
     Raises:
         TopologyError: there is not enough memory.
     """
+    ranks, width = dist.get_world_size(group), torch.float32.itemsize
     try:
-        return _make_collective(collective, message_bytes, group, device)
+        if collective is Collective.ALL_REDUCE:
+            count = max(1, -(-message_bytes * ranks // (2 * (ranks - 1) * width)))
+            flat = torch.zeros(count, device=device)
+            return 2 * count * width * (ranks - 1) / ranks, lambda: dist.all_reduce(flat, group=group)
+        count = max(1, -(-message_bytes // ((ranks - 1) * width)))
+        sent, received = float(count * width * (ranks - 1)), torch.zeros(count * ranks, device=device)
+        if collective is Collective.ALL_GATHER:
+            part = torch.zeros(count, device=device)
+            return sent, lambda: _all_gather(received, part, group=group)
+        send = torch.zeros_like(received)
     except RuntimeError as error:
         raise TopologyError(
             f"probe: no memory for messages of {message_bytes} bytes on {device}: {str(error).splitlines()[0]}",
             remedy="measure up to a smaller size",
         ) from error
-
-
-def _make_collective(
-    collective: Collective, message_bytes: int, group: dist.ProcessGroup, device: torch.device
-) -> tuple[float, Callable[[], None]]:
-    size = dist.get_world_size(group)
-    count, sent = collective_bytes(collective, message_bytes, size)
-    if collective is Collective.ALL_REDUCE:
-        flat = torch.zeros(count, device=device)
-        return sent, lambda: dist.all_reduce(flat, group=group)
-    received = torch.zeros(count * size, device=device)
-    if collective is Collective.ALL_GATHER:
-        part = torch.zeros(count, device=device)
-        return sent, lambda: _all_gather(received, part, group=group)
-    send = torch.zeros(count * size, device=device)
-    splits = [count] * size  # as in the training's exchange: torch has another code path without splits
+    splits = [count] * ranks  # as in the training's exchange: torch has another code path without splits
     return sent, lambda: dist.all_to_all_single(received, send, splits, splits, group=group)
-
-
-def collective_bytes(collective: Collective, message_bytes: int, ranks: int) -> tuple[int, float]:
-    """Return the float32 of a buffer (all-reduce) or for a peer, and the bytes that a rank sends then."""
-    width = torch.float32.itemsize
-    if collective is Collective.ALL_REDUCE:
-        count = max(1, -(-message_bytes * ranks // (2 * (ranks - 1) * width)))
-        return count, 2 * count * width * (ranks - 1) / ranks
-    count = max(1, -(-message_bytes // ((ranks - 1) * width)))
-    return count, float(count * width * (ranks - 1))
 
 
 def _group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 
 import torch
 
@@ -83,11 +83,6 @@ class RankMemory:
             + self.max_prepared_bytes
             + self.max_migration_bytes
         )
-
-    def to_dict(self) -> dict[str, int]:
-        """Return all fields and sums as JSON values."""
-        named = {item.name: getattr(self, item.name) for item in fields(self)}
-        return named | {"stored_bytes": self.stored_bytes, "budget_bytes": self.budget_bytes}
 
 
 def iterate_tensors(held: object) -> Iterator[torch.Tensor]:
