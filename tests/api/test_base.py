@@ -11,19 +11,13 @@ from pydantic import ValidationError
 
 from flexd.api.base import TIERS, CommandRequest
 from flexd.core.layout import Tier
-from flexd.core.model import FiniteOrNone, Model, build_models
+from flexd.core.model import FiniteOrNone, Model
 
 
 class Part(Model):
     name: str
     ratio: FiniteOrNone = None
     size: int = 7
-
-
-def test_a_model_reads_the_attributes_of_its_fields_names_and_given_fields_win() -> None:
-    source = SimpleNamespace(name="a", ratio=0.5, size=7, other=object())
-    assert Part.from_object(source) == Part(name="a", ratio=0.5, size=7)
-    assert Part.from_object(source, name="b", size=3) == Part(name="b", ratio=0.5, size=3)
 
 
 def test_an_attribute_that_was_renamed_is_no_silent_default() -> None:
@@ -40,15 +34,6 @@ def test_a_reader_ignores_fields_of_a_newer_daemon_and_a_daemon_refuses_unknown_
     assert Part.model_validate({"name": "a", "newer": 1}) == Part(name="a")
     with pytest.raises(ValidationError, match="newer"):
         CommandRequest.model_validate({"newer": 1})
-
-
-def test_models_are_built_when_they_are_used_or_all_at_once() -> None:
-    class Late(Model):
-        number: int = 0
-
-    assert not Late.__pydantic_complete__
-    build_models()
-    assert Late.__pydantic_complete__
 
 
 def test_tiers_are_in_the_order_of_their_numbers() -> None:

@@ -5,15 +5,9 @@ from __future__ import annotations
 import gen_metrics_docs
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexd.api.stream import stream_status
 from flexd.config.load import parse_config
-from flexd.config.planner import PlannerConfig
-from flexd.core.families import with_zeros
 from flexd.daemon import Daemon
-from flexd.ingest.stats import IngestStats
-from flexd.operations.proposals import GATE_NAMES, SAVING, evaluate_gates
 from flexd.server.metrics import Metrics
-from flexd.sketch.profile import Profile
 
 OF_HTTP = "flexd_api"
 GAUGES = ("flexd_plan_gate_open", "flexd_placement_rows")
@@ -50,19 +44,3 @@ def test_a_fresh_daemon_shows_every_documented_value_at_zero(tmp_path):
     }
     assert len(expected) > 50
     assert {key: shown.get(key) for key in expected} == expected
-
-
-def test_what_has_come_up_is_kept_whether_it_was_expected_or_not():
-    assert with_zeros(("a", "b"), {"b": 2, "z": 1}) == {"a": 0, "b": 2, "z": 1}
-    tables = [{"name": "item", "rows": 3, "dim": 4}]
-    config = parse_config({"job": "j", "tables": tables, "stream": {"source": {"kind": "tap"}}})
-    stats = IngestStats(rejected_messages={"corrupt": 3, "other": 1})
-    counted = stream_status(config, stats).rejected_messages
-    assert (counted["corrupt"], counted["other"], counted["empty"]) == (3, 1, 0)
-
-
-def test_the_gates_are_those_that_are_named():
-    assert (
-        *(gate.name for gate in evaluate_gates(Profile((), generation=1, samples=0), PlannerConfig())),
-        SAVING,
-    ) == GATE_NAMES

@@ -22,12 +22,3 @@ def test_ranks_behind_and_the_busiest_rank():
     assert page.imbalance == pytest.approx(3020 / ((3020 + 1020) / 2))
     none = components(ranks=False).ranks(0, 3)
     assert (none.total, none.problem) == (0, "no rank is registered")
-
-
-def test_averages_of_a_rank_follow_its_newest_steps():
-    training = TrainingMonitor()
-    training.add(0, report(1, inter=0))
-    training.add(0, report(51, steps=25, inter=25 * 1000))
-    assert training.ranks()[0].inter_bytes == pytest.approx(6 + 0.5 * ((25_000 + 6) / 25 - 6))
-    training.add(0, report(151, steps=100, inter=0))
-    assert training.ranks()[0].inter_bytes == pytest.approx(6 / 100)

@@ -105,14 +105,3 @@ def test_a_plan_from_a_thin_profile_can_be_shown_and_applied_only_with_force(tmp
     assert it.planning.overridden == {"samples": 1}
     it.coordinator.execute(execution)
     assert execution.record.who == "ann@host"
-
-
-def test_a_forced_plan_is_executed_and_recorded_with_its_closed_gates(tmp_path: Path) -> None:
-    it = PlanningHarness(tmp_path)
-    it.report()
-    it.see(500)
-    proposal = it.propose("now", force=True)
-    assert it.planning.last_plan is proposal.plan
-    execution = it.planning.execute(proposal)
-    assert execution is not None
-    assert execution.record.overridden_gates == ("samples",)

@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 
 from flexd.api.execution import AbortResult
-from flexd.control.daemon import journal as journal_module
-from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError, SnapshotError
-from flexd.operations.decisions import DecisionFile
-from flexd.operations.state_file import NAME, StateFile
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, target
 from tests.support.until import until
@@ -158,23 +154,6 @@ def test_a_rollback_requested_before_the_migration_ended_is_resumed(daemons: Dae
         assert daemons.history()["p2"][0] == "FAILED"
 
 
-def test_a_requested_rollback_is_on_disk_before_the_migration_is_aborted(
-    daemons: DaemonSequence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_disk: list[tuple[str, ...]] = []
-    abort = Migration.abort
-
-    def record_file(migration: Migration, reason: str) -> None:
-        on_disk.append(DecisionFile(StateFile(tmp_path / "0" / NAME)).current.rollback)
-        abort(migration, reason)
-
-    monkeypatch.setattr(Migration, "abort", record_file)
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        daemons.abort(0)
-        assert on_disk[0] == ("p2",)
-
-
 def test_a_rollback_requested_after_a_crash_is_resumed_after_a_second_crash(daemons: DaemonSequence) -> None:
     with Ranks(daemons.port, LAYOUT) as ranks:
         apply_part_of_p2(daemons, ranks)
@@ -211,19 +190,6 @@ def test_a_full_disk_does_not_prevent_a_rollback(daemons: DaemonSequence, monkey
         assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
         assert daemons.current.decisions.failures == 1
-
-
-def test_the_destination_of_a_running_rollback_is_not_compacted(
-    daemons: DaemonSequence, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 20)
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        daemons.abort(10)
-        daemons.wait_until_applied(10)
-        daemons.crash()
-        assert daemons.abort(1_000_000, SECONDS).outcome == "rolled_back"
-        assert ranks.all_at(PARENT)
 
 
 def test_a_preview_reports_the_rows_that_a_rollback_after_a_crash_would_move(daemons: DaemonSequence) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from flexd.control.protocol.report import StepReport
@@ -16,19 +14,6 @@ def report(step: int, steps: int = 1, accesses: tuple[int, int, int] = (60, 30, 
         apply_seconds=0.1, accesses_by_tier=accesses, all_to_all_intra_bytes=1, all_to_all_inter_bytes=2,
         sync_intra_bytes=3, sync_inter_bytes=4, migration_intra_bytes=5, migration_inter_bytes=6,
     )  # fmt: skip
-
-
-def test_a_report_of_several_steps_counts_each_of_them() -> None:
-    monitor = TrainingMonitor()
-    monitor.add(0, report(10, steps=10, accesses=(700, 200, 100)))
-    assert monitor.accesses_per_step(1) == 100
-
-
-def test_batches_located_for_nothing_are_summed_over_ranks_and_reports() -> None:
-    monitor = TrainingMonitor()
-    for rank, unused in ((0, 2), (1, 3), (0, 4)):
-        monitor.add(rank, replace(report(1), unused_prefetches=unused, prefetches=10 * unused))
-    assert (monitor.totals().unused_prefetches, monitor.totals().prefetches) == (9, 90)
 
 
 def test_the_average_follows_a_change_within_some_tens_of_steps() -> None:
