@@ -21,6 +21,7 @@ from flexd.server import tls
 from flexd.server.access import current_caller
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.fake_daemon import FakeDaemon
 
 TOKEN = "the token of the operator"
@@ -124,6 +125,16 @@ def test_a_token_or_a_certificate_is_accepted(certificates: Certificates, serve:
             client(certificates, url, name, token).send(routes.STATUS)
         assert caught.value.status == 401
     assert len(daemon.calls) == 3
+
+
+def test_a_page_of_another_site_cannot_use_a_browsers_certificate(certificates: Certificates, serve: Any) -> None:
+    daemon, url = serve()
+    context = ssl.create_default_context(cafile=certificates.ca_file)
+    context.load_cert_chain(*certificates.issue("operator"))
+    with httpx.Client(verify=context, timeout=10, headers=COMMAND_HEADERS) as browser:
+        assert browser.post(f"{url}/v1/pause", json={}, headers={"origin": "https://evil.example"}).status_code == 403
+        assert daemon.calls == []
+        assert browser.post(f"{url}/v1/pause", json={}, headers={"origin": url}).status_code == 200
 
 
 def test_old_versions_of_tls_are_refused(certificates: Certificates) -> None:
