@@ -5,7 +5,8 @@ every node that uses it and is not its home. Pairs of samples of two nodes are e
 every rank keeps its batch size and no result is worse than dealing nothing.
 
 A row crosses once for each node that has a sample of it and is not its home, so what a sample adds depends on the
-other samples of its node. Rows of one sample alone are a constant of the sample and stay out of the sums.
+other samples of its node. Rows of one sample are a constant of the sample, and rows that many samples of every node
+use cost nothing whoever moves: both stay out of the sums.
 
 Every rank computes the same result from the same arrays: all arithmetic is of integers.
 """
@@ -33,8 +34,12 @@ _UNITS = 64
 """Units of a byte in prices: shares of bytes are integers too."""
 _DEEPEST = 16
 """Samples of a node from which on one more costs nothing."""
-_LOSS_BITS = 32
-"""Of the losses of a sample, which ``NEVER`` exceeds."""
+_MARGIN = 3
+"""Samples of a node beyond those that have a price: as they move, a row may get one."""
+_NEARLY_ALL = 0.8
+"""Share of the entries from which on leaving the others out does not pay."""
+_HALF_BITS = 32
+"""Of an int64 that holds the prices of two nodes; a sum of a sample's has one bit less."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +63,18 @@ def deal_batch(batch: BatchRows, nodes: int) -> Dealt:
     Args:
         nodes: number of nodes; ``batch`` has no other.
     """
-    prices, places = BatchPrices(batch, nodes), _Places(batch, nodes)
+    prices, places = BatchPrices.of(batch, nodes), _Places(batch, nodes)
     before = prices.bytes_of(places.to)
     best = Dealt(places.to.copy(), before, before)
     rounds = max(1, nodes - 1 + nodes % 2)
     stride = -(-rounds // _PRICINGS)
     turn = 0
     for share, sweeps in _SHARES:
+        priced = prices.with_share(places.to, share)
         for _ in range(sweeps):
             for at in range(_TURNS * rounds):
                 if at % stride == 0:
-                    losses = prices.losses(places.to, share)
+                    losses = priced.losses(places.to)
                 places.exchange(_partners(nodes, turn), losses)
                 turn += 1
             if share == 0.0:
@@ -104,7 +110,7 @@ class _Places:
 
         Args:
             partners: int64 [nodes], of each node; itself if it has none.
-            losses: int64 [nodes, samples + 1], of moving each sample (``BatchPrices.losses``); changed, so that samples
+            losses: int64 [nodes, samples + 1], of moving each sample (``SharePrices.losses``); changed, so that samples
                 that were exchanged stay where they are.
         """
         low = np.flatnonzero(np.arange(len(partners)) < partners)
@@ -170,66 +176,149 @@ class BatchRows:
     group: Int64Array
 
 
-class BatchPrices:
-    """Prices of a batch's samples by node: of rows that several samples use by what the others of a node use.
+@dataclass(frozen=True)
+class SharedRows:
+    """Rows that several samples of a batch use.
 
-    Args:
-        nodes: number of nodes; ``batch`` has no other.
+    Attributes:
+        first_codes: int64 [entries], by sample: where the nodes of the entry's row begin in a flat [rows, nodes].
+        offsets: int64 [samples + 1], where the entries of each sample begin.
+        away_bytes: int64 [rows, nodes], of the row in a node that is not its home.
     """
 
-    def __init__(self, batch: BatchRows, nodes: int) -> None:
-        _, first, row, uses = np.unique(batch.rows, return_index=True, return_inverse=True, return_counts=True)
-        again = uses > 1
-        shared, first = again[row], first[again]
-        self._codes: Int64Array = ((np.cumsum(again) - 1) * nodes)[row[shared]]
-        """int64 [entries], by sample: where the nodes of the entry's row begin in a flat [rows, nodes]."""
-        self._offsets = np.concatenate([[0], np.cumsum(shared)])[batch.offsets]
-        self._away_bytes = batch.row_bytes[first][:, None] * (np.arange(nodes) != batch.homes[first][:, None])
-        """int64 [rows, nodes], of the row in a node that is not its home."""
-        alone = np.flatnonzero(~shared)
-        bucket = (np.searchsorted(batch.offsets, alone, side="right") - 1) * nodes + batch.homes[alone]
-        # Sums of float64 are exact: bytes of a batch are below 2**53.
-        at_home = np.bincount(bucket, batch.row_bytes[alone], len(batch.node) * nodes)
-        self._alone_bytes = at_home.astype(np.int64).reshape(-1, nodes)
-        """int64 [samples, nodes], of rows that no other sample uses, where they are at home."""
-        most = int(self._sums(batch.row_bytes[shared]).max(initial=0))
-        self._shift = max(0, most.bit_length() + _UNITS.bit_length() - _LOSS_BITS)
+    first_codes: Int64Array
+    offsets: Int64Array
+    away_bytes: Int64Array
 
-    def bytes_of(self, to: Int64Array) -> int:
-        """Return bytes of rows between nodes."""
-        alone = self._alone_bytes.sum() - self._alone_bytes[np.arange(len(to)), to].sum()
-        return int(self._away_bytes[self._counts(self._at(to)) > 0].sum() + alone)
-
-    def losses(self, to: Int64Array, share: float) -> Int64Array:
-        """Return int64 [nodes, samples + 1]: what moving each sample there would cost; below 0: it would save that.
-        The last is ``NEVER``.
-
-        Args:
-            share: of a row's bytes that one more sample of a node costs, its square the next one, and so on.
-        """
-        powers = np.floor(_UNITS * share ** np.arange(_DEEPEST)).astype(np.int64)
-        at, away = self._at(to), self._away_bytes >> self._shift
-        counts = np.minimum(self._counts(at), _DEEPEST - 1)
-        # By row and node first: entries are several times as many. Where no sample is, none leaves.
-        arrives, leaves = (powers[counts] * away).reshape(-1), (powers[counts - 1] * away).reshape(-1)
-        fixed = -self._alone_bytes * _UNITS >> self._shift
-        losses = np.full((fixed.shape[1], len(to) + 1), NEVER)
-        losses[:, :-1] = fixed.T - (self._sums(leaves[at]) + fixed[np.arange(len(to)), to])
-        for node, of_node in enumerate(losses):
-            of_node[:-1] += self._sums(arrives[node:][self._codes])
-        return losses
-
-    def _at(self, to: Int64Array) -> Int64Array:
+    def codes(self, to: Int64Array) -> Int64Array:
         """Return int64 [entries]: where the row and its sample's node are in a flat [rows, nodes]."""
-        return np.repeat(to, np.diff(self._offsets)) + self._codes
+        codes = np.repeat(to, np.diff(self.offsets))
+        codes += self.first_codes
+        return codes
 
-    def _counts(self, at: Int64Array) -> Int64Array:
+    def counts(self, codes: Int64Array) -> Int64Array:
         """Return int64 [rows, nodes]: samples of each node that use a row."""
-        return np.bincount(at, minlength=self._away_bytes.size).reshape(self._away_bytes.shape)
+        return np.bincount(codes, minlength=self.away_bytes.size).reshape(self.away_bytes.shape)
 
-    def _sums(self, of_entry: Int64Array) -> Int64Array:
+    def crossing_bytes(self, to: Int64Array) -> int:
+        return int(self.away_bytes[self.counts(self.codes(to)) > 0].sum())
+
+    def sums(self, of_entry: Int64Array) -> Int64Array:
         """Return int64 [samples] sums over each sample's entries; what wraps round in between does no harm."""
         until = np.zeros(len(of_entry) + 1, dtype=np.int64)
         np.cumsum(of_entry, out=until[1:])
-        sums: Int64Array = np.diff(until[self._offsets])
-        return sums
+        return np.diff(until[self.offsets])
+
+    def below(self, to: Int64Array, depth: int) -> SharedRows:
+        """Return the rows that fewer samples than ``depth`` use in a node that is not their home; all where these are
+        nearly all."""
+        counts = self.counts(self.codes(to))
+        few = ((counts < depth) & (self.away_bytes > 0)).any(axis=1)
+        if counts[few].sum() > _NEARLY_ALL * len(self.first_codes):
+            return self
+        # By code rather than by row: no division.
+        numbers = np.zeros(counts.shape, dtype=np.int64)
+        numbers[few, 0] = np.arange(np.count_nonzero(few)) * counts.shape[1]
+        numbers[~few, 0] = -1
+        first_codes = numbers.reshape(-1)[self.first_codes]
+        kept = np.flatnonzero(first_codes >= 0)
+        return SharedRows(first_codes[kept], np.searchsorted(kept, self.offsets), self.away_bytes[few])
+
+
+@dataclass(frozen=True)
+class BatchPrices:
+    """Prices of a batch's samples by node.
+
+    Attributes:
+        alone_bytes: int64 [samples, nodes], of rows that no other sample uses, where they are at home.
+        shared: rows that others use, too.
+        bits: of the most bytes that the shared rows of a sample have.
+    """
+
+    alone_bytes: Int64Array
+    shared: SharedRows
+    bits: int
+
+    @staticmethod
+    def of(batch: BatchRows, nodes: int) -> BatchPrices:
+        samples = len(batch.node)
+        codes, first = _number_shared(batch.rows, nodes)
+        shared, alone = np.flatnonzero(codes >= 0), np.flatnonzero(codes < 0)
+        sample = np.searchsorted(batch.offsets, alone, side="right") - 1
+        # Sums of float64 are exact: bytes of a batch are below 2**53.
+        at_home = np.bincount(sample * nodes + batch.homes[alone], batch.row_bytes[alone], samples * nodes)
+        away_bytes = batch.row_bytes[first][:, None] * (np.arange(nodes) != batch.homes[first][:, None])
+        rows = SharedRows(codes[shared], np.searchsorted(shared, batch.offsets), away_bytes)
+        bits = int(rows.sums(batch.row_bytes[shared]).max(initial=0)).bit_length()
+        return BatchPrices(at_home.astype(np.int64).reshape(-1, nodes), rows, bits)
+
+    def bytes_of(self, to: Int64Array) -> int:
+        """Return bytes of rows between nodes."""
+        at = np.arange(len(to))
+        alone = self.alone_bytes.sum() - self.alone_bytes[at, to].sum()
+        return self.shared.crossing_bytes(to) + int(alone)
+
+    def with_share(self, to: Int64Array, share: float) -> SharePrices:
+        """Return prices where one more sample costs a share of a row's bytes, the next one its square, and so on."""
+        powers = np.floor(_UNITS * share ** np.arange(_DEEPEST)).astype(np.int64)
+        shared = self.shared.below(to, int(np.count_nonzero(powers)) + _MARGIN)
+        shift = max(0, self.bits + _UNITS.bit_length() - _HALF_BITS)
+        fixed = -self.alone_bytes * _UNITS >> shift
+        return SharePrices(shared, shared.away_bytes >> shift, powers, fixed)
+
+
+@dataclass(frozen=True)
+class SharePrices:
+    """Prices where one more sample of a node costs a share of a row's bytes.
+
+    Attributes:
+        shared: rows with a price.
+        away: int64 [rows, nodes], their bytes; fewer bits where samples have very many rows.
+        powers: int64 [_DEEPEST], of a byte: what the first sample of a row costs in a node, the second, and so on.
+        fixed: int64 [samples, nodes], what does not depend on other samples.
+    """
+
+    shared: SharedRows
+    away: Int64Array
+    powers: Int64Array
+    fixed: Int64Array
+
+    def losses(self, to: Int64Array) -> Int64Array:
+        """Return int64 [nodes, samples + 1]: what moving each sample there would cost; below 0: it would save that.
+        The last is ``NEVER``."""
+        samples, nodes = self.fixed.shape
+        at, shared = np.arange(samples), self.shared
+        codes = shared.codes(to)
+        counts = np.minimum(shared.counts(codes), _DEEPEST - 1)
+        # By row and node first: entries are several times as many. Where no sample is, none leaves.
+        arrives = self.powers[counts] * self.away
+        leaves = self.powers[counts - 1] * self.away
+        losses = np.full((nodes, samples + 1), NEVER)
+        losses[:, :-1] = self.fixed.T - (shared.sums(leaves.reshape(-1)[codes]) + self.fixed[at, to])
+        for first in range(0, nodes, 2):
+            # Two nodes at a time: a look-up for each entry is most of the time.
+            if first + 1 < nodes:
+                arrives[:, first] += arrives[:, first + 1] << _HALF_BITS
+            there = shared.sums(arrives.reshape(-1)[first:][shared.first_codes])
+            losses[first, :-1] += there & ((1 << _HALF_BITS) - 1)
+            losses[first + 1 : first + 2, :-1] += there >> _HALF_BITS
+        return losses
+
+
+def _number_shared(rows: Int64Array, nodes: int) -> tuple[Int64Array, Int64Array]:
+    """Return int64 [n], multiples of ``nodes`` that number rows which occur again, below 0 for others, and int64
+    [numbers], an entry of each."""
+    n, bits = len(rows), len(rows).bit_length()
+    if int(rows.max(initial=0)).bit_length() + bits < 63:
+        # Several times faster than argsort.
+        both = np.sort(rows << bits | np.arange(n))
+        order, ordered = both & ((1 << bits) - 1), both >> bits
+    else:
+        order = np.argsort(rows, kind="stable")
+        ordered = rows[order]
+    starts = np.flatnonzero(np.concatenate([np.ones(min(n, 1), dtype=np.bool_), ordered[1:] != ordered[:-1]]))
+    uses = np.diff(starts, append=n)
+    again = uses > 1
+    numbers = np.empty(n, dtype=np.int64)
+    numbers[order] = np.repeat(np.where(again, np.cumsum(again) - 1, -1) * nodes, uses)
+    return numbers, order[starts[again]]
