@@ -14,7 +14,6 @@ from flexd.core.model import Model
 
 if TYPE_CHECKING:
     from flexd.operations.executions import Executions
-    from flexd.operations.history import HistorySnapshot
 
 MAX_LISTED = 1000
 
@@ -39,21 +38,6 @@ class MigrationsRequest(RequestBody):
     """Only those in this state."""
 
 
-class HistoryStatus(Model):
-    """The file of the history of migrations; counters run since the daemon started."""
-
-    entries: int = 0
-    """Entries written."""
-    lost: int = 0
-    """Entries dropped unwritten."""
-    failures: int = 0
-    """Writes that failed, and are tried again."""
-    quarantined: int = 0
-    """Files that were not usable and were quarantined."""
-
-    FAMILIES = (counter("flexd_history_lost_entries", "Entries of the history that were dropped unwritten.", "lost"),)
-
-
 class MigrationCounts(Model):
     """All migrations since the daemon started."""
 
@@ -67,22 +51,23 @@ class MigrationCounts(Model):
     """Chunks applied by every rank."""
     illegal_transitions: int = 0
     """Transitions that the state table refused: a fault of flexd."""
-    history: HistoryStatus = HistoryStatus()
-    """The file of the history."""
+    lost_entries: int = 0
+    """Entries of the history that were dropped unwritten."""
 
     FAMILIES = (
         counter("flexd_migrations", "Migrations ended, by final state.", "ended", ("state",)),
         counter("flexd_migration_rows", "Rows whose tier changed on every rank.", "rows"),
         counter("flexd_migration_bytes", "Row values and optimizer state copied.", "bytes"),
         counter("flexd_migration_chunks", "Chunks applied by every rank.", "chunks"),
+        counter("flexd_history_lost_entries", "Entries of the history that were dropped unwritten.", "lost_entries"),
     )
 
 
-def migration_counts(executions: Executions, illegal_transitions: int, history: HistorySnapshot) -> MigrationCounts:
+def migration_counts(executions: Executions, illegal_transitions: int, lost_entries: int) -> MigrationCounts:
     """Return the counters of all migrations since the daemon started."""
     return MigrationCounts(
         ended=with_zeros(sorted(state.value for state in FINAL_STATES), executions.migrations),
         **executions.migrated,
         illegal_transitions=illegal_transitions,
-        history=HistoryStatus.from_object(history),
+        lost_entries=lost_entries,
     )

@@ -49,14 +49,12 @@ class HistorySnapshot:
         entries: entries written.
         lost: entries dropped because too many waited.
         failures: failed writes; they are repeated.
-        quarantined: files that could not be used.
         problem: why the newest write failed; None if it succeeded.
     """
 
     entries: int = 0
     lost: int = 0
     failures: int = 0
-    quarantined: int = 0
     problem: str | None = None
 
 
@@ -70,6 +68,9 @@ class MigrationHistory:
         file: the state; the caller closes it after ``stop``.
         keep: limit of migrations, and of actions.
         supervisor: of the process; records the faults of the thread.
+
+    Attributes:
+        snapshot: the counters.
 
     Raises:
         StateVersionError: a newer flexd wrote the file; it is unchanged.
@@ -91,7 +92,7 @@ class MigrationHistory:
         self._recorded = 0
         self._written = 0
         """Entries of ``_recorded`` that were written or lost."""
-        self._snapshot = HistorySnapshot()
+        self.snapshot = HistorySnapshot()
         self._stopping = threading.Event()
         supervisor = supervisor or Supervisor()
         self._watch = supervisor.watch("flexd-history")
@@ -107,10 +108,6 @@ class MigrationHistory:
             self._stopping.set()
             self._changed.notify_all()
         return self._thread.join(timeout_seconds)
-
-    @property
-    def snapshot(self) -> HistorySnapshot:
-        return replace(self._snapshot, quarantined=self._file.quarantined)
 
     def record_migration(self, news: MigrationEvent) -> None:
         """Record an event of a migration. Called in the coordinator's thread."""
@@ -139,7 +136,7 @@ class MigrationHistory:
             wanted = self._recorded
             while self._written < wanted:
                 left = deadline - time.monotonic()
-                if left <= 0 or self._snapshot.problem is not None or not self._thread.running:
+                if left <= 0 or self.snapshot.problem is not None or not self._thread.running:
                     return False
                 self._changed.wait(left)
             return True
@@ -207,10 +204,10 @@ class MigrationHistory:
         while len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
             self._written += 1
-            self._count(lost=self._snapshot.lost + 1)
+            self._count(lost=self.snapshot.lost + 1)
 
     def _count(self, **changes: Any) -> None:
-        self._snapshot = replace(self._snapshot, **changes)
+        self.snapshot = replace(self.snapshot, **changes)
 
     def _run(self) -> None:
         if self._write([]):
@@ -223,7 +220,7 @@ class MigrationHistory:
                 with self._changed:
                     if written:
                         self._written += len(entries)
-                        self._count(entries=self._snapshot.entries + len(entries))
+                        self._count(entries=self.snapshot.entries + len(entries))
                     else:
                         self._waiting.extendleft(reversed(entries))
                         self._drop_too_many()
@@ -233,7 +230,7 @@ class MigrationHistory:
     def _due(self) -> list[Statement] | None:
         """Wait for entries and the time to try again, and return the entries; None to end."""
         with self._changed:
-            failed = self._snapshot.problem is not None
+            failed = self.snapshot.problem is not None
             retry_at = time.monotonic() + self._retry_seconds if failed else 0.0
             while not self._stopping.is_set():
                 left = retry_at - time.monotonic()
@@ -256,8 +253,8 @@ class MigrationHistory:
             fault_point("thread.history")
             self._file.write([*entries, *trims])
         except SnapshotError as error:
-            logger.log(logging.DEBUG if self._snapshot.problem else logging.ERROR, "%s", error)
-            self._count(failures=self._snapshot.failures + 1, problem=str(error))
+            logger.log(logging.DEBUG if self.snapshot.problem else logging.ERROR, "%s", error)
+            self._count(failures=self.snapshot.failures + 1, problem=str(error))
             return False
         self._count(problem=None)
         return True

@@ -10,7 +10,7 @@ import pytest
 from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase
 from flexd.core.layout import RankLayout
 from flexd.operations.live_prices import price_samples
-from flexd.topology.cluster import Cluster, Collective, Link, WorldModel
+from flexd.topology.cluster import Cluster, Link, WorldModel
 from tests.support.planner_cases import cluster, flat
 
 LAYOUT = RankLayout(2, 2)
@@ -51,15 +51,3 @@ def test_a_direct_exchange_shows_the_world() -> None:
     assert rail[Link.INTER_NODE][0] == pytest.approx(1e-4 + 4e6 / 1e9)
     one_node = price_samples(ROWS, RankLayout(1, 4), MACHINE, "direct")
     assert one_node[Link.INTRA_NODE][1] == pytest.approx(0.02)
-
-
-def test_all_collectives_of_a_link_take_its_factor() -> None:
-    machine = with_world(MACHINE)
-    changed = machine.scale_seconds({Link.INTER_NODE: 4.0})
-    for collective in Collective:
-        before, after = (of.curve(Link.INTER_NODE, collective) for of in (machine, changed))
-        assert after.seconds(1e6) == pytest.approx(4 * before.seconds(1e6))
-        assert changed.curve(Link.INTRA_NODE, collective) == machine.curve(Link.INTRA_NODE, collective)
-    assert machine.world is not None
-    assert changed.world is not None
-    assert changed.world.all_to_all.seconds(1e6) == pytest.approx(4 * machine.world.all_to_all.seconds(1e6))
