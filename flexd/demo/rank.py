@@ -224,13 +224,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
                 record["bit_equal"].append(collection.replicas_bit_equal())
         for name in TRAFFIC:
             record[name].append(after[name] - before[name])
-        progress = {
-            "step": step,
-            "loss": record["loss"][-1],
-            "version": collection.placement_version,
-            "seconds": seconds,
-        }
-        progress |= {name: record[name][-1] for name in TRAFFIC}
+        progress = {"step": step, "loss": record["loss"][-1], "version": collection.placement_version}
         print(json.dumps(progress), flush=True)
     next(loaded, None)  # run-ahead ends its last step
     dropped = 0 if tap is None else tap.counters.dropped

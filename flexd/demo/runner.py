@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from flexd.demo.link import link_cluster
 from flexd.demo.options import LEAST_BATCH_SIZE, DemoOptions
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess, Ranks, run_reference
-from flexd.demo.rank import PEERS, RunSetup, Strategy
+from flexd.demo.rank import PEERS, RunSetup
 from flexd.demo.screen import describe, live_progress
 from flexd.demo.summary import RunRecord, summarise, tolerance
 from flexd.stream.batches import Batches
@@ -159,40 +160,41 @@ class Demo:
         with live_progress() as progress:
             task = progress.add_task("the daemon starts", total=setup.steps)
             self.daemon.start()
-            ranks = Ranks(self.setup_file, setup.world_size, self._directory)
+
+            def show(ranks: Ranks) -> None:
+                newest = [records[-1] for records in ranks.records if records]
+                status = self.daemon.status() if self.daemon.alive else None
+                progress.update(task, completed=ranks.step(), description=describe(newest, status))
+
             try:
-                while ranks.running():
-                    if time.monotonic() > deadline:
-                        raise FlexdError("the training ranks did not end in time", remedy=f"see {self._directory}")
-                    step = ranks.step()
-                    status = self.daemon.status() if self.daemon.alive else None
-                    newest = [records[-1] for records in ranks.records if records]
-                    progress.update(task, completed=step, description=describe(newest, status))
-                    time.sleep(0.1)
-                ranks.join()
+                self._train(setup, self.setup_file, deadline, show)
             finally:
-                ranks.stop()
                 self.daemon.stop()
             for strategy in peers:
                 text = f"training the same steps without a daemon: {strategy.value.replace('_', '-')}"
                 progress.update(task, description=text)
-                self._train_peer(strategy, deadline)
+                directory = self._directory / strategy.value
+                directory.mkdir(exist_ok=True)
+                (port,) = free_ports(1)
+                peer = replace(setup, strategy=strategy.value, directory=str(directory), store_port=port)
+                peer.save(directory / "setup.json")
+                self._train(peer, directory / "setup.json", deadline)
             progress.update(task, description="training the same data in one plain process")
             run_reference(self.setup_file, self._directory, deadline - time.monotonic())
         return RunRecord.load(setup, self._directory, self.state)
 
-    def _train_peer(self, strategy: Strategy, deadline: float) -> None:
-        directory = self._directory / strategy.value
-        directory.mkdir(exist_ok=True)
-        (port,) = free_ports(1)
-        setup = replace(self.setup, strategy=strategy.value, directory=str(directory), store_port=port)
-        file = directory / "setup.json"
-        setup.save(file)
-        ranks = Ranks(file, setup.world_size, directory)
+    def _train(
+        self, setup: RunSetup, file: Path, deadline: float, show: Callable[[Ranks], None] = lambda ranks: None
+    ) -> None:
+        """Train with ranks of the setup in ``file``; ``show`` is called again and again meanwhile."""
+        ranks = Ranks(file, setup.world_size, Path(setup.directory))
         try:
             while ranks.running():
                 if time.monotonic() > deadline:
-                    raise FlexdError(f"the ranks of {strategy.value} did not end in time", remedy=f"see {directory}")
+                    raise FlexdError(
+                        f"the ranks of {setup.strategy} did not end in time", remedy=f"see {setup.directory}"
+                    )
+                show(ranks)
                 time.sleep(0.1)
             ranks.join()
         finally:
