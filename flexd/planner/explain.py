@@ -323,7 +323,7 @@ class _GroupPricing:
         touches = None if self.relation is None else self.relation.touches(accesses / self.load.micro_batches)
         load = replace(
             self.load, keys=np.zeros(len(accesses), np.int64), accesses=accesses, accesses_lower=accesses,
-            accesses_upper=accesses, trained=None if self.trained else np.zeros(len(accesses)), returned=None,
+            accesses_upper=accesses, trained=None if self.trained else np.zeros(len(accesses)),
             touches=touches,
         )  # fmt: skip
         return self.gains(load.listed_statistics(self.layout))

@@ -31,14 +31,10 @@ Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
 
 
-BASELINES = {
-    "row_wise": Exchange.DIRECT,
-    "row_wise_dedup": Exchange.DIRECT_DEDUP,
-    "two_hop": Exchange.CHAIN,
-}
-"""Strategies that every plan is shown beside: all rows at HOME under an exchange. Row-wise without dedup is TorchRec's
-default and the baseline of FlexShard (arXiv 2301.02959), with it TorchRec's ``use_index_dedup``, two-hop flexd's own
-chain. Homes are cyclic (``key % W``): hot rows spread better than in blocks."""
+BASELINES = {"row_wise_dedup": Exchange.DIRECT_DEDUP, "two_hop": Exchange.CHAIN}
+"""Strategies that every plan is shown beside, all rows at HOME: row-wise with dedup is TorchRec's ``use_index_dedup``
+(and flexd's direct exchange), two-hop flexd's own chain. Homes are cyclic (``key % W``): hot rows spread better than in
+blocks."""
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,7 @@ class StepByteCounter:
         words: BitWords | None = None,
         *,
         merges_passes: bool = True,
+        dedup: bool = True,
     ) -> list[CollectiveBytes]:
         """Return the collectives of one training step: forward, backward, synchronisation.
 
@@ -164,12 +165,13 @@ class StepByteCounter:
             words: of the chunks that led to the placement; by default as if one chunk had.
             merges_passes: the gradients of several passes are merged, each row's sent once, as a flexd collection does;
                 False: every pass pushes its own, as fused optimizers do.
+            dedup: a rank requests each row of a direct exchange once; False: for every look-up.
         """
         words = words or BitWords.of(self._keyspace, self._layout, placement)
         merges_passes &= len(step.each) > 1
         found: list[CollectiveBytes] = []
         for keys in step.each:
-            hops = self._hops(keys, placement.tiers_of(keys.rows), exchange)
+            hops = self._hops(keys, placement.tiers_of(keys.rows), exchange, dedup)
             found += [part for hop in hops for part in (hop.sizes, hop.ids)]
             found += [hop.rows for hop in reversed(hops)]
             if not merges_passes:
@@ -177,14 +179,13 @@ class StepByteCounter:
         tiers = placement.tiers_of(step.whole.rows)
         if merges_passes:
             # Merged passes have each row once, whatever the exchange does with a single pass.
-            distinct = exchange if exchange is Exchange.CHAIN else Exchange.DIRECT_DEDUP
-            found += [hop.grads for hop in self._hops(step.whole, tiers, distinct)]
+            found += [hop.grads for hop in self._hops(step.whole, tiers, exchange, dedup=True)]
         return [*found, *self._sync(step.whole, tiers, placement, words, len(step.each))]
 
-    def _hops(self, keys: StepKeys, tiers: UInt8Array, exchange: Exchange) -> list[_Hop]:
+    def _hops(self, keys: StepKeys, tiers: UInt8Array, exchange: Exchange, dedup: bool) -> list[_Hop]:
         if exchange is Exchange.CHAIN:
             return self._chain(keys, tiers)
-        return self._direct(keys, tiers, dedup=exchange is Exchange.DIRECT_DEDUP)
+        return self._direct(keys, tiers, dedup=dedup)
 
     def _chain(self, keys: StepKeys, tiers: UInt8Array) -> list[_Hop]:
         """``Router.find``, ``fetch`` and ``push`` over the hops to the node owner and to the home."""

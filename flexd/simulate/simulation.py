@@ -54,6 +54,7 @@ class Strategy:
         name: key in the results.
         title: for tables.
         merges_passes: each row's gradient is pushed once a step, not once a micro-batch.
+        dedup: a rank requests each row once; False: for every look-up.
     """
 
     name: str
@@ -61,9 +62,10 @@ class Strategy:
     exchange: Exchange
     knowledge: Knowledge = Knowledge.NOTHING
     merges_passes: bool = True
+    dedup: bool = True
 
 
-ROW_WISE = Strategy("row_wise", "row-wise", Exchange.DIRECT, merges_passes=False)
+ROW_WISE = Strategy("row_wise", "row-wise", Exchange.DIRECT_DEDUP, merges_passes=False, dedup=False)
 ROW_WISE_DEDUP = Strategy("row_wise_dedup", "row-wise, dedup", Exchange.DIRECT_DEDUP, merges_passes=False)
 DIRECT = Strategy("direct", "flexd, direct with dedup", Exchange.DIRECT_DEDUP)
 TWO_HOP = Strategy("two_hop", "two-hop chain", Exchange.CHAIN)
@@ -251,8 +253,9 @@ class _StrategyRunner:
     def step(self, step: int, keys: StepPasses) -> None:
         collectives = self._migrate(step)
         collectives += self._shared.counter.step(
-            keys, self._placement, self.strategy.exchange, self._words, merges_passes=self.strategy.merges_passes
-        )
+            keys, self._placement, self.strategy.exchange, self._words, merges_passes=self.strategy.merges_passes,
+            dedup=self.strategy.dedup,
+        )  # fmt: skip
         self._sent[step] = sent_bytes(collectives, self._shared.layout.world_size)
         self._seconds[step] = self._shared.pricer.seconds(collectives)
         self._replicated[step] = len(self._placement)

@@ -103,14 +103,6 @@ FULL_PLAN = PlanReport.model_validate(
             },
         },
         "baselines": {
-            "row_wise": {
-                "exposed_seconds": 0.3971,
-                "total_seconds": 0.3971,
-                "bytes": {
-                    "intra_node": {"all_to_all": 1536000000.0, "sync": 0.0},
-                    "inter_node": {"all_to_all": 6145000000.0, "sync": 0.0},
-                },
-            },
             "row_wise_dedup": {
                 "exposed_seconds": 0.0196,
                 "total_seconds": 0.0196,

@@ -86,7 +86,7 @@ def test_the_table_that_would_gain_the_most_is_named() -> None:
 def test_priced_as_the_plan_was_with_the_same_shape_and_exchange() -> None:
     seen = profile(KEYSPACE, ACCESSES, hot=500)
     placement = _planned(seen)
-    shape = TrainingShape(micro_batches=4, frozen_tables=frozenset({"shop"}), bags_per_step={"user": 900.0})
+    shape = TrainingShape(micro_batches=4, frozen_tables=frozenset({"shop"}))
     for exchange in (Exchange.CHAIN, Exchange.DIRECT_DEDUP):
         traffic = placement_communication(seen, KEYSPACE, LAYOUT, CLUSTER, placement, shape, exchange)
         loads = make_loads(seen, KEYSPACE, LAYOUT, shape)

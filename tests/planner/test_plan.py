@@ -56,7 +56,7 @@ def test_a_plan_says_everything() -> None:
     assert sum(summary["rows"].values()) == len(made.target)
     assert summary["after"]["exposed_seconds"] < summary["before"]["exposed_seconds"]
     assert summary["before"]["exposed_seconds"] == pytest.approx(summary["baselines"]["two_hop"]["exposed_seconds"])
-    assert set(summary["baselines"]) == {"row_wise", "row_wise_dedup", "two_hop"}
+    assert set(summary["baselines"]) == {"row_wise_dedup", "two_hop"}
     assert 0 <= summary["gap"] < 0.01
     assert summary["lower_bound_seconds"] <= summary["objective_seconds"]
     moved = [64, 128 + 4]
@@ -114,7 +114,7 @@ def test_placement_cost_of_nothing_is_the_chain() -> None:
 
 
 def test_a_layout_is_priced_with_its_own_world_alone() -> None:
-    seen, direct = profile(KEYSPACE, ACCESSES, hot=50), Exchange.DIRECT
+    seen, direct = profile(KEYSPACE, ACCESSES, hot=50), Exchange.DIRECT_DEDUP
     machine = cluster(latency=1e-6)
     slow = WorldModel(8, 8, CollectiveCurve(1.0, ((1.0, 1.0),)))
     probed = dataclasses.replace(machine, world=slow)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.tables.table_list import ListedTable
 from flexd.sketch.profile import Profile
 from flexd.sketch.zipf_profile import zipf_table
@@ -31,12 +30,11 @@ def made_up_tables(pooled: int = 400) -> list[ListedTable]:
 
 def problem_of(
     tables: Sequence[ListedTable], ranks: int, exponent: float, listed: Sequence[int]
-) -> tuple[Profile, KeySpace, TrainingShape]:
+) -> tuple[Profile, KeySpace]:
     """float16 rows with row-wise Adagrad; every table Zipf with this exponent; ``listed`` rows of each table."""
     keyspace = KeySpace([TableSpec(t.name, t.rows, t.dim, "float16", "rowwise_adagrad") for t in tables])
     profiles = tuple(
         zipf_table(t.name, t.rows, exponent, listed[i], t.lookups * t.batch * ranks, 7919 * i)
         for i, t in enumerate(tables)
     )
-    shape = TrainingShape(bags_per_step={t.name: t.bags * t.batch for t in tables if t.bags > 0})
-    return Profile(profiles, generation=1, samples=10**9), keyspace, shape
+    return Profile(profiles, generation=1, samples=10**9), keyspace

@@ -53,8 +53,7 @@ _OVER_THE_WORLD = (
     (Tier.DEVICE, Phase.BACKWARD_ROWS),
     (Tier.DEVICE, Phase.SYNC_SUMS),
 )
-"""All-to-alls over all ranks in a direct exchange: HOME rows, and the gradients and sums of DEVICE rows beside one with
-dedup."""
+"""All-to-alls over all ranks in a direct exchange: HOME rows, and the gradients and sums of DEVICE rows."""
 
 
 def prices(
@@ -63,8 +62,7 @@ def prices(
     """Return seconds per byte of each item of float64[3, 6, 3] bytes by (tier, phase, link), same shape.
 
     A message carries all tiers and dim-groups: of an exchange phase those of one micro-batch, of a synchronisation
-    phase those of a step. Touched bits travel with ids and rows. Inside a node SYNC_ROWS are reduce-scattered and
-    all-gathered (FlexShard's), each priced as half of the bytes. All-to-alls of a direct exchange that leave the node
+    phase those of a step. Touched bits travel with ids and rows. All-to-alls of a direct exchange that leave the node
     are priced as those over all ranks, where the cluster has them.
     """
     result = np.zeros((len(Tier), len(Phase), len(TrafficLink)))
@@ -75,20 +73,15 @@ def prices(
             result[:, phase, link] = all_to_all.seconds_per_byte(float(sizes[phase]) / micro_batches)
         result[:, Phase.SYNC_MASK, link] = result[:, Phase.FORWARD_ROWS, link]
         result[:, Phase.SYNC_SUMS, link] = all_to_all.seconds_per_byte(float(sizes[Phase.SYNC_SUMS]))
-        reduced = float(sizes[Phase.SYNC_ROWS])
-        if link == TrafficLink.INTER_NODE:
-            price = cluster.curve(cluster_link, Collective.ALL_REDUCE).seconds_per_byte(reduced)
-        else:
-            price = cluster.curve(cluster_link, Collective.ALL_GATHER).seconds_per_byte(reduced / 2)
-        result[:, Phase.SYNC_ROWS, link] = price
+        all_reduce = cluster.curve(cluster_link, Collective.ALL_REDUCE)
+        result[:, Phase.SYNC_ROWS, link] = all_reduce.seconds_per_byte(float(sizes[Phase.SYNC_ROWS]))
     if exchange is not Exchange.CHAIN and cluster.world is not None:
         sizes = sent[:, :, TrafficLink.INTER_NODE].sum(axis=0)
         for tier, phase in _OVER_THE_WORLD:
             size = float(sizes[phase]) / (micro_batches if phase in EXCHANGE_PHASES else 1)
             result[tier, phase, TrafficLink.INTER_NODE] = cluster.world.all_to_all.seconds_per_byte(size)
-        if exchange is Exchange.DIRECT_DEDUP:
-            mask = result[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.INTER_NODE]
-            result[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTER_NODE] = mask
+        mask = result[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.INTER_NODE]
+        result[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTER_NODE] = mask
     return result
 
 
@@ -143,14 +136,11 @@ def latencies(
             result[Phase.SYNC_SUMS, link] = all_to_all[link]
         all_reduces = multi_node and Tier.NODE in replicated
     else:
-        all_reduces = multi_node and (exchange is Exchange.DIRECT or not all(at_home))
-        if exchange is Exchange.CHAIN and multi_node and any(at_home):
+        all_reduces = multi_node and not all(at_home)
+        if multi_node and any(at_home):
             result[Phase.SYNC_SUMS, TrafficLink.INTER_NODE] = all_to_all[TrafficLink.INTER_NODE]
-        if everywhere and multi_rank and exchange is Exchange.CHAIN:
+        if everywhere and multi_rank:
             result[Phase.SYNC_SUMS, TrafficLink.INTRA_NODE] = all_to_all[TrafficLink.INTRA_NODE]
-        elif everywhere and multi_rank:
-            gather = cluster.curve(Link.INTRA_NODE, Collective.ALL_GATHER).latency_seconds
-            result[Phase.SYNC_ROWS, TrafficLink.INTRA_NODE] = 2 * gather
     if all_reduces:
         once = cluster.curve(Link.INTER_NODE, Collective.ALL_REDUCE).latency_seconds
         result[Phase.SYNC_ROWS, TrafficLink.INTER_NODE] = once

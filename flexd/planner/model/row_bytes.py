@@ -14,14 +14,11 @@ import numpy.typing as npt
 
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.workload import (
-    ACCESSES,
     ANYWHERE,
     BACK_PER_NODE,
     BACK_PER_RANK,
-    BACK_RETURNED,
     PER_NODE,
     PER_RANK,
-    RETURNED,
     STATISTICS,
     SYNCED,
 )
@@ -37,8 +34,6 @@ class Exchange(Enum):
 
     CHAIN = "chain"
     """Self, node owner, home; each row once a station."""
-    DIRECT = "direct"
-    """Every rank to every home, every access."""
     DIRECT_DEDUP = "direct_dedup"
     """Every rank to every home, each row once a rank."""
 
@@ -83,7 +78,7 @@ def byte_factors(layout: RankLayout, row_bytes: int, exchange: Exchange, *, at_h
     """
     if exchange is Exchange.CHAIN:
         return chain_byte_factors(layout, row_bytes, at_home=at_home)
-    return direct_byte_factors(layout, row_bytes, dedup=exchange is Exchange.DIRECT_DEDUP)
+    return direct_byte_factors(layout, row_bytes)
 
 
 def chain_byte_factors(layout: RankLayout, row_bytes: int, *, at_home: bool = False) -> Float64Array:
@@ -122,51 +117,35 @@ def chain_byte_factors(layout: RankLayout, row_bytes: int, *, at_home: bool = Fa
     return factors
 
 
-def direct_byte_factors(layout: RankLayout, row_bytes: int, *, dedup: bool) -> Float64Array:
-    """Return the factors of a direct exchange: every rank requests rows from every home (``dedup``: once).
+def direct_byte_factors(layout: RankLayout, row_bytes: int) -> Float64Array:
+    """Return the factors of a direct exchange: every rank requests each row once from its home.
 
     NODE rows are requested from the node owner, so every rank must know them; DEVICE rows are held by the rank itself.
-    Without dedup a sum-pooled table's rows are summed at the station that holds them. Copies are synchronised by
-    all-reduce, as FlexShard publishes it (arXiv 2301.02959, section 3); flexd's own direct exchange with dedup sums
-    gradients of DEVICE rows at their homes.
+    NODE copies are synchronised by all-reduce; gradients of DEVICE rows are summed at their homes.
     """
-    world, local = layout.world_size, layout.local_ranks
+    nodes, world, local = layout.nodes, layout.world_size, layout.local_ranks
     factors = np.zeros(_SHAPE)
-    forward, back = (PER_RANK, BACK_PER_RANK) if dedup else (RETURNED, BACK_RETURNED)
     shares = {TrafficLink.INTRA_NODE: (local - 1) / world, TrafficLink.INTER_NODE: (world - local) / world}
     for phase, size, statistic in (
-        (Phase.FORWARD_IDS, ID_BYTES, PER_RANK if dedup else ACCESSES),
-        (Phase.FORWARD_ROWS, row_bytes, forward),
-        (Phase.BACKWARD_ROWS, row_bytes, back),
+        (Phase.FORWARD_IDS, ID_BYTES, PER_RANK),
+        (Phase.FORWARD_ROWS, row_bytes, PER_RANK),
+        (Phase.BACKWARD_ROWS, row_bytes, BACK_PER_RANK),
     ):
         for link, share in shares.items():
             factors[Tier.HOME, phase, link, statistic] = size * share
         factors[Tier.NODE, phase, TrafficLink.INTRA_NODE, statistic] = size * (local - 1) / local
-    factors[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.SELF, forward] = row_bytes / world
-    factors[Tier.NODE, Phase.FORWARD_ROWS, TrafficLink.SELF, forward] = row_bytes / local
-    factors[Tier.DEVICE, Phase.FORWARD_ROWS, TrafficLink.SELF, forward] = row_bytes
-    _add_all_reduce(factors, layout, row_bytes)
-    if dedup:
-        for link, share in shares.items():
-            factors[Tier.DEVICE, Phase.BACKWARD_ROWS, link, BACK_PER_RANK] = row_bytes * share
-            factors[Tier.DEVICE, Phase.SYNC_MASK, link, SYNCED] = 2 * share / 8
-            factors[Tier.DEVICE, Phase.SYNC_ROWS, link] = 0.0
-            factors[Tier.DEVICE, Phase.SYNC_SUMS, link, ANYWHERE] = row_bytes * share
-    return factors
-
-
-def _add_all_reduce(factors: Float64Array, layout: RankLayout, row_bytes: int) -> None:
-    """An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank; a reduce-scatter or all-gather half of that."""
-    nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
-    hop1, hop2 = (local - 1) / local, (nodes - 1) / (nodes * local)
+    factors[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes / world
+    factors[Tier.NODE, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes / local
+    factors[Tier.DEVICE, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes
+    # An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank.
+    hop2 = (nodes - 1) / (nodes * local)
     factors[Tier.NODE, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = 2 * hop2 / 8
     factors[Tier.NODE, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
-    mask = 2 * (world - 1) / world / 8
-    inter_share = 1 / local if nodes > 1 else 0.0
-    factors[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = mask * inter_share
-    factors[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTRA_NODE, SYNCED] = mask * (1 - inter_share)
-    factors[Tier.DEVICE, Phase.SYNC_ROWS, TrafficLink.INTRA_NODE, ANYWHERE] = 2 * hop1 * row_bytes
-    factors[Tier.DEVICE, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
+    for link, share in shares.items():
+        factors[Tier.DEVICE, Phase.BACKWARD_ROWS, link, BACK_PER_RANK] = row_bytes * share
+        factors[Tier.DEVICE, Phase.SYNC_MASK, link, SYNCED] = 2 * share / 8
+        factors[Tier.DEVICE, Phase.SYNC_SUMS, link, ANYWHERE] = row_bytes * share
+    return factors
 
 
 def migration_bytes(layout: RankLayout, moved_bytes: int) -> Float64Array:

@@ -1,10 +1,8 @@
-"""Properties of training that change the bytes of a step: micro-batches, frozen and pooled tables, wire dtype."""
+"""Properties of training that change the bytes of a step: micro-batches, frozen tables, wire dtype."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec
@@ -12,7 +10,7 @@ from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec
 
 @dataclass(frozen=True)
 class TrainingShape:
-    """Defaults: one batch an optimizer step, every table trained and un-pooled, rows on the wire as they are stored.
+    """Defaults: one batch an optimizer step, every table trained, rows on the wire as they are stored.
 
     Attributes:
         micro_batches: forward passes for each optimizer step. Rows are looked up in every one; replicas are
@@ -21,9 +19,6 @@ class TrainingShape:
             pushed once a step, as ``flexd.EmbeddingCollection`` does. False: every pass is pushed by its own route.
         comm_dtype: of rows and gradients on the wire; None: the table's own.
         frozen_tables: names of tables that are read only: no backward pass, no synchronisation.
-        bags_per_step: name of a sum-pooled table -> bags (sample x feature) that one rank looks up in one optimizer
-            step. It matters to exchanges that pool at the homes (``row_bytes``); the chain fetches rows and pools
-            them on the requesting rank.
 
     Raises:
         PlanError: a number below its least, or a dtype that does not exist.
@@ -33,30 +28,22 @@ class TrainingShape:
     merged_backward: bool = False
     comm_dtype: str | None = None
     frozen_tables: frozenset[str] = frozenset()
-    bags_per_step: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
             raise PlanError(f"micro_batches: {self.micro_batches}", remedy="give at least 1")
         if self.comm_dtype is not None and self.comm_dtype not in DTYPE_BYTES:
             raise PlanError(f"comm_dtype: {self.comm_dtype!r}", remedy=f"one of {', '.join(DTYPE_BYTES)}")
-        for name, bags in self.bags_per_step.items():
-            if not (math.isfinite(bags) and bags > 0):
-                raise PlanError(f"bags of table {name!r}: {bags!r}", remedy="give a number of bags above 0")
 
     def check_names(self, keyspace: KeySpace) -> None:
         """Raise PlanError if a named table does not exist."""
-        unknown = sorted({*self.frozen_tables, *self.bags_per_step} - set(keyspace.index))
+        unknown = sorted(self.frozen_tables - set(keyspace.index))
         if unknown:
             raise PlanError(f"tables that do not exist: {', '.join(unknown)}", remedy="name tables of the job")
 
     def of_table(self, name: str) -> TrainingShape:
         """Return the shape of a job that has only this table."""
-        return replace(
-            self,
-            frozen_tables=self.frozen_tables & {name},
-            bags_per_step={table: bags for table, bags in self.bags_per_step.items() if table == name},
-        )
+        return replace(self, frozen_tables=self.frozen_tables & {name})
 
     def wire_row_bytes(self, table: TableSpec) -> int:
         """Return the bytes of one row of the table on the wire."""

@@ -25,20 +25,17 @@ Float64Array = npt.NDArray[np.float64]
     PER_NODE,
     ANYWHERE,
     SYNCED,
-    RETURNED,
-    BACK_RETURNED,
     BACK_PER_RANK,
     BACK_PER_NODE,
-) = range(10)
+) = range(8)
 """Statistics of a row in one optimizer step (docs/cost-model.md has the formulas):
 
 ROWS 1, so that sums count rows. ACCESSES look-ups of a rank. PER_RANK, PER_NODE: forward passes in which a given rank,
 or any rank of a given node, looks the row up. ANYWHERE: probability that any rank does and the row is trained. SYNCED:
-forward passes, in each of which its touched bit travels, if it is trained. RETURNED: rows that a rank gets back for its
-look-ups if nothing is merged (fewer than look-ups where the other side pools). The BACK ones count what travels in the
+forward passes, in each of which its touched bit travels, if it is trained. The BACK ones count what travels in the
 backward pass.
 """
-STATISTICS = 10
+STATISTICS = 8
 
 
 @dataclass(frozen=True)
@@ -55,9 +52,8 @@ class GroupLoad:
         comm_row_bytes: one row's values on the wire; 0: as stored.
         sums_at_home: gradients of copies are summed at their homes instead of all-reduced, as ``TrainingShape`` says.
         micro_batches, merged_backward: of the training shape.
-        trained, returned: float64[h], 0 for rows of frozen tables; rows that come back for a look-up (1 un-pooled).
-            None: 1 for all.
-        bin_trained, bin_returned: float64[k], the same for the bins.
+        trained: float64[h], 0 for rows of frozen tables. None: 1 for all.
+        bin_trained: float64[k], the same for the bins.
         touches: float64[3, h], touches of the listed rows in one forward pass (``touches``). None: independence.
         bin_touches: float64[3, k], those of one row of each bin.
     """
@@ -76,9 +72,7 @@ class GroupLoad:
     micro_batches: int = 1
     merged_backward: bool = False
     trained: Float64Array | None = None
-    returned: Float64Array | None = None
     bin_trained: Float64Array | None = None
-    bin_returned: Float64Array | None = None
     touches: Float64Array | None = None
     bin_touches: Float64Array | None = None
 
@@ -101,25 +95,24 @@ class GroupLoad:
         elif touches is not None:
             passes = self.micro_batches
             touches = rescaled(touches, self.accesses / passes, accesses / passes, layout)
-        return self._statistics(accesses, layout, self.trained, self.returned, touches)
+        return self._statistics(accesses, layout, self.trained, touches)
 
     def bin_statistics(self, layout: RankLayout) -> Float64Array:
         """Return float64[STATISTICS, k] of one row of each bin."""
-        return self._statistics(self.bin_accesses, layout, self.bin_trained, self.bin_returned, self.bin_touches)
+        return self._statistics(self.bin_accesses, layout, self.bin_trained, self.bin_touches)
 
     def tail_statistics(self, layout: RankLayout) -> Float64Array:
         """Return float64[STATISTICS] of a trained row about which nothing else is known."""
         touches, rows = self.bin_touches, float(self.bin_rows.sum())
         if touches is not None:
             touches = (touches @ self.bin_rows / rows if rows > 0 else np.zeros(3))[:, None]
-        return self._statistics(np.array([self.tail_accesses]), layout, None, None, touches)[:, 0]
+        return self._statistics(np.array([self.tail_accesses]), layout, None, touches)[:, 0]
 
     def _statistics(
         self,
         accesses: Float64Array,
         layout: RankLayout,
         trained: Float64Array | None,
-        returned: Float64Array | None,
         touches: Float64Array | None,
     ) -> Float64Array:
         """Return float64[STATISTICS, n] of float64[n] accesses per rank and optimizer step.
@@ -134,10 +127,7 @@ class GroupLoad:
         """
         result = np.empty((STATISTICS, len(accesses)))
         result[ROWS], result[SYNCED] = 1.0, self.micro_batches
-        result[ACCESSES] = result[RETURNED] = accesses
-        if returned is not None:
-            result[RETURNED] *= returned
-        result[BACK_RETURNED] = result[RETURNED]
+        result[ACCESSES] = accesses
         in_pass = independent(accesses / self.micro_batches, layout) if touches is None else touches
         in_step = independent(accesses, layout) if touches is None else _in_any_pass(touches, self.micro_batches)
         for at, (forward, backward) in enumerate(((PER_RANK, BACK_PER_RANK), (PER_NODE, BACK_PER_NODE))):
@@ -145,7 +135,7 @@ class GroupLoad:
             result[backward] = in_step[at] if self.merged_backward else result[forward]
         result[ANYWHERE] = in_step[2]
         if trained is not None:
-            for statistic in (ANYWHERE, SYNCED, BACK_RETURNED, BACK_PER_RANK, BACK_PER_NODE):
+            for statistic in (ANYWHERE, SYNCED, BACK_PER_RANK, BACK_PER_NODE):
                 result[statistic] *= trained
         return result
 
@@ -208,7 +198,6 @@ class _TableLoad:
     bin_accesses: Float64Array
     bin_rows: Float64Array
     trained: float
-    returned: float
     touches: Float64Array | None
     """float64[3, h]."""
     bin_touches: Float64Array | None
@@ -264,7 +253,6 @@ def _table_load(
         shares = np.concatenate([shares, np.full((3, len(more)), mean)], axis=1)
         bin_rows = bin_rows * max(1.0 - len(more) / unlisted, 0.0) if unlisted > 0 else bin_rows
     per_rank = table.accesses_per_step / layout.world_size
-    bags = shape.bags_per_step.get(table.table)
     touches = bin_touches = None
     in_pass = per_rank / shape.micro_batches
     if (measured := measured_touches(table, layout, in_pass)) is not None:
@@ -277,19 +265,9 @@ def _table_load(
         bin_accesses=bin_share * per_rank,
         bin_rows=bin_rows,
         trained=0.0 if table.table in shape.frozen_tables else 1.0,
-        returned=1.0 if bags is None else _sums_per_access(per_rank, bags, layout.world_size),
         touches=touches,
         bin_touches=bin_touches,
     )
-
-
-def _sums_per_access(accesses: float, bags: float, homes: int) -> float:
-    """Return the rows that come back for one look-up if every home sums its rows of a bag.
-
-    A bag has m = accesses / bags / homes rows at one home, Poisson: the home answers with one row if it has any.
-    """
-    mean = accesses / bags / homes
-    return float(-np.expm1(-mean) / mean) if mean > 0 else 1.0
 
 
 def _check_table(table: TableProfile, table_rows: int) -> None:
@@ -327,16 +305,9 @@ def _load(
     # Hot rows come by frequency; most callers want them by key.
     order = np.argsort(keys, kind="stable")
     plain = all(part.trained == 1.0 for part in parts)
-    unpooled = all(part.returned == 1.0 for part in parts)
 
-    def of_rows(name: str) -> Float64Array:
-        every = [np.full(len(part.keys), getattr(part, name)) for part in parts]
-        values: Float64Array = np.concatenate([np.empty(0), *every])[order]
-        return values
-
-    def of_bins(name: str) -> Float64Array:
-        every = [np.full(len(part.bin_rows), getattr(part, name)) for part in parts]
-        return np.concatenate([np.empty(0), *every])
+    def trained(rows: list[int]) -> Float64Array | None:
+        return None if plain else np.repeat([part.trained for part in parts], rows)
 
     def touches(accesses: list[Float64Array], known: list[Float64Array | None]) -> Float64Array:
         passes = shape.micro_batches
@@ -346,6 +317,7 @@ def _load(
         ]
         return np.concatenate([np.empty((3, 0)), *every], axis=1)
 
+    of_keys = trained([len(part.keys) for part in parts])
     all_independent = all(part.touches is None for part in parts)
     return GroupLoad(
         group=group_index,
@@ -361,10 +333,8 @@ def _load(
         sums_at_home=shape.narrow_wire(spec),
         micro_batches=shape.micro_batches,
         merged_backward=shape.merged_backward,
-        trained=None if plain else of_rows("trained"),
-        returned=None if unpooled else of_rows("returned"),
-        bin_trained=None if plain else of_bins("trained"),
-        bin_returned=None if unpooled else of_bins("returned"),
+        trained=None if of_keys is None else of_keys[order],
+        bin_trained=trained([len(part.bin_rows) for part in parts]),
         touches=None
         if all_independent
         else touches([part.hot[0] for part in parts], [part.touches for part in parts])[:, order],

@@ -7,6 +7,7 @@ describes a table wherever it is placed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import cached_property
@@ -204,20 +205,22 @@ class TableWork:
 
     @classmethod
     def of(
-        cls, profile: Profile, keyspace: KeySpace, layout: RankLayout, shape: TrainingShape | None = None
+        cls, profile: Profile, keyspace: KeySpace, layout: RankLayout, shape: TrainingShape, bags: Mapping[str, float]
     ) -> TableWork:
         """Return the work that a profile implies.
+
+        Args:
+            bags: of a rank in a step, by name of each pooled table.
 
         Raises:
             PlanError: as ``make_loads``.
         """
-        shape = shape or TrainingShape()
         sums = [LoadSums(load, layout).total() for load in make_table_loads(profile, keyspace, layout, shape)]
         specs = keyspace.tables
         return cls(
             tuple(spec.name for spec in specs),
             np.array(sums).reshape(len(specs), STATISTICS),
-            np.array([shape.bags_per_step.get(spec.name, 0.0) for spec in specs]),
+            np.array([bags.get(spec.name, 0.0) for spec in specs]),
             np.array([float(shape.wire_row_bytes(spec)) for spec in specs]),
             np.array([float(spec.row_bytes) for spec in specs]),
             np.array([float(spec.state_bytes) for spec in specs]),

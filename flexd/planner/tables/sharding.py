@@ -71,11 +71,9 @@ def listed_work(
         _profile(name, table, number, known.get(name) or known.get(table.name), layout, statistics)
         for number, (name, table) in enumerate(zip(names, tables, strict=True))
     )
-    shape = TrainingShape(
-        bags_per_step={n: t.bags * t.batch for n, t in zip(names, tables, strict=True) if t.bags > 0},
-        comm_dtype=comm_dtype,
-    )
-    return TableWork.of(Profile(profiles, generation=1, samples=10**9), KeySpace(specs), layout, shape)
+    bags = {name: table.bags * table.batch for name, table in zip(names, tables, strict=True) if table.bags > 0}
+    profile = Profile(profiles, generation=1, samples=10**9)
+    return TableWork.of(profile, KeySpace(specs), layout, TrainingShape(comm_dtype=comm_dtype), bags)
 
 
 def _profile(

@@ -30,9 +30,6 @@ def rows_bytes(tier: Tier, exchange: Exchange = Exchange.CHAIN, *, narrow: bool 
 
 def test_the_table_of_the_design() -> None:
     hop2 = (N - 1) / N
-    assert rows_bytes(Tier.HOME, Exchange.DIRECT)[1:] == pytest.approx(
-        [2 * A * B * (L - 1) / W, 2 * A * B * (W - L) / W]
-    )
     assert rows_bytes(Tier.HOME, Exchange.DIRECT_DEDUP)[1:] == pytest.approx(
         [2 * U * B * (L - 1) / W, 2 * U * B * (W - L) / W]
     )
@@ -43,9 +40,6 @@ def test_the_table_of_the_design() -> None:
     assert rows_bytes(Tier.NODE, narrow=True)[1:] == pytest.approx([2 * U * B * (L - 1) / L, (V + WW) / L * B * hop2])
     assert rows_bytes(Tier.DEVICE, narrow=True)[1:] == pytest.approx(
         [(U + WW) * B * (L - 1) / L, (V + WW) / L * B * hop2]
-    )
-    assert rows_bytes(Tier.DEVICE, Exchange.DIRECT)[1:] == pytest.approx(
-        [2 * WW * B * (L - 1) / L, 2 * WW / L * B * hop2]
     )
     assert rows_bytes(Tier.DEVICE, Exchange.DIRECT_DEDUP)[1:] == pytest.approx(
         [(U + WW) * B * (L - 1) / W, (U + WW) * B * (W - L) / W]

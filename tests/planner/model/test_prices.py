@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.layout import RankLayout
 from flexd.planner.model.prices import prices
 from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, TrafficLink
 from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
-from tests.support.planner_cases import cluster, flat, group_cost, load, zipf
+from tests.support.planner_cases import cluster, group_cost, load, zipf
 
 A = 0.7
 LAYOUT = RankLayout(3, 4)
@@ -63,7 +63,7 @@ def test_micro_batches_count_each_forward_pass_and_merged_gradients_once(
 def test_a_direct_all_to_all_takes_as_long_as_its_slower_link() -> None:
     problem = load(zipf(50, 1.0, 50.0))
     machine = cluster(all_to_all=10e9, intra=100e9)
-    cost = group_cost(problem, np.zeros(50, np.uint8), LAYOUT, machine, Exchange.DIRECT)
+    cost = group_cost(problem, np.zeros(50, np.uint8), LAYOUT, machine, Exchange.DIRECT_DEDUP)
     assert cost.transfer_seconds[:, :, TrafficLink.INTRA_NODE].sum() == 0
     assert cost.transfer_seconds[:, :, TrafficLink.INTER_NODE].sum() == pytest.approx(
         cost.bytes[:, :, TrafficLink.INTER_NODE].sum() / 10e9
@@ -85,15 +85,6 @@ def test_a_message_is_that_of_one_micro_batch_and_of_all_tiers() -> None:
             sizes = sent[:, Phase.FORWARD_ROWS, TrafficLink.INTER_NODE].sum() / 4
         np.testing.assert_allclose(price[:, phase, TrafficLink.INTER_NODE], rising.seconds_per_byte(sizes))
     assert (price[:, :, TrafficLink.SELF] == 0).all()
-
-
-def test_replicas_of_flexshard_pass_a_node_in_two_messages_of_half_the_bytes() -> None:
-    rising = CollectiveCurve(0.0, ((1.0, 1e6), (1e9, 1e11)))
-    machine = Cluster("m", "s", LinkModel(1e12, flat(1e9), flat(2e9), rising), LinkModel(9e9, *[flat(4e9)] * 3))
-    device = np.full(50, Tier.DEVICE, np.uint8)
-    cost = group_cost(load(np.full(50, A), row_bytes=128), device, LAYOUT, machine, Exchange.DIRECT)
-    size = cost.bytes[Tier.DEVICE, Phase.SYNC_ROWS, TrafficLink.INTRA_NODE]
-    assert cost.phase_seconds[Phase.SYNC_ROWS, TrafficLink.INTRA_NODE] == pytest.approx(2 * rising.seconds(size / 2))
 
 
 def test_what_can_run_beside_compute_is_exposed_beyond_it() -> None:

@@ -1,4 +1,4 @@
-"""Micro-batches, frozen and pooled tables and the wire dtype, against drawn id sets."""
+"""Micro-batches, frozen tables and the wire dtype, against drawn id sets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import CostBreakdown
-from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase, TrafficLink
+from flexd.planner.model.row_bytes import ID_BYTES, Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import GroupLoad, make_loads
 from tests.support.planner_cases import cluster, group_cost, load, profile, zipf
@@ -97,30 +97,6 @@ def test_frozen_rows_send_nothing_back() -> None:
     assert frozen.sync_seconds == frozen.backward_seconds == 0
 
 
-def test_pooling_at_the_home_returns_one_row_a_bag_and_home() -> None:
-    bags, length = 50, 12
-    keyspace = KeySpace([TableSpec("t", ROWS, 16)])
-    seen = dataclasses.replace(profile(keyspace, float(bags * length * W), hot=ROWS, exponent=0.0))
-    shape = TrainingShape(bags_per_step={"t": float(bags)})
-    pooled = make_loads(seen, keyspace, LAYOUT, shape)[0]
-    cost = group_cost(pooled, np.zeros(ROWS, np.uint8), LAYOUT, cluster(), Exchange.DIRECT)
-    rng = np.random.default_rng(4)
-    # A bag has Poisson(length) rows: look-ups are independent of bags in the model.
-    sums = np.mean(
-        [
-            sum(len(np.unique(HOME[rng.integers(0, ROWS, rng.poisson(length))])) for _ in range(bags))
-            for _ in range(STEPS)
-        ]
-    )
-    returned = float(cost.bytes[Tier.HOME, Phase.FORWARD_ROWS].sum()) / 64
-    assert returned == pytest.approx(sums, rel=0.02)
-    ids = float(cost.bytes[Tier.HOME, Phase.FORWARD_IDS].sum()) / ID_BYTES
-    assert ids == pytest.approx(bags * length * (W - 1) / W)
-    chain = group_cost(pooled, np.zeros(ROWS, np.uint8), LAYOUT, cluster())
-    plain = group_cost(make_loads(seen, keyspace, LAYOUT)[0], np.zeros(ROWS, np.uint8), LAYOUT, cluster())
-    np.testing.assert_allclose(chain.bytes, plain.bytes)
-
-
 def test_wire_dtype() -> None:
     keyspace = KeySpace([TableSpec("t", ROWS, 16)])
     seen = profile(keyspace, 500.0, hot=ROWS)
@@ -148,8 +124,6 @@ def test_wire_dtype() -> None:
     [
         lambda: TrainingShape(micro_batches=0),
         lambda: TrainingShape(comm_dtype="float8"),
-        lambda: TrainingShape(bags_per_step={"t": float("nan")}),
-        lambda: TrainingShape(bags_per_step={"t": 0.0}),
         lambda: TrainingShape(frozen_tables=frozenset({"x"})).check_names(KeySpace([TableSpec("t", 1, 1)])),
     ],
 )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,8 @@ def row_of(name: str, cost: CostBreakdown) -> Figures:
 def strategies(tables: list[ListedTable], preset: str, skew: float) -> Figures:
     """Strategies that divide tables by row, and flexd, on the sequence tables at one skew."""
     sequence = [table for table in tables if table.bags == 0]
-    profile, keyspace, shape = problem_of(sequence, LAYOUT.world_size, skew, [SEQUENCE_ROWS_LISTED] * len(sequence))
-    plan, seconds = plan_of(profile, keyspace, LAYOUT, preset, shape)
+    profile, keyspace = problem_of(sequence, LAYOUT.world_size, skew, [SEQUENCE_ROWS_LISTED] * len(sequence))
+    plan, seconds = plan_of(profile, keyspace, LAYOUT, preset, TrainingShape())
     rows = [row_of(name, cost) for name, cost in (*plan.baselines.items(), ("flexd", plan.after))]
     # Exact synchronous training with fixed homes moves no fewer row bytes between nodes than the chain does.
     chain = plan.baselines["two_hop"].bytes[:, [Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS], TrafficLink.INTER_NODE]
@@ -81,8 +80,8 @@ def strategies(tables: list[ListedTable], preset: str, skew: float) -> Figures:
 def whole_list(tables: list[ListedTable], preset: str) -> Figures:
     """The plan of every table of the list."""
     listed = [SEQUENCE_ROWS_LISTED if table.bags == 0 else 200 for table in tables]
-    profile, keyspace, shape = problem_of(tables, LAYOUT.world_size, 1.05, listed)
-    plan, seconds = plan_of(profile, keyspace, LAYOUT, preset, shape)
+    profile, keyspace = problem_of(tables, LAYOUT.world_size, 1.05, listed)
+    plan, seconds = plan_of(profile, keyspace, LAYOUT, preset, TrainingShape())
     return {
         "tables": len(tables),
         "dim_groups": len(keyspace.groups),
@@ -102,8 +101,8 @@ def many_tables(preset: str, counts: Sequence[int]) -> list[Figures]:
     for count in counts:
         tables = [ListedTable(f"t{i}", 10**9 // counts[-1], (64, 128)[i % 2], 50.0, 0.0, 512) for i in range(count)]
         layout = RankLayout(16, 8)
-        profile, keyspace, shape = problem_of(tables, layout.world_size, 1.05, [1000] * count)
-        shape = replace(shape, micro_batches=MICRO_BATCHES)
+        profile, keyspace = problem_of(tables, layout.world_size, 1.05, [1000] * count)
+        shape = TrainingShape(micro_batches=MICRO_BATCHES)
         plan, seconds = plan_of(profile, keyspace, layout, preset, shape)
         result.append({"tables": count, "plan_seconds": seconds, "gap": plan.gap, "rows_above_home": len(plan.target)})
     return result
