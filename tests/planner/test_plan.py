@@ -67,15 +67,6 @@ def test_a_plan_says_everything() -> None:
     assert (made.gains > 0).all()
 
 
-def test_the_next_plan_from_the_same_profile_changes_nothing() -> None:
-    seen = profile(KEYSPACE, ACCESSES, hot=800)
-    first = plan(seen)
-    second = plan(seen, first.target)
-    assert len(second.delta) == 0
-    assert second.before.exposed_seconds == pytest.approx(second.after.exposed_seconds)
-    assert second.summary()["migration_bytes"] == 0
-
-
 @pytest.mark.parametrize(("name", "rows"), [("azure-a100-200g", 150_000), ("h100-400g", 0)])
 def test_presets_with_a_large_job(name: str, rows: int) -> None:
     """The smaller lead of an all-reduce in the H100 figures does not pay for its latency with so few rows."""

@@ -106,16 +106,6 @@ def test_users_are_where_their_rows_live() -> None:
     assert any("With each user's samples in her node (flexd affinity users -o FILE.npz)" in each for each in words)
 
 
-def test_equal_inputs_give_equal_plans() -> None:
-    first, second = (plan_affinity(window_of(20), LAYOUT) for _ in range(2))
-    assert np.array_equal(first.homes.home, second.homes.home)
-    assert first.loader == second.loader
-    assert first.users is not None
-    assert second.users is not None
-    assert np.array_equal(first.users.nodes_of, second.users.nodes_of)
-    assert first.by_user == second.by_user
-
-
 def test_learnt_on_homes_stay_and_only_what_pays_moves() -> None:
     first = plan_affinity(window_of(40), LAYOUT)
     again = plan_affinity(window_of(40, seed=1, horizon=1.0), LAYOUT, first, in_place=True)
