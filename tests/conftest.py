@@ -1,4 +1,4 @@
-"""Order of test files, gloo ranks, one thread a process, and a garbage collector that does not scan thousands of
+"""Order of test files, gloo ranks, one thread per process, and a garbage collector that does not scan thousands of
 modules all the time."""
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m tools.gpu_check [--device cuda]
 
-On one GPU as one NCCL rank and on two as two: exchanges, copies of rows, run-ahead, bags, and a
+On one GPU as one NCCL rank and on two as two: exchanges, copies of rows, prefetch pipeline, bags, and a
 saved and loaded state. Without a GPU nothing runs, and it ends with 0; with ``--device cpu`` the modes run over gloo,
 which tests the command. Exit status 1 if tables differ. Times: ``python -m tools.bench step --device cuda``.
 """
@@ -49,7 +49,7 @@ MODES = (
     Mode("chain"),
     Mode("direct", exchange="direct"),
     Mode("copies of rows", copies=True),
-    Mode("run-ahead with copies", copies=True, ahead=True),
+    Mode("prefetch pipeline with copies", copies=True, ahead=True),
     Mode("bags", pooled=True),
     Mode("saved and loaded", saved=True),
 )
@@ -92,7 +92,8 @@ def _features(step: int, rank: int, device: str) -> dict[str, flexd.Jagged]:
 
 
 def check_exactness(kind: str) -> list[str]:
-    """Collective. Train in every mode on the device, and without copies and run-ahead by the chain on the CPU.
+    """Collective. Train in every mode on the device, and without copies and the prefetch pipeline by the chain on the
+    CPU.
 
     Returns:
         A line by mode.

@@ -21,13 +21,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-CODE, TEXT = ("flexd", "tests", "tools", "examples"), ("configs", "deploy", "helm", "examples")
+CODE, TEXT = ("flexd", "tests", "tools", "examples"), ("configs", "deploy", "docs", "helm", "examples")
 TEXT_SUFFIXES = {".yaml", ".yml", ".json", ".tpl", ".md", ".txt", ".conf", ".toml", ".html"}
 # Words of an identifier (`offsets_set_aside` has `set_aside`) in code, in strings that are one, and in configuration.
 DENIED = {
     "in_charge", "news_teller", "epoch_keeper", "migration_about", "way_back", "abort_outlook", "late_rollbacks",
     "told_up", "told_down", "came_up", "came_down", "half_merged", "set_aside", "silent_after", "depositions",
     "takeovers", "stranger", "courier", "hurry", "daemon_figures", "tap_hash", "cell_tap", "ingest_threads",
+    "lone_saves", "two_memories", "run_ahead", "hold_off", "home_rule", "home_rules", "distrust", "is_deaf", "acquit",
 }  # fmt: skip
 # The whole name of a module, class, function or attribute; a variable may have it.
 DENIED_DEFINITIONS = {
@@ -36,6 +37,7 @@ DENIED_DEFINITIONS = {
     "take", "consume",
 }  # fmt: skip
 DENIED_STRINGS = {"somebody"}
+DENIED_PROSE = re.compile(r"run-ahead|two memories|[Hh]ome rules?|[Ww]hoever|\bis told\b|\blet go\b")
 # What has a name or is a string; of the rest of a tree there are three times as many nodes.
 NAMING = {
     ast.Name, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias, ast.arg, ast.keyword,
@@ -91,7 +93,8 @@ def denied_in_code(nodes: list[ast.AST], stem: str) -> Iterator[tuple[int, str]]
 def denied_in_text(root: Path) -> Iterator[str]:
     for path in sorted(path for folder in TEXT for path in (root / folder).rglob("*") if path.suffix in TEXT_SUFFIXES):
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
-            for name in filter(has_denied_word, re.findall(r"[A-Za-z_]\w*", line)):
+            prose = DENIED_PROSE.findall(line)
+            for name in [*filter(has_denied_word, re.findall(r"[A-Za-z_]\w*", line)), *prose]:
                 yield f"{path.relative_to(root)}:{number}: {name}"
 
 

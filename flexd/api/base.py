@@ -44,7 +44,7 @@ class CommandRequest(RequestBody):
 
     reason: Reason = ""
     """Recorded."""
-    who: Who = ""
+    requested_by: Who = ""
     """The person or program that sends the request; recorded."""
 
 

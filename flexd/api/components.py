@@ -81,7 +81,7 @@ class Components:
                     self.training.totals(),
                     self.training.ranks(),
                     self.training.phases(),
-                    self.training.mistakes.totals(),
+                    self.training.usage_warnings.totals(),
                 ),
                 "slow_memory": slow_memory_status(self.slow_memory.totals(), self.keyspace.tables),
                 "prices": prices_status(planning.prices),

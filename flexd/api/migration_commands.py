@@ -82,7 +82,7 @@ class MigrationCommands:
             record = record.model_copy(update={"verification": found})
         return self._effects.add_to(record)
 
-    def abort(self, *, rollback: bool, reason: str, wait_seconds: float, who: str) -> AbortResult:
+    def abort(self, *, rollback: bool, reason: str, wait_seconds: float, requested_by: str) -> AbortResult:
         """Stop the running migration at its next chunk; with ``rollback`` restore the placement it started from.
 
         Waits at most ``wait_seconds``; a deadline that passes is no error.
@@ -90,16 +90,16 @@ class MigrationCommands:
         Raises:
             ApiError: no migration is running (409), no ranks to roll back to (409), or shutting down (503).
         """
-        deadline, who = time.monotonic() + wait_seconds, who or "anonymous"
+        deadline, requested_by = time.monotonic() + wait_seconds, requested_by or "anonymous"
         stopped: Migration | None = None
         back: Migration | None
         if self._of_earlier_daemon(rollback):
-            shown, back = self._recovery.start(reason, who)
+            shown, back = self._recovery.start(reason, requested_by)
         else:
             live = self._coordinator.live()
             unfinished = self._executions.unfinished(rollback, live)
             self._record_rollback(unfinished if rollback else ())
-            stopped, back = self._executions.abort(reason, who, rollback, live)
+            stopped, back = self._executions.abort(reason, requested_by, rollback, live)
         # Otherwise the next interval could start the same migration again at once.
         self._auto.record_manual_plan(executed=True)
         for migration in (stopped, back):

@@ -51,10 +51,10 @@ class OperatorCommands:
         self._retry_at = 0.0
         pause, chosen = decisions.current.pause, decisions.current.throttle
         if pause is not None:
-            logger.info("paused since before the start, by %s: %s", pause.who or ANONYMOUS, pause.reason)
+            logger.info("paused since before the start, by %s: %s", pause.requested_by or ANONYMOUS, pause.reason)
             coordinator.pause()
         if chosen is not None and chosen.matches_config(control.throttle):
-            logger.info("throttle as chosen before the start: %s", chosen.words)
+            logger.info("throttle as chosen before the start: %s", chosen.message)
             throttle.set_limits(chosen.limits)
         self._drop_superseded_throttle()
 
@@ -74,26 +74,26 @@ class OperatorCommands:
 
     def tick(self) -> None:
         """Retry failed writes, every few seconds; record a pause that the control channel has begun by itself."""
-        distrust = self._coordinator.distrust
-        if distrust and (self.paused is None or self.paused.who != DAEMON_ACTOR):
-            self.pause(distrust, DAEMON_ACTOR)
+        divergence = self._coordinator.divergence
+        if divergence and (self.paused is None or self.paused.requested_by != DAEMON_ACTOR):
+            self.pause(divergence, DAEMON_ACTOR)
         if not self._decisions.problem or time.monotonic() < self._retry_at:
             return
         with self._lock:
             self._decisions.retry()
             self._retry_at = time.monotonic() + RETRY_SECONDS
 
-    def pause(self, reason: str, who: str = "") -> PauseState:
+    def pause(self, reason: str, requested_by: str = "") -> PauseState:
         """Hold planning and pushing at the next chunk boundary, also after a restart; ingest goes on."""
         with self._lock:
             first = self.paused is None
             self._coordinator.pause()
-            pause = Pause(reason=reason, who=who, unix_seconds=self._wall_clock())
+            pause = Pause(reason=reason, requested_by=requested_by, unix_seconds=self._wall_clock())
             self._decisions.update(pause=pause)
-        self._record("pause", who, reason)
+        self._record("pause", requested_by, reason)
         return PauseState(paused=True, reason=reason, changed=first)
 
-    def resume(self, reason: str = "", who: str = "") -> PauseState:
+    def resume(self, reason: str = "", requested_by: str = "") -> PauseState:
         """End a pause."""
         with self._lock:
             pause = self.paused
@@ -103,7 +103,7 @@ class OperatorCommands:
                 self._decisions.update(pause=None)
         if pause is not None:
             seconds = self._wall_clock() - pause.unix_seconds
-            self._record("resume", who, reason, f"after {max(0.0, seconds):.0f} s of: {pause.reason}")
+            self._record("resume", requested_by, reason, f"after {max(0.0, seconds):.0f} s of: {pause.reason}")
         return PauseState(paused=False, changed=pause is not None)
 
     def throttle(self) -> ThrottleStatus:
@@ -111,7 +111,7 @@ class OperatorCommands:
         return throttle_status(self._throttle)
 
     def set_throttle(
-        self, bytes_per_step: int | None, bytes_per_second: int | None, reason: str = "", who: str = ""
+        self, bytes_per_step: int | None, bytes_per_second: int | None, reason: str = "", requested_by: str = ""
     ) -> ThrottleStatus:
         """Change limits from the next chunk on: None keeps one, 0 lifts it. The change survives a restart."""
         given = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second}
@@ -123,7 +123,7 @@ class OperatorCommands:
             self._throttle.set_limits(limits)
             chosen = ThrottleOverride(**vars(limits), configured=self._control.throttle.model_dump_json())
             self._decisions.update(throttle=chosen)
-        self._record("throttle", who, reason, chosen.words)
+        self._record("throttle", requested_by, reason, chosen.message)
         return self.throttle()
 
     def apply_config(self, control: ControlConfig) -> None:
@@ -134,7 +134,7 @@ class OperatorCommands:
                 self._throttle.set_limits(ThrottleLimits(**control.throttle.model_dump()))
             self._drop_superseded_throttle()
 
-    def record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
+    def record_reload(self, requested_by: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         """Record the result of a reload."""
         if isinstance(outcome, FlexdError):
             detail = f"rejected: {outcome.message}"
@@ -142,26 +142,26 @@ class OperatorCommands:
             detail = f"applied {', '.join(outcome.applied) or 'nothing'}"
             if outcome.pending:
                 detail += f"; needs a restart: {', '.join(outcome.pending)}"
-        self._record("reload", who, reason, detail)
+        self._record("reload", requested_by, reason, detail)
 
-    def record_override(self, who: str, reason: str, plan_id: str, gates: tuple[str, ...]) -> None:
+    def record_override(self, requested_by: str, reason: str, plan_id: str, gates: tuple[str, ...]) -> None:
         """Record that a plan was carried out although these gates were closed."""
         if gates:
-            self._record("override", who, reason, f"plan {plan_id} in spite of {', '.join(gates)}")
+            self._record("override", requested_by, reason, f"plan {plan_id} in spite of {', '.join(gates)}")
 
-    def record_withheld(self, who: str, reason: str) -> None:
+    def record_withheld(self, requested_by: str, reason: str) -> None:
         """Record that a plan was withheld because it saves too little."""
-        self._record("withhold", who, reason)
+        self._record("withhold", requested_by, reason)
 
-    def _record(self, kind: ActionKind, who: str, reason: str, detail: str = "") -> None:
+    def _record(self, kind: ActionKind, requested_by: str, reason: str, detail: str = "") -> None:
         """Write a command to the log and the history."""
-        who = who or ANONYMOUS
-        words = "; ".join(each for each in (reason, detail) if each)
-        logger.info("%s by %s: %s", kind, who, words or "no reason given")
-        self._history.record_action(kind, who, reason, detail)
+        requested_by = requested_by or ANONYMOUS
+        message = "; ".join(each for each in (reason, detail) if each)
+        logger.info("%s by %s: %s", kind, requested_by, message or "no reason given")
+        self._history.record_action(kind, requested_by, reason, detail)
 
     def _drop_superseded_throttle(self) -> None:
         throttle = self._decisions.current.throttle
         if throttle is not None and not throttle.matches_config(self._control.throttle):
-            logger.info("throttle: control.throttle has changed and replaces the chosen one: %s", throttle.words)
+            logger.info("throttle: control.throttle has changed and replaces the chosen one: %s", throttle.message)
             self._decisions.update(throttle=None)

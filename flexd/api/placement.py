@@ -163,7 +163,7 @@ class DriftStatus(Model):
     evaluation_seconds: float = 0.0
     """Wall time of all evaluations."""
     tables: tuple[TableDriftStatus, ...] = ()
-    """One entry a table, in the configured order."""
+    """One entry per table, in the configured order."""
 
     FAMILIES = (
         gauge(

@@ -38,7 +38,7 @@ class ShareRangeReport(Model):
 class AffinityReport(Model):
     """Bytes between nodes with rows in the node that uses them most, as far as they may move, and samples dealt."""
 
-    words: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
     """The answer in sentences, the verdict first."""
     loader: ShareRangeReport | None = None
     """Share of the chain's bytes left with a loader that deals; null if not known."""
@@ -86,7 +86,7 @@ def affinity_report(outlook: AffinityOutlook) -> AffinityReport:
     """Return the report of an outlook."""
     found = {name: getattr(outlook, name) for name in SHARES}
     shares = {name: None if each is None else ShareRangeReport.from_object(each) for name, each in found.items()}
-    return AffinityReport(words=outlook.words, **shares)
+    return AffinityReport(messages=outlook.messages, **shares)
 
 
 def user_node_page(found: UserNodes, offset: int, limit: int) -> UserNodePage:
@@ -144,7 +144,7 @@ class CostReport(Model):
 class ReplicationReport(Model):
     """The gain of replicas over the same exchange with every row at home, per rank and step."""
 
-    words: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
     """The gain in sentences."""
 
 
@@ -170,7 +170,7 @@ class PlanReport(Model):
     """Reason of its trigger."""
     trigger: Annotated[TriggerName | None, DETAIL] = None
     """Kind of its trigger; null where only the plan is known."""
-    who: Annotated[str, DETAIL] = ""
+    requested_by: Annotated[str, DETAIL] = ""
     """The person or program that requested it; ``flexd`` for the daemon itself."""
     gates: tuple[GateReport, ...] = ()
     """Gates of its profile; empty where only the plan is known."""
@@ -262,5 +262,5 @@ def proposal_report(proposal: Proposal) -> PlanReport:
     """Return a kept plan with its trigger and the gates of its profile."""
     trigger, gates = proposal.trigger, tuple(gate_report(gate) for gate in proposal.gates)
     return plan_report(proposal.plan, proposal.live, proposal.affinity).model_copy(
-        update={"trigger": trigger.kind.value, "who": trigger.who, "gates": gates}
+        update={"trigger": trigger.kind.value, "requested_by": trigger.requested_by, "gates": gates}
     )

@@ -56,7 +56,7 @@ class PlanCommands:
     def plan(self) -> PlanReport:
         """Make a dry run, which is kept for ``apply``."""
         # A GET does not name its user.
-        trigger = Trigger(TriggerKind.MANUAL, "dry run", who="")
+        trigger = Trigger(TriggerKind.MANUAL, "dry run", requested_by="")
         return proposal_report(self._planning.propose(trigger, dry_run=True))
 
     def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
@@ -96,7 +96,7 @@ class PlanCommands:
             )
         return user_node_page(found, offset, limit)
 
-    def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
+    def replan(self, reason: str, wait_seconds: float, *, force: bool = False, requested_by: str = "") -> ReplanResult:
         """Plan now and start the migration; wait at most ``wait_seconds`` for its end.
 
         Returns early when the daemon shuts down. A deadline that passes is no error: the outcome is ``timed_out`` and
@@ -104,18 +104,18 @@ class PlanCommands:
 
         Args:
             force: carry it out although a gate is closed; recorded.
-            who: the person or program that requests it; recorded.
+            requested_by: the person or program that requests it; recorded.
 
         Raises:
             ApiError: paused (409), or shutting down (503).
         """
         self._check_running()
-        proposal = self._planning.propose(_manual_trigger(reason, who), force=force)
+        proposal = self._planning.propose(_manual_trigger(reason, requested_by), force=force)
         migration = self._planning.execute(proposal, force=force)
         return self._report(proposal, migration, wait_seconds)
 
     def apply(
-        self, plan_id: str, reason: str, wait_seconds: float, *, force: bool = False, who: str = ""
+        self, plan_id: str, reason: str, wait_seconds: float, *, force: bool = False, requested_by: str = ""
     ) -> ReplanResult:
         """Carry a kept plan out; waits and returns like ``replan``.
 
@@ -124,7 +124,7 @@ class PlanCommands:
             ApiError: no plan of that id is kept (404), paused (409), or shutting down (503).
         """
         self._check_running()
-        proposal, migration = self._planning.apply(plan_id, _manual_trigger(reason, who), force=force)
+        proposal, migration = self._planning.apply(plan_id, _manual_trigger(reason, requested_by), force=force)
         return self._report(proposal, migration, wait_seconds)
 
     def _check_running(self) -> None:
@@ -138,7 +138,9 @@ class PlanCommands:
         self._auto.record_manual_plan(executed=True)
         if migration is not None:
             record = migration.record
-            self._operator.record_override(record.who, record.reason, proposal.plan.plan_id, record.overridden_gates)
+            self._operator.record_override(
+                record.requested_by, record.reason, proposal.plan.plan_id, record.overridden_gates
+            )
         report = proposal_report(proposal)
         if migration is None and len(proposal.plan.delta):
             return self._result("withheld", report, f"{proposal.withheld}: nothing is moved")
@@ -157,5 +159,5 @@ class PlanCommands:
         return ReplanResult(outcome=outcome, plan=plan, placement_version=version, message=message)
 
 
-def _manual_trigger(reason: str, who: str) -> Trigger:
-    return Trigger(TriggerKind.MANUAL, reason, who or "anonymous")
+def _manual_trigger(reason: str, requested_by: str) -> Trigger:
+    return Trigger(TriggerKind.MANUAL, reason, requested_by or "anonymous")

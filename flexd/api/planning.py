@@ -70,14 +70,14 @@ class GateReport(Model):
     key: str
     """Key of the configuration."""
     measured: FiniteOrNone = None
-    """Accesses, share, messages or seconds a step, by the gate."""
+    """Accesses, share, messages or seconds per step, by the gate."""
     required: FiniteOrNone = None
     """The bound."""
     at_most: bool = False
     """True for an upper bound."""
     open: bool = True
     """True if this gate allows a plan."""
-    words: str = ""
+    message: str = ""
     """The fault, if the gate is closed."""
 
 
@@ -124,7 +124,7 @@ class PlanningStatus(Model):
     """True if plans are carried out, False if they are proposed only."""
     held: str | None = None
     """Reason why the daemon starts no migration by itself now; null if it does."""
-    hold_off_seconds: float = 0.0
+    failure_backoff_seconds: float = 0.0
     """Time for which a failed migration holds the daemon's next plan back."""
     window_open: bool = True
     """True while the maintenance windows allow automatic migrations."""
@@ -173,7 +173,7 @@ class PlanningStatus(Model):
 
 def gate_report(gate: Gate) -> GateReport:
     """Return a gate as measured on a profile."""
-    return GateReport.from_object(gate, gate=gate.name, words="" if gate.open else gate.problem)
+    return GateReport.from_object(gate, gate=gate.name, message="" if gate.open else gate.problem)
 
 
 def proposal_list(planning: Planning) -> ProposalList:
@@ -190,11 +190,11 @@ def planning_status(planning: Planning, auto: AutoPlanner) -> PlanningStatus:
 
     triggers, now = auto.triggers, time.time()
     settings, waiting = triggers.settings, triggers.waiting_for_window
-    hold_off_seconds, held_off = auto.held_off()
+    failure_backoff_seconds, held_off = auto.held_off()
     return PlanningStatus(
         auto=settings.auto,
         held=triggers.held(now) or held_off or None,
-        hold_off_seconds=hold_off_seconds,
+        failure_backoff_seconds=failure_backoff_seconds,
         window_open=settings.calendar.is_open(now),
         window_changes_unix_seconds=settings.calendar.next_change(now),
         waiting_for_window=None if waiting is None else waiting.reason,

@@ -67,7 +67,7 @@ class Status(Model):
     training: TrainingStatus = TrainingStatus()
     """The steps of all ranks."""
     slow_memory: SlowMemoryStatus | None = None
-    """Rows in two memories; null if all are in fast memory."""
+    """Rows in tiered storage; null if all are in fast memory."""
     prices: PricesStatus = PricesStatus()
     """What steps have shown of the curves that price plans."""
     last_plan: Annotated[PlanReport | None, Show(brief=True)] = None

@@ -89,7 +89,7 @@ class SketchStatus(Model):
     bytes: int = 0
     """Memory of all counters."""
     tables: tuple[TableSketchStatus, ...] = ()
-    """One entry a table, in the configured order."""
+    """One entry per table, in the configured order."""
     profile: ProfileStatus = ProfileStatus()
     """The newest profile."""
 

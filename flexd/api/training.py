@@ -11,19 +11,19 @@ from flexd.api.base import RowsByTier
 from flexd.api.placement import by_metric_tier
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.families import MAX_LABEL_VALUES, by_table, counter, gauge, summary, with_zeros
-from flexd.core.mistakes import MistakeKind
 from flexd.core.model import HIDDEN, FiniteOrNone, Model
+from flexd.core.usage_warnings import UsageWarningKind
 
 if TYPE_CHECKING:
     from flexd.core.keyspace import TableSpec
     from flexd.core.layout import RankLayout
     from flexd.operations.phase_averages import PhaseAverages
     from flexd.operations.training_monitor import (
-        MistakeTotal,
         RankAverages,
         SlowMemoryTotals,
         TrafficInterval,
         TrainingTotals,
+        UsageWarningTotal,
     )
 
 
@@ -47,7 +47,7 @@ class SlowTableStatus(Model):
 
 
 class SlowMemoryStatus(Model):
-    """Rows in two memories, over all ranks since the daemon started."""
+    """Rows in tiered storage, over all ranks since the daemon started."""
 
     used: int = 0
     """Distinct home rows that look-ups needed, summed over passes."""
@@ -71,7 +71,7 @@ class SlowMemoryStatus(Model):
     FAMILIES = (
         counter(
             "flexd_slow_memory_rows_used",
-            "Distinct home rows that look-ups needed, by table, of ranks with rows in two memories.",
+            "Distinct home rows that look-ups needed, by table, of ranks with rows in tiered storage.",
             by_table("used"), ("table",), MAX_LABEL_VALUES - 1,
         ),
         counter(
@@ -126,13 +126,13 @@ class PhaseStatus(Model):
     """Collectives that leave it."""
 
 
-class MistakeStatus(Model):
-    """A kind of mistake that the ranks' trainers made."""
+class UsageWarningStatus(Model):
+    """A kind of usage warning of the ranks' trainers."""
 
     kind: str
-    """``row_counts``, ``changed_ids``, ``lone_save`` (``state_dict()`` on some ranks only), ``differing_seeds``,
-    ``clipped_by_torch`` (``torch.nn.utils.clip_grad_norm_`` of rows) or ``numpy`` (one that pyarrow refuses);
-    ``other`` from a newer flexd."""
+    """``row_counts``, ``changed_ids``, ``partial_state_dict`` (``state_dict()`` on some ranks only),
+    ``differing_seeds``, ``clipped_by_torch`` (``torch.nn.utils.clip_grad_norm_`` of rows) or ``numpy`` (one that
+    pyarrow refuses); ``other`` from a newer flexd."""
     count: int
     """Over all ranks, since the daemon started."""
     rank: int
@@ -163,8 +163,8 @@ class TrainingStatus(Model):
     """Batches whose rows ``flexd.prefetch`` located ahead for nothing, because the forward pass got other objects."""
     prefetches: int = 0
     """Batches that ``flexd.prefetch`` was given to locate ahead, those included."""
-    mistakes: tuple[MistakeStatus, ...] = ()
-    """Mistakes of the trainers by kind, the newest first."""
+    usage_warnings: tuple[UsageWarningStatus, ...] = ()
+    """Usage warnings of the trainers by kind, the newest first."""
     exchange: str = ""
     """The exchange that the ranks use; several while it changes, empty until a rank has reported."""
     exchange_reason: str = ""
@@ -173,7 +173,7 @@ class TrainingStatus(Model):
     phases: tuple[PhaseStatus, ...] = ()
     """A step by phase; empty until a rank has reported."""
     cover_seconds: FiniteOrNone = None
-    """Compute of a step that could cover the collectives of run-ahead."""
+    """Compute of a step that could cover the collectives of the prefetch pipeline."""
 
     FAMILIES = (
         counter(
@@ -204,9 +204,9 @@ class TrainingStatus(Model):
             "prefetches",
         ),
         counter(
-            "flexd_training_mistakes", "Mistakes of the trainers that ranks recognised, by kind.",
+            "flexd_training_usage_warnings", "Usage warnings of the trainers' ranks, by kind.",
             lambda training: with_zeros(
-                [kind.value for kind in MistakeKind], {each.kind: each.count for each in training.mistakes}
+                [kind.value for kind in UsageWarningKind], {each.kind: each.count for each in training.usage_warnings}
             ),
             ("kind",),
         ),
@@ -240,7 +240,7 @@ def training_status(
     totals: TrainingTotals,
     ranks: Mapping[int, RankAverages],
     phases: PhaseAverages | None,
-    mistakes: Sequence[MistakeTotal] = (),
+    usage_warnings: Sequence[UsageWarningTotal] = (),
 ) -> TrainingStatus:
     """Return the sums over all step reports, and the newest steps by phase.
 
@@ -253,7 +253,7 @@ def training_status(
     home, node, device = totals.accesses_by_tier
     return TrainingStatus.from_object(
         totals,
-        mistakes=tuple(MistakeStatus.from_object(each) for each in mistakes),
+        usage_warnings=tuple(UsageWarningStatus.from_object(each) for each in usage_warnings),
         accesses={"HOME": home, "NODE": node, "DEVICE": device},
         sent_bytes={kind: {link: totals.sent_bytes[kind, link] for link in LINKS} for kind in TRAFFIC_KINDS},
         exchange=", ".join(sorted({rank.exchange for rank in ranks.values() if rank.exchange})),

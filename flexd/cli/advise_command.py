@@ -62,7 +62,7 @@ def advise(
             "--row-work-ms",
             metavar="MS",
             min=0,
-            help="Of the computing: look-up, dedup and update of rows, behind which run-ahead hides nothing.",
+            help="Of the computing: look-up, dedup and update of rows, which no prefetch pipeline hides.",
         ),
     ] = 0.0,
     now: Annotated[
@@ -108,7 +108,7 @@ def advise(
     seed: SeedOption = 0,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Predict what flexd would save: milliseconds a step, GPU-hours a day, and the memory it takes.
+    """Predict what flexd would save: milliseconds per step, GPU-hours per day, and the memory it takes.
 
     Needs no daemon and no GPU. Give --trace or --config, and your training's step time.
 
@@ -152,8 +152,8 @@ def advise(
     if sampled is not None:
         affinity = outlook_of_samples(sampled, accesses.keyspace, layout, found.simulation.accesses_per_step)
     if affinity is not None:
-        answer["affinity"] = {**asdict(affinity), "words": list(affinity.words)}
-        blocks.append(Sentences("affinity", affinity.words))
+        answer["affinity"] = {**asdict(affinity), "messages": list(affinity.messages)}
+        blocks.append(Sentences("affinity", affinity.messages))
     emit(answer, blocks, output)
 
 
@@ -175,7 +175,7 @@ def document(advice: Advice) -> dict[str, Any]:
         "worth": advice.worth,
         "options": {name: _prediction(found) for name, found in advice.predictions.items()},
         "best": None if advice.best is None else advice.best.option.name,
-        "words": words(advice),
+        "messages": messages(advice),
     }
 
 
@@ -195,7 +195,7 @@ def _prediction(found: Prediction) -> dict[str, Any]:
     }
 
 
-def words(advice: Advice) -> list[str]:
+def messages(advice: Advice) -> list[str]:
     """Return the answer in sentences, the verdict first."""
     said = []
     if not advice.prices_fit:
@@ -207,7 +207,7 @@ def words(advice: Advice) -> list[str]:
     elif advice.best is None:
         share = advice.exchange_seconds / advice.step_seconds
         said.append(
-            f"Not here: no option saves {units.share(advice.worth)} of a step for certain. The exchange is "
+            f"No gain expected: no option saves {units.share(advice.worth)} of a step for certain. The exchange is "
             f"{units.seconds(advice.exchange_seconds)} ({units.share(share)}) of a step of "
             f"{units.seconds(advice.step_seconds)}."
         )
@@ -218,8 +218,8 @@ def words(advice: Advice) -> list[str]:
             f"{units.seconds(advice.step_seconds)}, {in_range(best.saved_share, units.share)} less, which is "
             f"{in_range(best.gpu_hours_per_day, hours)} GPU-hours a day for the job."
         )
-        copies = advice.predictions["copies_run_ahead" if best.option.run_ahead else "copies"]
-        plain = "two_hops_run_ahead" if best.option.run_ahead else "two_hops"
+        copies = advice.predictions["copies_prefetch_pipeline" if best.option.prefetch_pipeline else "copies"]
+        plain = "two_hops_prefetch_pipeline" if best.option.prefetch_pipeline else "two_hops"
         if best is not copies and plain in advice.predictions:
             gain = advice.predictions[plain].step_seconds.expected - copies.step_seconds.expected
             if gain < advice.worth * advice.step_seconds:
@@ -233,8 +233,9 @@ def words(advice: Advice) -> list[str]:
             "computing leaves of the step. Far from 1 they do not describe this network: measure it with flexd probe."
         )
     said.append(
-        f"Of a batch's rows {units.share(advice.reused_share)} were touched by the step before; run-ahead fetches the "
-        f"others beside computing. Ranges: steps that differ, and prices wrong by {units.share(advice.price_error)}."
+        f"Of a batch's rows {units.share(advice.reused_share)} were touched by the step before; the prefetch pipeline "
+        "fetches the others beside computing. Ranges: steps that differ, and "
+        f"prices wrong by {units.share(advice.price_error)}."
     )
     return said
 
@@ -264,7 +265,15 @@ def advice_blocks(advice: Advice) -> list[Block]:
             ),
         ),
     )
-    columns = ("option", "step", "saved a step", "of a step", "GPU-hours a day", "memory a rank", "inter-node bytes")
+    columns = (
+        "option",
+        "step",
+        "saved per step",
+        "of a step",
+        "GPU-hours per day",
+        "memory per rank",
+        "inter-node bytes",
+    )
     rows = tuple(
         (
             found.option.title,
@@ -277,9 +286,9 @@ def advice_blocks(advice: Advice) -> list[Block]:
         )
         for found in advice.predictions.values()
     )
-    spare = ("inter-node bytes", "memory a rank")
+    spare = ("inter-node bytes", "memory per rank")
     return [
-        Sentences("", tuple(words(advice))), facts, Table("predicted", columns, rows, frozenset(columns[1:]), spare)
+        Sentences("", tuple(messages(advice))), facts, Table("predicted", columns, rows, frozenset(columns[1:]), spare)
     ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from flexd.api import routes
 from flexd.cli.client import DaemonClient
 from flexd.cli.exit_codes import exit_code_of_outcome
 from flexd.cli.interactive import DryRunOption, YesOption, confirm, must_ask, waiting_shown
-from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
+from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, requested_by
 from flexd.cli.render import blocks_of, present
 from flexd.cli.view import OutputFormat, show
 from flexd.core.model import Model
@@ -231,6 +231,6 @@ def _change(
         show(blocks_of(preview())[:PREVIEWED], sys.stderr)
     confirm(question, yes)
     with waiting_shown(bool(fields.get("wait_seconds"))):
-        result = client.send(route, who=who(), **fields)
+        result = client.send(route, requested_by=requested_by(), **fields)
     present(result, output)
     raise typer.Exit(exit_code_of_outcome(getattr(result, "outcome", "")))

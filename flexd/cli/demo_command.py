@@ -22,7 +22,7 @@ KINDS = ("all_to_all", "sync", "migration", "total")
 TIMED = {
     "row_wise": "row-wise, no dedup (sharded modules today)",
     "chain": "two-hop chain",
-    "run_ahead": "two-hop chain, run-ahead (flexd.prefetch)",
+    "prefetch_pipeline": "two-hop chain, prefetch pipeline (flexd.prefetch)",
     "plans": "two-hop chain, the daemon's copies",
 }
 SENT = {
@@ -176,7 +176,7 @@ def summary_blocks(summary: dict[str, Any]) -> list[Block]:
     blocks: list[Block] = [Sentences("", (run, summary["samples"], touches))]
     if timed:
         columns: tuple[str, ...] = ("strategy", "median", "quartiles", "of row-wise")
-        blocks.append(Table(f"ms a step over the last tenth; {link}", columns, timed, frozenset(columns[1:])))
+        blocks.append(Table(f"ms per step over the last tenth; {link}", columns, timed, frozenset(columns[1:])))
     columns = ("strategy", *(kind.replace("_", "-") for kind in KINDS), "of row-wise")
     title = "inter-node MB per step, whole job (counted where it is sent)"
     blocks += [Table(title, columns, sent, frozenset(columns[1:])), Facts("", tuple(facts.items()))]

@@ -41,7 +41,7 @@ def connect(url: str | None, socket: Path | None, *, configured: DaemonAddress |
     return DaemonClient(address, Credentials.choose(os.environ))
 
 
-def who() -> str:
+def requested_by() -> str:
     """Return ``user@host`` of the user who runs the command, for the daemon's record."""
     try:
         user = getpass.getuser()

@@ -28,7 +28,7 @@ _EMPTY: tuple[object, ...] = (None, "", (), [], {})
 _ENDING = re.compile(r"_?(unix_)?seconds$")
 _UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     (r"unix_seconds$", units.when),
-    (r"(age|uptime|window|eta|hold_off)_seconds$", units.age),
+    (r"(age|uptime|window|eta|failure_backoff)_seconds$", units.age),
     (r"bytes_per_second", lambda value: f"{units.size(value)}/s"),
     (r"seconds", units.seconds),
     (r"bytes", units.size),
@@ -63,7 +63,7 @@ def blocks_of(
         elif entries := entries_of(item):
             one = not tables and len(entries) == 1 and len(list(_shown(entries[0][1]))) > MOST_COLUMNS
             below += blocks_of(entries[0][1], under) if one else [table_of(under, entries, rows)]
-        elif name == "words" and isinstance(item, tuple):
+        elif name == "messages" and isinstance(item, tuple):
             below.append(Sentences(under, item))
         elif isinstance(item, Mapping) and any(isinstance(each, Mapping | list) for each in item.values()):
             facts += flat(item).items()

@@ -25,7 +25,7 @@ from flexd.cli.simulate_command import make_cluster
 from flexd.cli.step_costs import step_cost_words
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
-from flexd.core.home_rules import COPIED
+from flexd.core.sharding_types import DATA_PARALLEL
 
 if TYPE_CHECKING:
     from flexd.planner.tables.sharding import RulePlan, Sharding
@@ -56,7 +56,7 @@ def shard(
     ],
     trainer: Annotated[
         Literal["torchrec", "flexd"],
-        typer.Option("--for", help="Who trains with it: TorchRec, or flexd by home rules and answers."),
+        typer.Option("--for", help="Who trains with it: TorchRec, or flexd by sharding types and pooling places."),
     ] = "torchrec",
     plan: Annotated[
         Path | None,
@@ -93,8 +93,8 @@ def shard(
 ) -> None:
     """Choose the sharding of every table, for TorchRec or for flexd's trainer.
 
-    Needs no daemon and no GPU. Load the plan by flexd.torchrec.sharding_plan(model, FILE), or home rules and answers
-    by EmbeddingBagCollection(tables, rules=FILE).
+    Needs no daemon and no GPU. Load the plan by flexd.torchrec.sharding_plan(model, FILE), or sharding types and
+    pooling places by EmbeddingBagCollection(tables, rules=FILE).
 
     Example: flexd shard tables.csv --nodes 2 --local-ranks 8 --plan sharding.json
     """
@@ -161,21 +161,23 @@ def sharding_blocks(found: Sharding, plan: Path, before: float | None, listed_ra
 
 
 def rule_blocks(found: RulePlan, plan: Path, cluster: Cluster) -> list[Block]:
-    """Return the predicted step, and home rule and answer of every table."""
+    """Return the predicted step, and sharding type and pooling place of every table."""
     counts = Counter(
-        rule if rule == COPIED else f"{rule.partition(':')[0]}, {f'by {answer}' if answer else 'un-pooled'}"
-        for rule, answer in found.chosen
+        rule
+        if rule == DATA_PARALLEL
+        else f"{rule.partition(':')[0]}, {f'by {pooling_at}' if pooling_at else 'un-pooled'}"
+        for rule, pooling_at in found.chosen
     )
-    columns = ("table", "rows", "dim", "homes", "answer")
+    columns = ("table", "rows", "dim", "sharding", "pooling_at")
     rows = tuple(
-        (table.name, units.count(table.rows), str(table.dim), rule, answer or "un-pooled")
-        for table, (rule, answer) in zip(found.tables, found.chosen, strict=True)
+        (table.name, units.count(table.rows), str(table.dim), rule, pooling_at or "un-pooled")
+        for table, (rule, pooling_at) in zip(found.tables, found.chosen, strict=True)
     )
     return [
         _facts(
             plan, found.placement, counts, "all spread by rows", ("a step beside its links", step_cost_words(cluster))
         ),
-        Table("home rules", columns, rows, frozenset(columns[1:3]), ("dim", "rows")),
+        Table("sharding types", columns, rows, frozenset(columns[1:3]), ("dim", "rows")),
     ]
 
 

@@ -172,7 +172,7 @@ def show_progress(steps: int) -> Callable[[int], None] | None:
 
 def simulate_blocks(summary: dict[str, Any]) -> list[Block]:
     """Return facts, strategies and the conclusions."""
-    return [_facts(summary), _strategies(summary), Sentences("in words", tuple(summary["words"]))]
+    return [_facts(summary), _strategies(summary), Sentences("in words", tuple(summary["messages"]))]
 
 
 def _facts(summary: dict[str, Any]) -> Facts:

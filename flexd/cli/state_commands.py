@@ -74,14 +74,14 @@ def reset(
 
     report = state_admin.report(loaded)
     accesses = report.snapshots[0].accesses if report.snapshots else 0
-    words = (
+    message = (
         f"This removes {units.plural(len(report.snapshots), 'snapshot')} with {units.count(accesses)} accesses in "
         f"{report.directory}."
     )
     if dry_run:
-        emit({"dry_run": True, **_document(report)}, [Sentences("", (words,))], output)
+        emit({"dry_run": True, **_document(report)}, [Sentences("", (message,))], output)
         return
-    confirm(f"{words} Reset?", yes)
+    confirm(f"{message} Reset?", yes)
     directory, moved = state_admin.reset(loaded, keep_positions=keep_positions)
     emit({"directory": str(directory), "removed": moved}, [_named("removed", moved)], output)
 
@@ -130,8 +130,8 @@ def _verdict(report: StateReport) -> str:
     if report.preview.path is None:
         return "would be empty: there are no snapshots"
     lost = sum(outcome.lost for outcome in report.preview.outcomes)
-    words = f"would continue from {report.preview.path.name}"
-    return f"{words}, without {units.count(lost)} accesses of tables below" if lost else words
+    message = f"would continue from {report.preview.path.name}"
+    return f"{message}, without {units.count(lost)} accesses of tables below" if lost else message
 
 
 def _named(title: str, names: list[str]) -> Block:

@@ -15,6 +15,7 @@ def step_cost_words(cluster: Cluster) -> str:
     if costs is None:
         return "not measured: latencies and an assumed memory bandwidth; flexd probe measures it"
     return (
-        f"{units.seconds(costs.sums_seconds)} with answers by sums, {units.seconds(costs.copies_seconds)} with copies "
-        f"on every rank, rows at {units.size(costs.row_bytes_per_second)}/s"
+        f"{units.seconds(costs.sums_seconds)} with tables pooled at the owner, "
+        f"{units.seconds(costs.copies_seconds)} with copies on every rank, "
+        f"rows at {units.size(costs.row_bytes_per_second)}/s"
     )

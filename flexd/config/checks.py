@@ -13,7 +13,7 @@ from flexd.config.base import split_address
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
 from flexd.core.errors import ConfigError, SketchError, StreamError, TopologyError
-from flexd.core.home_rules import SPREAD
+from flexd.core.sharding_types import ROW_WISE
 
 _MAX_NAMED = 5
 
@@ -55,7 +55,7 @@ def _raise(faults: list[str], origin: str) -> None:
 def _table_faults(config: Config) -> Iterator[str]:
     planner = config.planner
     rows_of = {table.name: table.rows for table in config.tables}
-    ruled = {table.name for table in config.tables if table.homes != SPREAD}
+    ruled = {table.name for table in config.tables if table.sharding != ROW_WISE}
     unknown = sorted(set(planner.exclude_tables) - rows_of.keys())
     if unknown:
         yield f"planner.exclude_tables: {_unknown_table(unknown, rows_of)}"
@@ -67,7 +67,7 @@ def _table_faults(config: Config) -> Iterator[str]:
         if pin.table in planner.exclude_tables and pin.tier != "HOME":
             yield f"{key}.tier: {pin.table!r} is in planner.exclude_tables, so it must be HOME (got {pin.tier!r})"
         if pin.table in ruled and pin.tier != "HOME":
-            yield f"{key}.tier: {pin.table!r} has a home rule other than all, so it must be HOME (got {pin.tier!r})"
+            yield f"{key}.tier: {pin.table!r} has a sharding type other than all, so it must be HOME (got {pin.tier!r})"
         rows = rows_of[pin.table]
         outside = [row for row in pin.rows or () if not 0 <= row < rows]
         if outside:

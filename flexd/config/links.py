@@ -32,7 +32,7 @@ class ControlTlsConfig(Section):
     key_file: Annotated[Path | None, Field(validate_default=True)] = None
     """Private key of the certificate, PEM, without a passphrase."""
     ca_file: Annotated[Path | None, Field(validate_default=True)] = None
-    """CA of the ranks' certificates, PEM. Give each job its own: whoever has a certificate of it may be a rank."""
+    """CA of the ranks' certificates, PEM. Give each job its own: any holder of a certificate of it may be a rank."""
 
     @field_validator("key_file", "ca_file")
     @classmethod
@@ -60,7 +60,7 @@ class ControlConfig(Section):
     chunk_rows: Annotated[Int, Field(ge=1, le=2**20)] = 4096
     """Largest number of rows in a chunk."""
     chunk_bytes: Annotated[Int, Field(ge=1)] = 2**20
-    """Row values, with optimizer state, that one chunk may move; ranks apply at most this many bytes a step."""
+    """Row values, with optimizer state, that one chunk may move; ranks apply at most this many bytes per step."""
     throttle: ThrottleConfig = ThrottleConfig()
     """Limits on the speed of migrations."""
     timeout_seconds: Seconds = 15.0

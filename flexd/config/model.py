@@ -15,8 +15,8 @@ from flexd.config.server import ServerConfig
 from flexd.config.stream import SketchConfig, StreamConfig
 from flexd.config.text import redacted
 from flexd.core.errors import ConfigError
-from flexd.core.home_rules import SPREAD, HomeRule
 from flexd.core.keyspace import KeySpace, RowDType, RowOptimizer, TableSpec
+from flexd.core.sharding_types import ROW_WISE, ShardingType
 
 
 class TableConfig(Section):
@@ -32,16 +32,16 @@ class TableConfig(Section):
     """Type of the rows."""
     optimizer: RowOptimizer = "sgd"
     """Decides how much optimizer state migrates with a row."""
-    homes: str = SPREAD
-    """Home rule, as the trainer has it: ``all`` (rows spread over all ranks), ``node:N`` (over the ranks of node N),
-    ``rank:R`` (whole on rank R) or ``every rank`` (spread, with copies of all rows everywhere). Plans copy rows of
-    tables with the rule ``all`` alone."""
+    sharding: str = ROW_WISE
+    """Sharding type, as the trainer has it: ``row_wise`` (rows spread over all ranks), ``table_row_wise:N`` (over the
+    ranks of node N), ``table_wise:R`` (whole on rank R) or ``data_parallel`` (spread, with copies of all rows
+    everywhere). Plans copy rows of tables with the rule ``row_wise`` alone."""
 
-    @field_validator("homes")
+    @field_validator("sharding")
     @classmethod
     def _known_rule(cls, value: str) -> str:
         try:
-            HomeRule.parse(value)
+            ShardingType.parse(value)
         except ConfigError as error:
             raise ValueError(f"must be {error.remedy}") from error
         return value
@@ -113,7 +113,7 @@ class Config(Section):
                 "tables: the file lists none, and the state has none of the ranks",
                 remedy="list them, or start the training once with a daemon that runs",
             )
-        return KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, t.optimizer, t.homes) for t in self.tables])
+        return KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, t.optimizer, t.sharding) for t in self.tables])
 
     def document(self) -> dict[str, Any]:
         """Return the effective configuration as plain JSON values, without secrets."""

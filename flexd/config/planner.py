@@ -118,7 +118,8 @@ class MinSavingConfig(Section):
     not keep to are enforced in any case."""
 
     seconds: Annotated[Float, Field(ge=0)] = 1e-5
-    """Exposed seconds a step. The default is about the latency of one collective: prices are not known more exactly."""
+    """Exposed seconds per step. The default is about the latency of one collective: prices are not known more
+    exactly."""
     share: Annotated[Float, Field(ge=0, lt=1)] = 0.002
     """Share of the measured step, as far as that is known. The default is what 10,000 steps can show, whose wall time
     has a standard deviation of 5 %, at two standard errors of the difference between two halves of them."""

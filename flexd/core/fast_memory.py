@@ -1,9 +1,9 @@
-"""Division of a rank's fast memory, in frames of home rows, between its dim-groups.
+"""Division of a rank's fast memory, in cache slots of home rows, between its dim-groups.
 
-The misses of a dim-group are a convex curve of its frames, so the best division gives each dim-group the frames that
-save more than one price a byte, at which the budget is spent (Everett: Generalized Lagrange multiplier method,
-Operations Research 11(3), 1963). The curves are made of straight segments: taken in the order of their slopes until the
-bytes are spent they give that price exactly, without a search.
+The misses of a dim-group are a convex curve of its cache slots, so the best division gives each dim-group the cache
+slots that save more than one price a byte, at which the budget is spent (Everett: Generalized Lagrange multiplier
+method, Operations Research 11(3), 1963). The curves are made of straight segments: taken in the order of their slopes
+until the bytes are spent they give that price exactly, without a search.
 """
 
 from __future__ import annotations
@@ -17,81 +17,82 @@ import numpy.typing as npt
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
-FRAME_BYTES = 64
-"""Of a frame beside its row and state: what finds it, and its score."""
+CACHE_SLOT_BYTES = 64
+"""Of a cache slot beside its row and state: what finds it, and its score."""
 
 
 @dataclass(frozen=True)
-class FrameCurve:
-    """Misses of a dim-group's home rows on a rank, by their frames.
+class CacheSlotCurve:
+    """Misses of a dim-group's home rows on a rank, by their cache slots.
 
     Attributes:
-        frames: float64[s], of each segment, above 0; together at most ``home_rows``.
-        saved: float64[s], misses of a step that each frame of the segment saves, descending, at least 0.
-        home_rows: most frames that there is a row for.
-        frame_bytes: of one frame.
-        cold: misses of a step whatever the frames.
+        cache slots: float64[s], of each segment, above 0; together at most ``home_rows``.
+        saved: float64[s], misses of a step that each cache slot of the segment saves, descending, at least 0.
+        home_rows: most cache slots that there is a row for.
+        cache_slot_bytes: of one cache slot.
+        cold: misses of a step whatever the cache slots.
     """
 
-    frames: Float64Array
+    cache_slots: Float64Array
     saved: Float64Array
     home_rows: int
-    frame_bytes: int
+    cache_slot_bytes: int
     cold: float = 0.0
 
-    def misses(self, frames: float) -> float:
+    def misses(self, cache_slots: float) -> float:
         """Return the expected rows that a step reads from slow memory."""
-        if frames >= self.home_rows:
+        if cache_slots >= self.home_rows:
             return 0.0
-        before = np.cumsum(self.frames) - self.frames
-        return self.cold + float(self.saved @ (self.frames - np.clip(frames - before, 0.0, self.frames)))
+        before = np.cumsum(self.cache_slots) - self.cache_slots
+        return self.cold + float(self.saved @ (self.cache_slots - np.clip(cache_slots - before, 0.0, self.cache_slots)))
 
 
-def proportional_frames(budget_bytes: float, rows: Sequence[int], frame_bytes: Sequence[int]) -> list[int]:
-    """Return the frames of each dim-group, in proportion to the bytes of its rows; at least one each.
+def proportional_cache_slots(budget_bytes: float, rows: Sequence[int], cache_slot_bytes: Sequence[int]) -> list[int]:
+    """Return the cache slots of each dim-group, in proportion to the bytes of its rows; at least one each.
 
     Args:
         rows: home rows of a rank in each dim-group.
-        frame_bytes: of one frame of each, with its state and ``FRAME_BYTES``.
+        cache_slot_bytes: of one cache slot of each, with its state and ``CACHE_SLOT_BYTES``.
     """
-    whole = sum(n * size for n, size in zip(rows, frame_bytes, strict=True))
+    whole = sum(n * size for n, size in zip(rows, cache_slot_bytes, strict=True))
     share = min(1.0, budget_bytes / max(1, whole))
     return [min(n, max(1, int(n * share))) for n in rows]
 
 
-def divide_frames(curves: Sequence[FrameCurve], budget_bytes: float) -> list[int]:
-    """Return the frames of each dim-group that miss least by these curves; at least one each.
+def divide_cache_slots(curves: Sequence[CacheSlotCurve], budget_bytes: float) -> list[int]:
+    """Return the cache slots of each dim-group that miss least by these curves; at least one each.
 
-    Bytes that would save nothing go to frames in proportion to the rows that are in none, in case the curves are
-    wrong. Never worse by the curves than frames in proportion to rows, where these keep to the budget: a frame for
-    each dim-group can be more than their share.
+    Bytes that would save nothing go to cache slots in proportion to the rows that are in none, in case the curves are
+    wrong. Never worse by the curves than cache slots in proportion to rows, where these keep to the budget: a cache
+    slot for each dim-group can be more than their share.
 
     Args:
-        budget_bytes: of frames on a rank; with one that does not hold a frame for each dim-group, each has one.
+        budget_bytes: of cache slots on a rank; with one that does not hold a cache slot for each dim-group, each has
+            one.
     """
-    unit = np.array([curve.frame_bytes for curve in curves], dtype=np.float64)
+    unit = np.array([curve.cache_slot_bytes for curve in curves], dtype=np.float64)
     most = np.array([curve.home_rows for curve in curves], dtype=np.int64)
     filled = _filled(curves, unit, most, budget_bytes)
-    by_rows = proportional_frames(budget_bytes, most.tolist(), [curve.frame_bytes for curve in curves])
+    by_rows = proportional_cache_slots(budget_bytes, most.tolist(), [curve.cache_slot_bytes for curve in curves])
     if np.dot(by_rows, unit) <= budget_bytes and total_misses(curves, by_rows) < total_misses(curves, filled):
         return by_rows
     return filled
 
 
-def total_misses(curves: Sequence[FrameCurve], frames: Sequence[int]) -> float:
-    return sum(curve.misses(count) for curve, count in zip(curves, frames, strict=True))
+def total_misses(curves: Sequence[CacheSlotCurve], cache_slots: Sequence[int]) -> float:
+    return sum(curve.misses(count) for curve, count in zip(curves, cache_slots, strict=True))
 
 
-def _filled(curves: Sequence[FrameCurve], unit: Float64Array, most: Int64Array, budget_bytes: float) -> list[int]:
-    """Fill the budget segment by segment; whole frames, the rest frame by frame."""
+def _filled(curves: Sequence[CacheSlotCurve], unit: Float64Array, most: Int64Array, budget_bytes: float) -> list[int]:
+    """Fill the budget segment by segment; whole cache slots, the rest cache slot by cache slot."""
     groups = len(curves)
-    of = np.repeat(np.arange(groups), [len(curve.frames) for curve in curves])
-    frames = np.concatenate([curve.frames for curve in curves])
-    worth = np.concatenate([curve.saved / curve.frame_bytes for curve in curves])
+    of = np.repeat(np.arange(groups), [len(curve.cache_slots) for curve in curves])
+    cache_slots = np.concatenate([curve.cache_slots for curve in curves])
+    worth = np.concatenate([curve.saved / curve.cache_slot_bytes for curve in curves])
     order = np.argsort(-worth, kind="stable")
     order = order[worth[order] > 0]
-    of, size = of[order], (frames * unit[of])[order]
-    # Every dim-group has a frame, which its own best segments pay for first.
+    of, size = of[order], (cache_slots * unit[of])[order]
+    # Every dim-group has a cache slot, which its own best segments pay for first.
     first = np.zeros(len(order))
     for group in range(groups):
         mine = np.flatnonzero(of == group)
@@ -109,9 +110,9 @@ def _filled(curves: Sequence[FrameCurve], unit: Float64Array, most: Int64Array, 
 
 
 def _round_up(
-    curves: Sequence[FrameCurve], whole: Int64Array, most: Int64Array, unit: Float64Array, left: float
+    curves: Sequence[CacheSlotCurve], whole: Int64Array, most: Int64Array, unit: Float64Array, left: float
 ) -> float:
-    """Add single frames where they save most a byte, as long as one fits. In place; return the bytes left."""
+    """Add single cache slots where they save most a byte, as long as one fits. In place; return the bytes left."""
 
     def worth(group: int) -> float:
         count = int(whole[group])

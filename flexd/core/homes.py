@@ -1,4 +1,4 @@
-"""Where home copies are: the map from keys to addresses, by the home rules of the tables.
+"""Where home copies are: the map from keys to addresses, by the sharding types of the tables.
 
 An *address* names a place for a home row: ``turn * world_size + rank``, where turns count the slots of a rank. Rows
 that are spread over all ranks are dealt out one after another, so their address *is* their key, and nothing is computed
@@ -88,7 +88,7 @@ class Homes:
 
     def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
         self.keyspace, self.layout = keyspace, layout
-        self.rules = keyspace.home_rules
+        self.rules = keyspace.sharding_types
         """Of each table."""
         self.linear = all(rule.spread for rule in self.rules)
         """True if addresses are keys."""
@@ -283,7 +283,7 @@ def _place_group(
     Returns:
         (their parts; int64 [ranks] first turn of each rank; the turn after the last of each).
     """
-    world, rules = layout.world_size, keyspace.home_rules
+    world, rules = layout.world_size, keyspace.sharding_types
     ranks = np.arange(world, dtype=np.int64)
     begins = (first - ranks + world - 1) // world
     parts = []

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import ConfigError
-from flexd.core.home_rules import SPREAD, HomeRule
+from flexd.core.sharding_types import ROW_WISE, ShardingType
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -38,15 +38,15 @@ def state_columns(optimizer: str, dim: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Shape, dtype, optimizer and home rule of one embedding table."""
+    """Shape, dtype, optimizer and sharding type of one embedding table."""
 
     name: str
     rows: int
     dim: int
     dtype: str = "float32"
     optimizer: str = "sgd"
-    homes: str = SPREAD
-    """Home rule (``HomeRule.parse``)."""
+    sharding: str = ROW_WISE
+    """Sharding type (``ShardingType.parse``)."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -62,7 +62,7 @@ class TableSpec:
                 f"table {self.name!r}: optimizer {self.optimizer!r}",
                 remedy=f"one of {', '.join(OPTIMIZERS)}",
             )
-        HomeRule.parse(self.homes, self.name)
+        ShardingType.parse(self.sharding, self.name)
 
     @property
     def row_bytes(self) -> int:
@@ -174,9 +174,9 @@ class KeySpace:
         return (np.searchsorted(starts, keys, side="right") - 1).astype(np.int64)
 
     @cached_property
-    def home_rules(self) -> tuple[HomeRule, ...]:
-        """The home rule of each table."""
-        return tuple(HomeRule.parse(table.homes, table.name) for table in self.tables)
+    def sharding_types(self) -> tuple[ShardingType, ...]:
+        """The sharding type of each table."""
+        return tuple(ShardingType.parse(table.sharding, table.name) for table in self.tables)
 
     @cached_property
     def digest(self) -> str:
@@ -188,6 +188,9 @@ def digest_of(tables: Iterable[TableSpec]) -> str:
     """Return ``KeySpace.digest`` of these tables."""
     # Spread tables have the digest of releases that knew no other rule.
     text = json.dumps(
-        [[t.name, t.rows, t.dim, t.dtype, t.optimizer, *([t.homes] if t.homes != SPREAD else [])] for t in tables]
+        [
+            [t.name, t.rows, t.dim, t.dtype, t.optimizer, *([t.sharding] if t.sharding != ROW_WISE else [])]
+            for t in tables
+        ]
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -104,7 +104,7 @@ class TapCounts:
         event_time_seconds: the middle of the interval, Unix seconds: all accesses count as of it. At half-life H an
             access dated up to d away from its own time weighs ``2^(d/H)`` times what it should; over an interval of
             length I the sum is off by less than ``(I ln 2 / H)^2 / 24``.
-        tables: at most one entry a table.
+        tables: at most one entry per table.
         sampled: passes whose accesses are part of these or earlier counts.
     """
 

@@ -267,12 +267,12 @@ class DeferredDaemon(DaemonLoop):
         # The tables of the ranks are not part of what the file says.
         self._config = config if self._config.tables else config.model_copy(update={"tables": []})
 
-    def record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
+    def record_reload(self, requested_by: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         """Record the outcome of a reload."""
         if self._daemon is not None:
-            self._daemon.record_reload(who, reason, outcome)
+            self._daemon.record_reload(requested_by, reason, outcome)
         else:
-            logger.info("config reload requested by %s: %s", who or "anonymous", reason)
+            logger.info("config reload requested by %s: %s", requested_by or "anonymous", reason)
 
 
 def _files(state_dir: Path) -> frozenset[tuple[str, int]]:

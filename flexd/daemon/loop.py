@@ -55,7 +55,7 @@ class DaemonLoop(ABC):
         """
 
     @abstractmethod
-    def record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
+    def record_reload(self, requested_by: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         """Record the outcome of a reload."""
 
     def request_stop(self) -> None:
@@ -82,14 +82,14 @@ class DaemonLoop(ABC):
             ended = self.stop(self._config.shutdown_seconds)
         return ended
 
-    def reload(self, reason: str = "", who: str = "") -> ReloadReport:
+    def reload(self, reason: str = "", requested_by: str = "") -> ReloadReport:
         """Read the file again, apply its hot keys, and record the outcome. Raises FlexdError; nothing changes then."""
         try:
             report = self._file.reload(self.apply_config)
         except FlexdError as error:
-            self.record_reload(who, reason, error)
+            self.record_reload(requested_by, reason, error)
             raise
-        self.record_reload(who, reason, report)
+        self.record_reload(requested_by, reason, report)
         return report
 
     def preview_reload(self) -> ReloadReport:
@@ -98,4 +98,4 @@ class DaemonLoop(ABC):
 
     def _reload_quietly(self) -> None:
         with contextlib.suppress(FlexdError):  # It is logged and counted.
-            self.reload(who="SIGHUP")
+            self.reload(requested_by="SIGHUP")

@@ -289,9 +289,9 @@ class Daemon(DaemonLoop):
         self._ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
         self._snapshots.keep = config.state.keep_snapshots
 
-    def record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
+    def record_reload(self, requested_by: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         """Record the outcome of a reload."""
-        self.operator.record_reload(who, reason, outcome)
+        self.operator.record_reload(requested_by, reason, outcome)
 
     def status(self) -> Status:
         base = base_status(self._config, self._started, self.health(), self.ready())
@@ -299,7 +299,7 @@ class Daemon(DaemonLoop):
             update={
                 "paused": self.operator.paused is not None,
                 "pause_reason": self.operator.pause_reason,
-                "paused_by": None if self.operator.paused is None else self.operator.paused.who or None,
+                "paused_by": None if self.operator.paused is None else self.operator.paused.requested_by or None,
                 "decisions": self.operator.decisions_status(),
                 "config": self._file.status(),
                 "threads": threads_status(self.supervisor),

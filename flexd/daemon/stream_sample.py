@@ -85,7 +85,7 @@ def read_sample(config: Config, seconds: float, progress: Callable[[IngestStats]
     committed or saved.
 
     Args:
-        progress: called with the present statistics five times a second.
+        progress: called with the present statistics five times per second.
 
     Raises:
         ConfigError: the source is a tap, which only the job's daemon receives, or a file of options cannot be read.

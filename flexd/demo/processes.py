@@ -36,7 +36,7 @@ def _record_of(line: bytes) -> dict[str, Any] | None:
 
 
 def _environment() -> dict[str, str]:
-    # One thread a process: the ranks share the cores, and spinning threads would take them from each other.
+    # One thread per process: the ranks share the cores, and spinning threads would take them from each other.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **quiet, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 

@@ -1,7 +1,7 @@
 """One training rank of the demo: ``python -m flexd.demo.rank SETUP.json RANK``.
 
 It sends its accesses to the daemon id by id over a log, or counted by a tap. Progress goes to standard output, one JSON
-object a step; the full record to ``rank-R.npz`` in the run's directory.
+object per step; the full record to ``rank-R.npz`` in the run's directory.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Strategy(StrEnum):
 
     ROW_WISE = "row_wise"
     CHAIN = "chain"
-    RUN_AHEAD = "run_ahead"
+    PREFETCH_PIPELINE = "prefetch_pipeline"
     PLANS = "plans"
 
 
-PEERS = (Strategy.ROW_WISE, Strategy.CHAIN, Strategy.RUN_AHEAD)
+PEERS = (Strategy.ROW_WISE, Strategy.CHAIN, Strategy.PREFETCH_PIPELINE)
 """Trained one after the other on the same batches where the link is emulated."""
 
 
@@ -189,7 +189,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         name: [] for name in ("loss", "version", "seconds", "apply_seconds", "bit_equal", *TRAFFIC)
     }
     loader: Iterable[_Loaded] = _loaded(setup, batches, rank)
-    if setup.strategy == Strategy.RUN_AHEAD:
+    if setup.strategy == Strategy.PREFETCH_PIPELINE:
         loader = flexd.prefetch(
             _loaded(setup, batches, rank), collection, features=lambda loaded: loaded[1],
             passes_per_step=setup.micro_batches,
@@ -226,7 +226,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
             record[name].append(after[name] - before[name])
         progress = {"step": step, "loss": record["loss"][-1], "version": collection.placement_version}
         print(json.dumps(progress), flush=True)
-    next(loaded, None)  # run-ahead ends its last step
+    next(loaded, None)  # prefetch pipeline ends its last step
     dropped = 0 if tap is None else tap.counters.dropped
     if publisher is not None:
         publisher.close(5.0)

@@ -23,7 +23,7 @@ class RunRecord:
     """One finished run.
 
     Attributes:
-        ranks: each rank's arrays by name, one value a step.
+        ranks: each rank's arrays by name, one value per step.
         reference: the single-process training and the row-wise baselines.
         plans: the daemon's migrations that moved rows, in order.
         peers: each rank's arrays of the same steps without a daemon, by strategy; empty without an emulated link.
@@ -54,7 +54,7 @@ class RunRecord:
         )
 
     def job_total(self, name: str) -> Array:
-        """Return a traffic counter summed over ranks, one value a step."""
+        """Return a traffic counter summed over ranks, one value per step."""
         total: Array = np.sum([rank[name] for rank in self.ranks], axis=0)
         return total
 

@@ -1,14 +1,14 @@
 """``flexd.EmbeddingBagCollection``: pooled look-ups with the rows, exchange and tiers of ``EmbeddingCollection``.
 
-An ``EmbeddingTable`` among the tables is looked up un-pooled, in the same exchange. A pooled table answers
-by rows or by sums:
+An ``EmbeddingTable`` among the tables is looked up un-pooled, in the same exchange. A pooled table
+is pooled at the requester or at the owner of its rows:
 
 - *rows* are pooled on the requesting rank, from the distinct rows of the exchange and without expanding them. So a row
-  crosses the network once a node and step for any number of bags, or not at all if it has copies.
+  crosses the network once per node and step for any number of bags, or not at all if it has copies.
 - *sums* are made at the homes of the rows (``exchange/bag_exchange.py``): one vector for each bag and node of homes
   crosses the network, however many ids the bag has. Copies of rows are kept, and not used.
 
-Migrations, run-ahead, clipping and optimizers are those of un-pooled rows in both.
+Migrations, prefetch pipeline, clipping and optimizers are those of un-pooled rows in both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.home_rules import COPIED, ROWS, SUMS
+from flexd.core.sharding_types import DATA_PARALLEL, OWNER, REQUESTER
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, JaggedLike
 from flexd.embedding.exchange.bag_exchange import joined_offsets
 from flexd.embedding.exchange.route import FeatureKeys
@@ -30,7 +30,7 @@ from flexd.embedding.routed_input import RoutedInput
 
 POOLINGS = ("sum", "mean")
 UNPOOLED = "none"
-ANSWERS = (ROWS, SUMS)
+POOLING_PLACES = (REQUESTER, OWNER)
 
 
 @dataclass(frozen=True)
@@ -39,24 +39,28 @@ class EmbeddingBagTable(EmbeddingTable):
 
     Attributes:
         pooling: "sum" or "mean"; a bag without ids is zero in both.
-        answer: "rows" (each distinct row is sent once, and pooled where it is requested) or "sums" (added up at the
+        pooling_at: "requester" (each distinct row is sent once, and pooled where it is requested) or "owner" (added up
+            at the
             homes: fewer bytes for bags of many ids, see docs/training.md). The result is the same. Plans list no rows
-            of a table that answers by sums.
+            of a table that is pooled at the owner.
 
     Raises:
-        EmbeddingError: the pooling or the answer is unknown.
+        EmbeddingError: the pooling or its place is unknown.
     """
 
     pooling: str = "sum"
-    answer: str = "rows"
+    pooling_at: str = "requester"
 
     def __post_init__(self) -> None:
-        for what, value, known in (("pooling", self.pooling, POOLINGS), ("answer", self.answer, ANSWERS)):
+        for what, value, known in (
+            ("pooling", self.pooling, POOLINGS),
+            ("pooling_at", self.pooling_at, POOLING_PLACES),
+        ):
             if value not in known:
                 raise EmbeddingError(f"table {self.name!r}: {what} {value!r}", remedy=f"one of {', '.join(known)}")
-        if self.answer == "sums" and self.homes == COPIED:
+        if self.pooling_at == "owner" and self.sharding == DATA_PARALLEL:
             raise EmbeddingError(
-                f"table {self.name!r}: homes={COPIED!r} and answer='sums', which makes no use of copies",
+                f"table {self.name!r}: sharding={DATA_PARALLEL!r} and pooling_at='owner', which makes no use of copies",
                 remedy="leave one of the two out",
             )
 
@@ -80,44 +84,45 @@ class _Pooling:
     factors: torch.Tensor | None
 
 
-def _answered(tables: Sequence[EmbeddingTable], answers: Mapping[str, str]) -> list[EmbeddingTable]:
-    """Return the tables with the answers that are given by name."""
+def _with_pooling(tables: Sequence[EmbeddingTable], pooling_at: Mapping[str, str]) -> list[EmbeddingTable]:
+    """Return the tables with the pooling places that are given by name."""
     pooled = {table.name for table in tables if isinstance(table, EmbeddingBagTable)}
-    if unknown := sorted(set(answers) - pooled):
+    if unknown := sorted(set(pooling_at) - pooled):
         raise EmbeddingError(
-            f"answers: {', '.join(unknown)}",
+            f"pooling_at: {', '.join(unknown)}",
             remedy=f"tables of the type EmbeddingBagTable: {', '.join(sorted(pooled)) or 'there are none'}",
         )
     return [
-        replace(table, answer=answers[table.name])
-        if isinstance(table, EmbeddingBagTable) and table.name in answers
+        replace(table, pooling_at=pooling_at[table.name])
+        if isinstance(table, EmbeddingBagTable) and table.name in pooling_at
         else table
         for table in tables
     ]
 
 
 class EmbeddingBagCollection(EmbeddingCollection):
-    """An ``EmbeddingCollection`` that pools features of some tables to one vector a sample, like ``nn.EmbeddingBag``.
+    """An ``EmbeddingCollection`` that pools features of some tables to one vector per sample, like ``nn.EmbeddingBag``.
 
-    Rows are exchanged as in ``EmbeddingCollection``: each distinct row once a rank and once a node. ``connect``,
+    Rows are exchanged as in ``EmbeddingCollection``: each distinct row once per rank and once per node. ``connect``,
     ``Tap``, checkpoints and optimizers work in the same way.
 
     Args:
         tables: ``EmbeddingBagTable``, and ``EmbeddingTable`` for features that are not pooled.
-        answers: "rows" or "sums" by name of a table, instead of ``EmbeddingBagTable.answer``; ``answer_of`` returns
-            what it is now.
+        pooling_at: "requester" or "owner" by name of a table, instead of ``EmbeddingBagTable.pooling_at``;
+            ``pooling_at`` returns what it is now.
         arguments: keyword arguments of ``EmbeddingCollection``.
 
     Raises:
-        TopologyError, EmbeddingError: see ``EmbeddingCollection``; ``answers`` names what is no ``EmbeddingBagTable``.
+        TopologyError, EmbeddingError: see ``EmbeddingCollection``; ``pooling_at`` names what is no
+        ``EmbeddingBagTable``.
     """
 
     pools = True
 
     def __init__(
-        self, tables: Sequence[EmbeddingTable], *, answers: Mapping[str, str] | None = None, **arguments: Any
+        self, tables: Sequence[EmbeddingTable], *, pooling_at: Mapping[str, str] | None = None, **arguments: Any
     ) -> None:
-        super().__init__(_answered(tables, answers or {}), **arguments)
+        super().__init__(_with_pooling(tables, pooling_at or {}), **arguments)
         self._pooling = {
             feature: getattr(table, "pooling", UNPOOLED) for table in self.tables for feature in table.feature_names
         }
@@ -161,7 +166,7 @@ class EmbeddingBagCollection(EmbeddingCollection):
     ) -> dict[str, Any]:
         groups = len(self.keyspace.groups)
         of_rows, of_bags = rows[:groups], rows[groups:]
-        pooled: dict[str, Any] = self._answered_by_sums(routed, of_bags) if of_bags else {}
+        pooled: dict[str, Any] = self._pooled_at_owner(routed, of_bags) if of_bags else {}
         calls: list[_Pooling] = []
         for names, distinct, indices in zip(
             self._features.by_group(routed.order), of_rows, routed.places(of_rows), strict=True
@@ -198,7 +203,7 @@ class EmbeddingBagCollection(EmbeddingCollection):
             pooled |= zip(call.names, bags.split_with_sizes([part.shape[0] for part in call.lengths]), strict=True)
         return {name: pooled[name] for name in routed.features}
 
-    def _answered_by_sums(self, routed: RoutedInput, sums: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _pooled_at_owner(self, routed: RoutedInput, sums: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Split [bags, dim] sums of each dim-group by feature, and divide those that are pooled by mean."""
         pooled: dict[str, torch.Tensor] = {}
         for names, of_group in zip(self._features.summed_by_group(routed.features, routed.order), sums, strict=True):

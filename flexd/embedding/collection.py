@@ -14,9 +14,9 @@ import torch
 
 from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
-from flexd.core.home_rules import ROWS, SPREAD, SUMS, TableAnswers
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
+from flexd.core.sharding_types import OWNER, REQUESTER, ROW_WISE, PooledTables
 from flexd.embedding.devices import allocated_device
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
@@ -43,7 +43,7 @@ from flexd.embedding.table_access import TableAccess
 if TYPE_CHECKING:
     from flexd.embedding.prefetch.announced_input import InputValues
     from flexd.embedding.store.memory import RankMemory
-    from flexd.embedding.store.slow.two_memories import TwoMemories
+    from flexd.embedding.store.slow.tiered_storage import TieredStorage
     from flexd.embedding.table_rules import TableRules
 
 JaggedLike = Jagged | torch.Tensor
@@ -58,9 +58,9 @@ class EmbeddingTable:
         features: names of the inputs that look up rows of the table; default: the name of the table.
         init_scale: initial values are uniform in [-init_scale, init_scale); default 1/sqrt(rows), as in TorchRec.
         lr: learning rate of the table, a group of ``collection.optimizer.param_groups``; default: the optimizer's.
-        homes: home rule, the ranks that hold the rows: "all" (spread over all ranks), "node:N" (over the ranks of node
-            N), "rank:R" (whole on rank R) or "every rank" (spread, with a copy of each row on every rank). It does not
-            change the result. The daemon's configuration must name the same rule.
+        sharding: sharding type, the ranks that hold the rows: "row_wise" (spread over all ranks), "table_row_wise:N"
+            (over the ranks of node N), "table_wise:R" (whole on rank R) or "data_parallel" (spread, with a copy of
+            each row on every rank). It does not change the result. The daemon's configuration must name the same rule.
         optimizer: of the table's rows; default: the collection's. Tables with the same kind of optimizer may differ in
             ``lr`` alone.
     """
@@ -72,7 +72,7 @@ class EmbeddingTable:
     dtype: str = "float32"
     init_scale: float | None = None
     lr: float | None = None
-    homes: str = SPREAD
+    sharding: str = ROW_WISE
     optimizer: RowOptimizer | None = None
 
     @property
@@ -100,7 +100,7 @@ class EmbeddingCollection(TableAccess):
         optimizer: optimizer of all rows; ``self.optimizer.step()`` steps it.
         layout: nodes x local ranks; default from torchrun's ``LOCAL_WORLD_SIZE`` (one node without it).
         replica_fraction: replica slots of each rank, as a fraction of all rows of the dim-group.
-        replica_slots: replica slots of each rank, one number a dim-group, instead of ``replica_fraction``.
+        replica_slots: replica slots of each rank, one number per dim-group, instead of ``replica_fraction``.
         average_gradients: divide gradients by the world size, as ``DistributedDataParallel`` does.
         exchange: "chain" (two hops: node owner, then home), "direct" (every rank requests from every home) or "auto"
             (the one of these whose steps take less time, measured from time to time, beginning with the one that the
@@ -111,20 +111,21 @@ class EmbeddingCollection(TableAccess):
         max_migration_bytes_per_step: cap on copied rows at one step (a larger chunk is applied alone).
         fast_memory_bytes: of home rows that a rank keeps in fast memory, with optimizer state; the others are in slow
             memory, and come in when a step needs them. Default: all rows are fast. It does not change the result.
-        slow_memory_dir: directory of a rank's file of slow rows, on a disk of its own machine; default: host memory.
-        rules: home rules and answers that ``flexd shard --for flexd`` planned, instead of those of ``tables``.
+        slow_memory_dir: directory of a rank's file of cold rows, on a disk of its own machine; default: host memory.
+        rules: sharding types and pooling places that ``flexd shard --for flexd`` planned, instead of those of
+            ``tables``.
         seed: seed of the initial values; the same seed gives the same tables on any number of ranks.
         device: of the tables; default ``torch.get_default_device()``. In a model that is constructed on ``meta`` give
             it: the tables of a rank are made at once, with their initial values.
 
     Raises:
         TopologyError: layout and process group or ``rules`` disagree, or ranks have different tables or settings.
-        EmbeddingError: two tables read the same feature, the replica budget is malformed, a table answers by sums,
-            ``rules`` are not of these tables, or the device is ``meta``.
+        EmbeddingError: two tables read the same feature, the replica budget is malformed, a table is pooled at the
+            owner, ``rules`` are not of these tables, or the device is ``meta``.
     """
 
     pools: ClassVar[bool] = False
-    """Whether look-ups return one vector a bag, so that tables can answer by sums."""
+    """Whether look-ups return one vector per bag, so that tables can be pooled at the owner."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class EmbeddingCollection(TableAccess):
         optimizers = [table.optimizer or row_optimizer for table in tables]
         self.keyspace = KeySpace(
             [
-                TableSpec(t.name, t.rows, t.dim, t.dtype, of_table.name, t.homes)
+                TableSpec(t.name, t.rows, t.dim, t.dtype, of_table.name, t.sharding)
                 for t, of_table in zip(self.tables, optimizers, strict=True)
             ]
         )
@@ -173,10 +174,10 @@ class EmbeddingCollection(TableAccess):
         """Called with the input of every forward pass for training, after its look-up; must not raise."""
         # The innermost of such contexts holds: no other tensor is made on the caller's default device.
         with torch.device("cpu"):
-            self._make_tables(row_optimizer, planned, _two_memories(fast_memory_bytes, slow_memory_dir, optimizers))
+            self._make_tables(row_optimizer, planned, _tiered_storage(fast_memory_bytes, slow_memory_dir, optimizers))
 
     def _make_tables(
-        self, row_optimizer: RowOptimizer, planned: TableRules | None, two_memories: TwoMemories | None
+        self, row_optimizer: RowOptimizer, planned: TableRules | None, tiered_storage: TieredStorage | None
     ) -> None:
         names = ("exchange", "comm_dtype", "average_gradients", "max_migration_bytes_per_step")
         settings = exchange, comm_dtype, average_gradients, max_bytes = [self.given_arguments[name] for name in names]
@@ -196,10 +197,11 @@ class EmbeddingCollection(TableAccess):
                 Setting("settings", (settings, row_optimizer, self.tables)),
             ]
             check_same_settings(self._groups.world, compared, self.device)
-        by_sums = [table for table in self.tables if getattr(table, "answer", "rows") == "sums"]
-        if by_sums and not self.pools:  # known to be so on every rank
+        at_owner = [table for table in self.tables if getattr(table, "pooling_at", "requester") == "owner"]
+        if at_owner and not self.pools:  # known to be so on every rank
             raise EmbeddingError(
-                f"tables that answer by sums in a collection without pooling: {', '.join(t.name for t in by_sums[:5])}",
+                "tables that are pooled at the owner in a collection without pooling: "
+                + ", ".join(table.name for table in at_owner[:5]),
                 remedy="make them flexd.EmbeddingTable, or the collection a flexd.EmbeddingBagCollection",
             )
         self.engine = RowEngine(
@@ -212,15 +214,16 @@ class EmbeddingCollection(TableAccess):
             max_migration_bytes_per_step=max_bytes,
             device=self.device,
             comm_dtype=comm_dtype,
-            two_memories=two_memories,
+            tiered_storage=tiered_storage,
             keep_keys=any(table.lr is not None or table.optimizer is not None for table in self.tables),
-            answers=TableAnswers(
-                frozenset(at for at, table in enumerate(self.tables) if self.pools and hasattr(table, "answer")),
-                frozenset(self.keyspace.index[table.name] for table in by_sums),
+            pooling_at=PooledTables(
+                frozenset(at for at, table in enumerate(self.tables) if self.pools and hasattr(table, "pooling_at")),
+                frozenset(self.keyspace.index[table.name] for table in at_owner),
             ),
         )
         self._features = FeatureMap(
-            self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device, self.engine.answers,
+            self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device,
+            self.engine.pooling_at,
             self.engine.stores[0].homes,
         )  # fmt: skip
         self.table_of_feature = self._features.table_of
@@ -240,13 +243,13 @@ class EmbeddingCollection(TableAccess):
         scales = [table.scale for table in self.tables]
         self.engine.initialise(scales, self._seed, self.optimizer.initial_states)
 
-    def answer_of(self, table: str) -> str:
-        """Return "rows" or "sums": how look-ups of a table are answered.
+    def pooling_at(self, table: str) -> str:
+        """Return "requester" or "owner": how look-ups of a table are answered.
 
         Raises:
             KeyError: there is no such table.
         """
-        return SUMS if self.keyspace.index[table] in self.engine.answers.by_sums else ROWS
+        return OWNER if self.keyspace.index[table] in self.engine.pooling_at.at_owner else REQUESTER
 
     @property
     def placement_version(self) -> int:
@@ -456,7 +459,8 @@ class EmbeddingCollection(TableAccess):
         return initial_rows(spec.name, np.arange(spec.rows), spec.dim, dtype, scale=spec.scale, seed=self._seed)
 
     def close(self) -> None:
-        """Collective. End run-ahead and give the process groups back; the last collection of a job destroys them.
+        """Collective. End the prefetch pipeline and give the process groups back; the last collection of a job
+        destroys them.
 
         Deferred gradients and passes without a step are dropped, and every later look-up, step or read of the tables is
         refused. Close the connection of ``flexd.connect`` before. A collection that is never closed keeps its groups
@@ -506,11 +510,11 @@ def _rules_of(rules: TableRules | str | Path) -> TableRules:
     return TableRules.read(rules)
 
 
-def _two_memories(
+def _tiered_storage(
     fast_memory_bytes: int | None, directory: str | os.PathLike[str] | None, optimizers: Sequence[RowOptimizer]
-) -> TwoMemories | None:
+) -> TieredStorage | None:
     if fast_memory_bytes is None and directory is None:
         return None
-    from flexd.embedding.store.slow.two_memories import TwoMemories
+    from flexd.embedding.store.slow.tiered_storage import TieredStorage
 
-    return TwoMemories.of(fast_memory_bytes, directory, optimizers)
+    return TieredStorage.of(fast_memory_bytes, directory, optimizers)

@@ -13,10 +13,10 @@ import torch
 from flexd.control.agent.agent import Agent
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.control.protocol.report import PhaseReport, RankIdentity, SlowMemoryReport, StepReport
-from flexd.control.protocol.trainer_settings import TrainerSettings, with_answers
+from flexd.control.protocol.trainer_settings import TrainerSettings, with_pooling
 from flexd.core.errors import ConfigError
-from flexd.core.mistakes import MISTAKES
 from flexd.core.secrets import KeyFile
+from flexd.core.usage_warnings import USAGE_WARNINGS
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.store.slow.slow_memory_meter import SlowMemoryMeter
@@ -48,26 +48,26 @@ class Connection:
         self._slow_memory_at = self._last_step_at
         collection.phases.drain()
         collection.engine.after_step = self._report
-        MISTAKES.add_listener(self._report_mistake)
-        if MISTAKES.reports():  # made before there was a connection
-            self._report_mistake()
+        USAGE_WARNINGS.add_listener(self._report_usage_warning)
+        if USAGE_WARNINGS.reports():  # made before there was a connection
+            self._report_usage_warning()
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Send pending reports and the tap's counts, and stop the agent's thread, within the deadline."""
         deadline = time.monotonic() + timeout_seconds
         self._collection.engine.after_step = None
-        MISTAKES.remove_listener(self._report_mistake)
+        USAGE_WARNINGS.remove_listener(self._report_usage_warning)
         if self.tap is not None and not self.tap.close(timeout_seconds * _TAP_SHARE):
             logger.warning("rank %d: the daemon did not acknowledge all counts of the tap", self._collection.rank)
         self.agent.stop(deadline - time.monotonic())
 
-    def _report_mistake(self) -> None:
+    def _report_usage_warning(self) -> None:
         """Report at once: the step of a mistake may not end."""
         collection = self._collection
         self.agent.report(
             StepReport(
                 collection.steps, 0, collection.placement_version, collection.engine.migrator.digest, 0.0, 0.0,
-                (0, 0, 0), exchange=collection.exchange, mistakes=MISTAKES.reports(),
+                (0, 0, 0), exchange=collection.exchange, usage_warnings=USAGE_WARNINGS.reports(),
             )
         )  # fmt: skip
 
@@ -89,7 +89,7 @@ class Connection:
         self._phase_steps += 1
         phases: tuple[PhaseReport, ...] = ()
         cover_seconds, phase_steps = 0.0, 0
-        if not self.agent.report_waiting:  # a few times a second: adding phases up in each step would cost more
+        if not self.agent.report_waiting:  # a few times per second: adding phases up in each step would cost more
             phase_steps, self._phase_steps = self._phase_steps, 0
             phases, cover_seconds = collection.phases.drain()
         slow_memory: SlowMemoryReport | None = None
@@ -110,7 +110,7 @@ class Connection:
                 phase_steps=phase_steps,
                 cover_seconds=cover_seconds,
                 slow_memory=slow_memory,
-                mistakes=MISTAKES.reports(),
+                usage_warnings=USAGE_WARNINGS.reports(),
             )
         )
         self._last_totals, self._last_step_at = totals, now
@@ -189,9 +189,9 @@ def connect(
 def _trainer_settings(collection: EmbeddingCollection) -> TrainerSettings:
     given = collection.given_arguments
     settings = TrainerSettings(given["exchange"], given["comm_dtype"])
-    tables, pooled = collection.keyspace.tables, collection.engine.answers.pooled
-    answers = {tables[at].name: collection.answer_of(tables[at].name) for at in sorted(pooled)}
-    return with_answers(settings, tables, answers)
+    tables, pooled = collection.keyspace.tables, collection.engine.pooling_at.pooled
+    pooling_at = {tables[at].name: collection.pooling_at(tables[at].name) for at in sorted(pooled)}
+    return with_pooling(settings, tables, pooling_at)
 
 
 def _tls_files(*given: str | Path | None) -> TlsFiles | None:

@@ -23,7 +23,7 @@ class DenseAdam(Adam):
 
     Equal to ``torch.optim.Adam`` (AdamW with ``decoupled_weight_decay=True``) on tables that every step looks up;
     torch's skips a table without any look-up in a step. A step reads and writes all rows that a rank holds, with their
-    state: 24 bytes a number in float32. Rows in two memories (``fast_memory_bytes``) are refused, and
+    state: 24 bytes a number in float32. Rows in tiered storage (``fast_memory_bytes``) are refused, and
     ``flexd.prefetch`` locates the rows of the next batch without fetching them, because every step changes them.
 
     State, checkpoints and the daemon's ``optimizer: adam`` are those of ``Adam``.

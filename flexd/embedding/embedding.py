@@ -35,7 +35,7 @@ class Embedding(nn.Module):
 
     Initial values are those of ``EmbeddingTable``, uniform in [-1/sqrt(rows), 1/sqrt(rows)), and not the N(0, 1) of
     ``nn.Embedding``; ``load_rows`` sets others. The row of ``padding_idx`` begins with zeros. It is looked up like
-    any other row, once a rank, and its look-ups have no gradient.
+    any other row, once per rank, and its look-ups have no gradient.
 
     Args:
         num_embeddings: rows of the table.

@@ -15,10 +15,10 @@ import torch
 from flexd.control.agent.inbox import ChunkInbox, Prepared
 from flexd.control.protocol.report import ExchangeReason, StepPhase
 from flexd.core.errors import EmbeddingError
-from flexd.core.home_rules import NO_POOLED, TableAnswers
 from flexd.core.homes import homes_of
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
+from flexd.core.sharding_types import NO_POOLED, PooledTables
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial, bag_hops, row_hops
 from flexd.embedding.exchange.hop import SETTINGS_BITS, Agreement, CallSignature, Hop
@@ -39,10 +39,10 @@ from flexd.embedding.store.store import GroupStore, make_stores
 
 if TYPE_CHECKING:
     from flexd.embedding.checkpoint.changed_rows import ChangedRows
-    from flexd.embedding.checkpoint.lone_saves import LoneSaves
+    from flexd.embedding.checkpoint.partial_state_dict import PartialStateDictDetector
     from flexd.embedding.store.memory import RankMemory
-    from flexd.embedding.store.slow.frame_division import FrameDivision
-    from flexd.embedding.store.slow.two_memories import TwoMemories
+    from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
+    from flexd.embedding.store.slow.tiered_storage import TieredStorage
 
 MAX_PENDING_PASSES = 64
 
@@ -54,12 +54,12 @@ class RowEngine:
     ``reduce`` in its backward pass; then ``push`` once, which updates all rows touched since the last one.
 
     Args:
-        replica_slots: of each dim-group, for chunks; copies by the rule "every rank" have slots beside them.
+        replica_slots: of each dim-group, for chunks; copies by the rule "data_parallel" have slots beside them.
         exchange: "auto", "chain" or "direct", as in ``EmbeddingCollection``.
         gradient_scale: gradients are multiplied by it.
         comm_dtype: as in ``EmbeddingCollection``.
-        two_memories: None: all rows are in fast memory.
-        answers: of pooled tables.
+        tiered_storage: None: all rows are in fast memory.
+        pooling_at: of pooled tables.
         keep_keys: the optimizer needs the keys of all rows, replicas too.
 
     Raises:
@@ -78,26 +78,26 @@ class RowEngine:
         max_migration_bytes_per_step: int,
         device: torch.device,
         comm_dtype: str | None = None,
-        two_memories: TwoMemories | None = None,
-        answers: TableAnswers = NO_POOLED,
+        tiered_storage: TieredStorage | None = None,
+        pooling_at: PooledTables = NO_POOLED,
         keep_keys: bool = False,
     ) -> None:
         self.keyspace = keyspace
         self.homes = homes = homes_of(keyspace, groups.layout)
-        self._two_memories = two_memories
+        self._tiered_storage = tiered_storage
         self.groups = groups
         self.passes: list[ForwardPass] = []
         self.summed_passes = 0
         """Passes so far whose gradients were summed at their rows."""
         self.guard = StepGuard(groups.rank, groups.notices, self.passes)
-        frames = None if two_memories is None else two_memories.frames(homes.groups, groups.layout)
+        cache_slots = None if tiered_storage is None else tiered_storage.cache_slots(homes.groups, groups.layout)
         all_slots = [slots + homes.copied_slots(group) for group, slots in enumerate(replica_slots)]
         self.stores = make_stores(
-            homes.groups, groups.layout, groups.rank, all_slots, device, frames, keep_keys=keep_keys, homes=homes,
+            homes.groups, groups.layout, groups.rank, all_slots, device, cache_slots, keep_keys=keep_keys, homes=homes,
         )  # fmt: skip
         self.changed_rows: ChangedRows | None = None
         """None until a series of checkpoints asks for it."""
-        self.lone_saves: LoneSaves | None = None
+        self.partial_state_dict: PartialStateDictDetector | None = None
         """None until the first ``state_dict()``."""
         self.look_ups = 0
         automatic = exchange == "auto"
@@ -108,7 +108,7 @@ class RowEngine:
         if chooses or not automatic:
             self.exchange.reason = ExchangeReason.START if chooses else ExchangeReason.CONFIGURED
         self._comm_dtype = comm_dtype
-        self.answers = answers
+        self.pooling_at = pooling_at
         self.router, self.sync = self.new_exchange(groups, traffic)
         self.phases = traffic.phases
         """Meter of the training thread."""
@@ -116,8 +116,8 @@ class RowEngine:
         self.inbox = ChunkInbox(
             homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
         )
-        self.frame_division = None if two_memories is None else _frame_division(self.stores)
-        """None where fewer than two dim-groups are in two memories."""
+        self.cache_slot_division = None if tiered_storage is None else _cache_slot_division(self.stores)
+        """None where fewer than two dim-groups are in tiered storage."""
         self.hooks = StepHooks()
         """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
         self.steps = self.row_changes = self._changes_at_home = 0
@@ -137,7 +137,7 @@ class RowEngine:
         """Make a router and a replica synchronisation of these stores over other process groups."""
         hops, of_bags = self._hops(groups)
         make: Callable[..., Router] = Router
-        if self.answers.by_sums:
+        if self.pooling_at.at_owner:
             from flexd.embedding.exchange.bag_exchange import SummingRouter
 
             make = partial(SummingRouter, bag_hops=of_bags)
@@ -163,20 +163,20 @@ class RowEngine:
                 self.changed_rows.add_all()
 
     def _hops(self, groups: ChainGroups) -> tuple[list[Hop], list[Hop]]:
-        """Return the hops of rows, and those of bags that are answered by sums."""
+        """Return the hops of rows, and those of bags that are pooled at the owner."""
         name = self.exchange.name
-        return row_hops(name, groups), bag_hops(name, groups) if self.answers.by_sums else []
+        return row_hops(name, groups), bag_hops(name, groups) if self.pooling_at.at_owner else []
 
     def initialise(self, scales: Sequence[float], seed: int, states: Mapping[str, float]) -> None:
         """Set the home rows of each table to its ``initial_rows``, and every number of optimizer state to its value in
         ``states``, by ``DimGroup.optimizer``."""
         for number, store in enumerate(self.stores):
             state = states[store.group.optimizer]
-            if self._two_memories is not None and store.tier is not None:
-                from flexd.embedding.store.slow.two_memories import first_home_slots, initial_rows_of
+            if self._tiered_storage is not None and store.tier is not None:
+                from flexd.embedding.store.slow.tiered_storage import first_home_slots, initial_rows_of
 
                 make = initial_rows_of(store, self.keyspace, scales, seed, state)
-                self._two_memories.begin(self.stores, number, make, *first_home_slots(store, self.homes))
+                self._tiered_storage.begin(self.stores, number, make, *first_home_slots(store, self.homes))
                 continue
             store.state.fill_(state)
             for table in store.group.tables:
@@ -245,7 +245,7 @@ class RowEngine:
         version, proposed = self.inbox.begin_exchange(), self.exchange.proposed
         agreement = Agreement(version, fault, call, call, (settings_digest,) * 2, proposed)
         self.look_ups += 1
-        saves = self.lone_saves
+        saves = self.partial_state_dict
         called = "" if saves is None else saves.begin_look_up()
         route = self.router.find(found, agreement, touched)
         if saves is not None:
@@ -292,7 +292,7 @@ class RowEngine:
 
     def fetch(self, forward_pass: ForwardPass, *, expand: bool = True) -> list[torch.Tensor]:
         """Collective. Return per dim-group [requests of this rank, dim]; without ``expand`` the distinct rows of the
-        route's first station, [rows, dim], and after them, if some features are answered by sums, [bags, dim]."""
+        route's first station, [rows, dim], and after them, if some features are pooled at the owner, [bags, dim]."""
         with self._calling():
             rows = self.hooks.fetch(forward_pass, expand=expand)
             if rows is None:
@@ -348,8 +348,8 @@ class RowEngine:
         if updated and self.trial is not None:
             self.trial.begin_with(self.inbox.priced_exchange)
             self.trial.step()
-        if updated and self.frame_division is not None:
-            self.frame_division.after_step()
+        if updated and self.cache_slot_division is not None:
+            self.cache_slot_division.after_step()
         if updated and self.after_step is not None:
             self.after_step()
 
@@ -384,7 +384,7 @@ class RowEngine:
         return self.sync.push(parts, touched)
 
     def _spread_bags(self) -> None:
-        """Collective. Add the gradients of bags answered by sums to those of the rows of the open passes."""
+        """Collective. Add the gradients of bags pooled at the owner to those of the rows of the open passes."""
         if all(one.route.bags is None for one in self.passes):  # as on every rank
             return
         of_rows = self.router.spread([(one.route, one.bag_grads) for one in self.passes])
@@ -414,8 +414,8 @@ class RowEngine:
         )  # fmt: skip
 
     def before_rows_load(self, rows: tuple[int, torch.Tensor] | None = None) -> None:
-        """Collective with run-ahead or moved rows. Call it before home rows or their state are replaced from outside:
-        replicas are refreshed before the next pass, and rows that were fetched early are fetched again.
+        """Collective with the prefetch pipeline or moved rows. Call it before home rows or their state are replaced
+        from outside: replicas are refreshed before the next pass, and rows that were fetched early are fetched again.
 
         Args:
             rows: dim-group and int64 [n] home slots of this rank that are replaced; None: any.
@@ -427,7 +427,8 @@ class RowEngine:
         self.stale_replicas, self.row_changes = True, self.row_changes + 1
 
     def close(self, *, orderly: bool) -> None:
-        """Collective if ``orderly``. End run-ahead and the use of the process groups; every later call is refused."""
+        """Collective if ``orderly``. End the prefetch pipeline and the use of the process groups; every later call
+        is refused."""
         if self.guard.closed:
             return
         self.guard.closed = True
@@ -438,8 +439,8 @@ class RowEngine:
         self.groups.close(destroy=orderly and ended)
 
     def settle(self) -> None:
-        """Collective with run-ahead or moved rows. Bring the home rows to the state in which every step pushed all of
-        its gradients and no row has moved."""
+        """Collective with the prefetch pipeline or moved rows. Bring the home rows to the state in which every step
+        pushed all of its gradients and no row has moved."""
         with self._calling():
             self.hooks.settle()
             self._bring_home()
@@ -478,10 +479,10 @@ class RowEngine:
         self.apply_seconds += time.perf_counter() - started
 
 
-def _frame_division(stores: Sequence[GroupStore]) -> FrameDivision | None:
-    from flexd.embedding.store.slow.frame_division import FrameDivision
+def _cache_slot_division(stores: Sequence[GroupStore]) -> CacheSlotDivision | None:
+    from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
 
-    return FrameDivision.of(stores)
+    return CacheSlotDivision.of(stores)
 
 
 def _digest_of(settings: str) -> int:

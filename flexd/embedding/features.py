@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.home_rules import NO_POOLED, TableAnswers
 from flexd.core.keyspace import KeySpace
+from flexd.core.sharding_types import NO_POOLED, PooledTables
 from flexd.embedding import devices
 from flexd.embedding.exchange.route import BagIds, FeatureKeys
 from flexd.embedding.jagged import Jagged
@@ -30,7 +30,7 @@ class _Order:
         bounds: int64 [2, features] first key and last row of the table of each; two numbers if all read one table.
         groups: the features of each dim-group that are answered by rows.
         ends: place in ``order`` at which each dim-group begins, and the number of those features.
-        summed, summed_ends: the same of those that are answered by sums.
+        summed, summed_ends: the same of those that are pooled at the owner.
     """
 
     order: list[str]
@@ -46,7 +46,7 @@ class FeatureMap:
 
     Args:
         features: the feature names of each table, in the order of ``keyspace.tables``.
-        answers: of the tables.
+        pooling_at: of the tables.
         homes: map of keys to addresses; None: addresses are keys.
 
     Raises:
@@ -59,7 +59,7 @@ class FeatureMap:
         features: Sequence[Sequence[str]],
         rank: int,
         device: torch.device,
-        answers: TableAnswers = NO_POOLED,
+        pooling_at: PooledTables = NO_POOLED,
         homes: DeviceHomes | None = None,
     ) -> None:
         self._keyspace = keyspace
@@ -79,7 +79,7 @@ class FeatureMap:
                         remedy="give each feature one table",
                     )
                 self.table_of[name] = table
-        self._summed = frozenset(name for name, table in self.table_of.items() if table in answers.by_sums)
+        self._summed = frozenset(name for name, table in self.table_of.items() if table in pooling_at.at_owner)
 
     def keys(self, features: Mapping[str, Jagged], weighted: Collection[str] = ()) -> FeatureKeys:
         """Convert ids to keys, and check them without waiting for the device: any faulty number makes ``faulty`` true.
@@ -141,7 +141,8 @@ class FeatureMap:
         raise fault or AssertionError("ids that cannot be joined")
 
     def summed_by_group(self, names: Iterable[str], order: Sequence[str]) -> list[list[str]]:
-        """Return the features of a batch that were answered by sums, by dim-group in the order of ``FeatureKeys.bags``.
+        """Return the features of a batch that were pooled at the owner, by dim-group in the order of
+        ``FeatureKeys.bags``.
 
         Args:
             names: all features of the batch, in their order.
@@ -157,7 +158,7 @@ class FeatureMap:
         numbers: list[int],
         features: Mapping[str, Jagged],
     ) -> BagIds:
-        """Return the ids of features that are answered by sums, whose lengths may be faulty."""
+        """Return the ids of features that are pooled at the owner, whose lengths may be faulty."""
         names = [name for of_group in known.summed for name in of_group]
         lengths = _joined([features[name].lengths for name in names])
         bags = [sum(features[name].lengths.shape[0] for name in of_group) for of_group in known.summed]

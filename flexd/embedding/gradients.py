@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.mistakes import MISTAKES, MistakeKind
+from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.replicas.replica_sync import RowGradients, sum_by_index
 from flexd.embedding.store.store import GroupStore
@@ -41,7 +41,7 @@ class RowGate(torch.Tensor):
     @classmethod
     def _note(cls) -> None:
         text = "torch computed a norm of the gradient of rows, as in torch.nn.utils.clip_grad_norm_ of param_groups"
-        MISTAKES.note(MistakeKind.CLIPPED_BY_TORCH, text)
+        USAGE_WARNINGS.note(UsageWarningKind.CLIPPED_BY_TORCH, text)
         if not RowGate.warned:
             RowGate.warned = True
             logger.warning(

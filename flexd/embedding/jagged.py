@@ -1,4 +1,4 @@
-"""Jagged input and output: the values of all samples in one tensor, with one length a sample."""
+"""Jagged input and output: the values of all samples in one tensor, with one length per sample."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Jagged:
         if self.lengths.dim() != 1 or self.lengths.is_floating_point():
             raise EmbeddingError(
                 f"jagged lengths have shape {tuple(self.lengths.shape)} and dtype {self.lengths.dtype}",
-                remedy="pass one integer length a sample",
+                remedy="pass one integer length per sample",
             )
 
     @staticmethod
@@ -98,7 +98,7 @@ class RefusedInput:
 
 def as_jagged(given: object, name: str) -> Jagged:
     """Convert a ``Jagged``, a nested tensor of layout ``torch.jagged``, or a dense tensor [batch, ...] with equally
-    many values a sample.
+    many values per sample.
 
     Args:
         name: name of the feature, for error texts.

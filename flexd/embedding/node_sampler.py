@@ -23,7 +23,7 @@ class NodeSampler(Sampler[list[int]]):
     """Yields the indices of this rank's batches, for ``DataLoader(batch_sampler=...)``.
 
     The global batches are those of ``DistributedSampler``: equal samples in an order that the seed decides. Which rank
-    trains which of them follows from the rows that they use, in equal numbers a rank. Every rank computes that alone,
+    trains which of them follows from the rows that they use, in equal numbers per rank. Every rank computes that alone,
     from where rows live when it begins to iterate: every rank begins at the same point of the program.
 
     Args:
@@ -46,7 +46,7 @@ class NodeSampler(Sampler[list[int]]):
         order = found.order
         sizes = {name: by_name[name].lengths.shape[0] for name in order}
         if len(set(sizes.values())) > 1:
-            raise EmbeddingError(f"samples by feature: {sizes}", remedy="give every feature one length a sample")
+            raise EmbeddingError(f"samples by feature: {sizes}", remedy="give every feature one length per sample")
         if found.faulty is not None and bool(found.faulty):
             raise EmbeddingError("ids of the dataset are out of range", remedy="give ids below the rows of the tables")
         self.samples = next(iter(sizes.values()), 0)

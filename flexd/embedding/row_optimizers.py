@@ -86,7 +86,7 @@ class GroupUpdate:
     Attributes:
         rows: [slots, dim], changed in place.
         state: [slots, s] float32 (float64 beside float64 rows), changed in place.
-        gradients: (int64 [n] unique slots, [n, dim] gradients, not changed); no two of them share a row.
+        gradients: (int64 [n] unique slots, [n, dim] gradients, not changed); no two of them share per row.
         keys_of: keys of the rows at slots, for stochastic rounding; None: round to the nearest.
         rates_of: int64 [n] slots -> float64 [n, 1] by which the changes of their rows are multiplied, and a decoupled
             weight decay; None: 1.
@@ -344,7 +344,7 @@ class Adagrad(_AdagradLike):
 
 @dataclass(frozen=True)
 class RowWiseAdagrad(_AdagradLike):
-    """s += mean(g^2); w -= lr * g / (sqrt(s) + eps), one accumulator a row.
+    """s += mean(g^2); w -= lr * g / (sqrt(s) + eps), one accumulator per row.
 
     Equal to FBGEMM's EXACT_ROWWISE_ADAGRAD.
 
@@ -359,7 +359,7 @@ class RowWiseAdagrad(_AdagradLike):
     row_wise: ClassVar[bool] = True
 
     def _divided(self, grads: Sequence[torch.Tensor], divisors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """One factor a row, as FBGEMM's, so that the gradients are read and the changes written once."""
+        """One factor per row, as FBGEMM's, so that the gradients are read and the changes written once."""
         factors = list(divisors)
         torch._foreach_reciprocal_(factors)
         torch._foreach_mul_(factors, -self.lr)

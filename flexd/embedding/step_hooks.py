@@ -31,7 +31,8 @@ class GradientSplit(Protocol):
 
 
 class StepHooks:
-    """Points of a step at which rows may be exchanged earlier or later. These do nothing; ``RunAhead`` replaces them.
+    """Points of a step at which rows may be exchanged earlier or later. These do nothing; ``PrefetchPipeline``
+    replaces them.
 
     Called by the training thread, at the same points on every rank; all methods are collective.
     """

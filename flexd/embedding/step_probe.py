@@ -1,4 +1,5 @@
-"""Measure what a step takes beside its links: with answers by sums, with copies on every rank, and per byte of rows."""
+"""Measure what a step takes beside its links: with tables pooled at the owner, with copies on every rank, and per
+byte of rows."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from flexd.core.errors import TopologyError
-from flexd.core.home_rules import COPIED, SPREAD
 from flexd.core.layout import RankLayout
+from flexd.core.sharding_types import DATA_PARALLEL, ROW_WISE
 from flexd.embedding import devices
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.jagged import Jagged
@@ -26,8 +27,8 @@ Float64Array = npt.NDArray[np.float64]
 
 TABLES, ROWS, DIM, BAGS, BAG_LENGTH = 8, 512, 16, 32, 2
 """So small that bytes take no time beside launches and latencies."""
-KINDS = (("rows", SPREAD), ("sums", SPREAD), ("rows", COPIED))
-"""Answer and home rule of half of the tables; the other half is spread and answers by rows."""
+KINDS = (("requester", ROW_WISE), ("owner", ROW_WISE), ("requester", DATA_PARALLEL))
+"""Answer and sharding type of half of the tables; the other half is spread and is pooled at the requester."""
 WARM_UP, FEWEST_TURNS, MOST_TURNS = 2, 5, 200
 _KERNEL_SHARE = 0.25
 """Of the budget, for rows in memory."""
@@ -103,8 +104,8 @@ def _steps(layout: RankLayout, device: torch.device, goes_on: Callable[[int], bo
 def _collection(layout: RankLayout, device: torch.device, kind: tuple[str, str]) -> EmbeddingBagCollection:
     tables = []
     for number in range(TABLES):
-        answer, homes = kind if number % 2 else KINDS[0]
-        tables.append(EmbeddingBagTable(f"t{number}", ROWS, DIM, answer=answer, homes=homes))
+        pooling_at, sharding = kind if number % 2 else KINDS[0]
+        tables.append(EmbeddingBagTable(f"t{number}", ROWS, DIM, pooling_at=pooling_at, sharding=sharding))
     return EmbeddingBagCollection(tables, optimizer=RowWiseAdagrad(lr=0.01), layout=layout, device=device)
 
 
@@ -169,7 +170,7 @@ def _kernels(device: torch.device, goes_on: Callable[[int], bool]) -> tuple[Floa
             break
         turns.append(_timed(step, device))
     row_bytes, state_bytes = 4.0 * _KERNEL_DIM, 4.0
-    # As ``kernel_bytes`` of a home that answers by sums.
+    # As ``kernel_bytes`` of a home that is pooled at the owner.
     return np.array(turns), 2 * _KERNEL_IDS * row_bytes + 2 * len(slots) * (row_bytes + state_bytes)
 
 

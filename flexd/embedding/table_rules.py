@@ -1,4 +1,4 @@
-"""``flexd.TableRules``: home rule and answer of every table, as ``flexd shard --for flexd`` planned them."""
+"""``flexd.TableRules``: sharding type and pooling place of every table, as ``flexd shard --for flexd`` planned them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flexd.core.errors import EmbeddingError, TopologyError
-from flexd.core.home_rules import HomeRule
 from flexd.core.layout import RankLayout
+from flexd.core.sharding_types import ShardingType
 
 FORMAT = 1
 _AGAIN = "write it by flexd shard --for flexd"
@@ -23,19 +23,19 @@ class TableRule:
 
     Attributes:
         rows, dim: of the table that was planned.
-        homes: home rule, as of ``EmbeddingTable``.
-        answer: "rows" or "sums"; None if the table was planned un-pooled.
+        sharding: sharding type, as of ``EmbeddingTable``.
+        pooling_at: "requester" or "owner"; None if the table was planned un-pooled.
     """
 
     rows: int
     dim: int
-    homes: str
-    answer: str | None
+    sharding: str
+    pooling_at: str | None
 
 
 @dataclass(frozen=True)
 class TableRules:
-    """Home rule and answer of tables, by name.
+    """Sharding type and pooling place of tables, by name.
 
     ::
 
@@ -45,7 +45,7 @@ class TableRules:
 
     Attributes:
         layout: of the job that the plan is for.
-        by_name: of each table by its name, and by ``module/name`` as ``flexd.torchrec.replace`` calls a table whose
+        by_name: of each table by its name, and by ``module/name`` as ``flexd.torchrec.replace`` calls per table whose
             name another module before has.
         source: file, for messages.
     """
@@ -86,7 +86,8 @@ class TableRules:
         return TableRules(layout, by_name, source)
 
     def apply(self, tables: Sequence[_Table]) -> list[_Table]:
-        """Return ``EmbeddingTable``s and ``EmbeddingBagTable``s with the planned rules and answers, instead of theirs.
+        """Return ``EmbeddingTable``s and ``EmbeddingBagTable``s with the planned sharding types and pooling places,
+        instead of theirs.
 
         The plan may have more tables.
 
@@ -105,14 +106,14 @@ class TableRules:
                 f"{table.dim}",
                 remedy="plan the tables of this job again",
             )
-        if hasattr(table, "answer"):
-            return replace(table, homes=rule.homes, answer=rule.answer or table.answer)
-        if rule.answer == "sums":
+        if hasattr(table, "pooling_at"):
+            return replace(table, sharding=rule.sharding, pooling_at=rule.pooling_at or table.pooling_at)
+        if rule.pooling_at == "owner":
             raise EmbeddingError(
                 f"{self.source}: table {table.name!r} is planned as pooled, and is not",
                 remedy="list it with bags 0, or make it a flexd.EmbeddingBagTable",
             )
-        return replace(table, homes=rule.homes)
+        return replace(table, sharding=rule.sharding)
 
     def check_layout(self, layout: RankLayout) -> None:
         """Raise TopologyError if the job has other nodes or ranks than the plan is for."""
@@ -125,7 +126,9 @@ class TableRules:
 
 
 def _rule(name: str, entry: Mapping[str, Any]) -> TableRule:
-    answer = entry["answer"]
-    if answer not in ("rows", "sums", None):
-        raise ValueError(f"table {name!r}: answer {answer!r}")
-    return TableRule(int(entry["rows"]), int(entry["dim"]), str(HomeRule.parse(str(entry["homes"]), name)), answer)
+    pooling_at = entry["pooling_at"]
+    if pooling_at not in ("requester", "owner", None):
+        raise ValueError(f"table {name!r}: pooling_at {pooling_at!r}")
+    return TableRule(
+        int(entry["rows"]), int(entry["dim"]), str(ShardingType.parse(str(entry["sharding"]), name)), pooling_at
+    )

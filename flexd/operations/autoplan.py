@@ -24,7 +24,7 @@ FIRST_SECONDS = 5.0
 LONGEST_SECONDS = 300.0
 
 
-class HoldOff:
+class FailureBackoff:
     """Only the daemon's loop calls ``observe``; any thread may call the rest.
 
     The wait begins at ``FIRST_SECONDS`` and doubles up to ``LONGEST_SECONDS`` with every migration that fails without
@@ -91,7 +91,7 @@ class AutoPlanner:
 
     Attributes:
         refusal: why the newest attempt made no plan; empty if it made one.
-        hold_off: waits after a failed migration; a user's plan does not.
+        failure_backoff: waits after a failed migration; a user's plan does not.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class AutoPlanner:
         verifier: Verifier | None = None,
     ) -> None:
         self.triggers = Triggers(trigger_settings(planner), time.monotonic())
-        self.hold_off = HoldOff()
+        self.failure_backoff = FailureBackoff()
         self._planning = planning
         self._drift = drift
         self._live = live
@@ -128,8 +128,8 @@ class AutoPlanner:
                 return
         if self.verifier is not None and self.verifier.tick(live):
             return
-        self.hold_off.observe(self._planning.executions.last, time.monotonic())
-        if self.hold_off.seconds(time.monotonic(), live.generation):
+        self.failure_backoff.observe(self._planning.executions.last, time.monotonic())
+        if self.failure_backoff.seconds(time.monotonic(), live.generation):
             return
         due = self.triggers.due(time.monotonic(), time.time(), live.generation, self._drift.pop_reason)
         if due is None:
@@ -171,7 +171,7 @@ class AutoPlanner:
         nothing does."""
         live, now = self._live(), time.monotonic()
         generation = 0 if live is None else live.generation
-        return self.hold_off.seconds(now, generation), self.hold_off.reason(now, generation)
+        return self.failure_backoff.seconds(now, generation), self.failure_backoff.reason(now, generation)
 
     def record_manual_plan(self, *, executed: bool) -> None:
         """Record a plan that a user requested, and whether it was executed."""

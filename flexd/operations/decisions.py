@@ -68,7 +68,7 @@ logger = logging.getLogger("flexd")
 
 MAX_ROLLED_BACK = 64
 _NAME = "in force"
-_Words = Annotated[str, Field(max_length=2_000)]
+_Message = Annotated[str, Field(max_length=2_000)]
 _Bytes = Annotated[int, Field(ge=1, le=2**50)]
 
 
@@ -79,8 +79,8 @@ class _Stored(BaseModel):
 class Pause(_Stored):
     """Planning and pushing are on hold since ``unix_seconds``."""
 
-    reason: _Words
-    who: _Words = ""
+    reason: _Message
+    requested_by: _Message = ""
     unix_seconds: Annotated[float, Field(allow_inf_nan=False)] = 0.0
 
 
@@ -94,16 +94,17 @@ class ThrottleOverride(_Stored):
 
     bytes_per_step: _Bytes | None = None
     bytes_per_second: _Bytes | None = None
-    configured: _Words = ""
+    configured: _Message = ""
 
     @property
     def limits(self) -> ThrottleLimits:
         return ThrottleLimits(self.bytes_per_step, self.bytes_per_second)
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """The limits in words, for log lines and the history."""
-        return f"bytes a step {self.bytes_per_step or 'no limit'}, bytes a second {self.bytes_per_second or 'no limit'}"
+        per_step, per_second = self.bytes_per_step or "no limit", self.bytes_per_second or "no limit"
+        return f"bytes per step {per_step}, bytes per second {per_second}"
 
     def matches_config(self, throttle: ThrottleConfig) -> bool:
         """Return whether the limits were chosen under this configuration."""
@@ -117,8 +118,8 @@ class HeldPlan(_Stored):
         seconds: length of this hold; the next one of the kind is twice as long.
     """
 
-    kind: _Words
-    reason: _Words
+    kind: _Message
+    reason: _Message
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     until_unix_seconds: Annotated[float, Field(allow_inf_nan=False)]
 
@@ -134,9 +135,9 @@ class Decisions(_Stored):
 
     pause: Pause | None = None
     throttle: ThrottleOverride | None = None
-    rollback: Annotated[tuple[_Words, ...], Field(max_length=MAX_ROLLED_BACK)] = ()
+    rollback: Annotated[tuple[_Message, ...], Field(max_length=MAX_ROLLED_BACK)] = ()
     held_plans: Annotated[tuple[HeldPlan, ...], Field(max_length=8)] = ()
-    verification: _Words = ""
+    verification: _Message = ""
 
 
 class DecisionFile:

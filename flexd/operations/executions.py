@@ -81,13 +81,13 @@ class Executions:
             update={
                 "overridden_gates": overridden, "rows": len(plan.delta), "bytes_to_copy": plan.migration_bytes,
                 "promotions": plan.promotions, "demotions": plan.demotions,
-                "why": tuple(plan.summary()["replication"]["words"]), "predicted_saving_seconds": plan.saved_seconds,
+                "why": tuple(plan.summary()["replication"]["messages"]), "predicted_saving_seconds": plan.saved_seconds,
             }
         )  # fmt: skip
         return self._submit(origin, chunks, plan.topology_generation, plan)
 
     def abort(
-        self, reason: str, who: str, rollback: bool, live: LiveTopology | None
+        self, reason: str, requested_by: str, rollback: bool, live: LiveTopology | None
     ) -> tuple[Migration, Migration | None]:
         """Stop the running migration at its next chunk and discard the waiting ones.
 
@@ -100,16 +100,16 @@ class Executions:
             ControlError: the coordinator is stopping.
         """
         unfinished = self.unfinished(rollback, live)
-        words = f"aborted by {who}" + (f": {reason}" if reason else "")
+        message = f"aborted by {requested_by}" + (f": {reason}" if reason else "")
         for migration in unfinished:
-            migration.abort(words)
+            migration.abort(message)
         stopped = stopped_of(unfinished)
         if not rollback or live is None:
             return stopped, None
         # Its base is read when the rollback starts: a waiting migration may have started before it was aborted.
         return stopped, self.start_rollback(
             f"{stopped.migration_id}{ROLLBACK}", stopped.plan_id, lambda: stopped.base, stopped.generation,
-            rollback_trigger(stopped.migration_id, reason, who), live,
+            rollback_trigger(stopped.migration_id, reason, requested_by), live,
         )  # fmt: skip
 
     def unfinished(self, rollback: bool, live: LiveTopology | None) -> list[Migration]:
@@ -213,7 +213,7 @@ class Executions:
 
 def _of_trigger(name: str, parent_plan_id: str, trigger: Trigger) -> MigrationRecord:
     return MigrationRecord(
-        migration_id=name, parent_plan_id=parent_plan_id, trigger=trigger.kind.value, who=trigger.who,
+        migration_id=name, parent_plan_id=parent_plan_id, trigger=trigger.kind.value, requested_by=trigger.requested_by,
         reason=trigger.reason,
     )  # fmt: skip
 
@@ -229,6 +229,6 @@ def no_migration_running() -> ApiError:
     return ApiError("no migration is running", status=409, remedy="flexd get history shows those that have ended")
 
 
-def rollback_trigger(migration_id: str, reason: str, who: str) -> Trigger:
+def rollback_trigger(migration_id: str, reason: str, requested_by: str) -> Trigger:
     """Return the trigger of a rollback of the given migration."""
-    return Trigger(TriggerKind.MANUAL, f"rollback of {migration_id}: {reason}".rstrip(": "), who)
+    return Trigger(TriggerKind.MANUAL, f"rollback of {migration_id}: {reason}".rstrip(": "), requested_by)

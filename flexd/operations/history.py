@@ -113,10 +113,14 @@ class MigrationHistory:
         """Record an event of a migration. Called in the coordinator's thread."""
         self._record(news.migration.record)
 
-    def record_action(self, kind: ActionKind, who: str, reason: str, detail: str = "") -> None:
+    def record_action(self, kind: ActionKind, requested_by: str, reason: str, detail: str = "") -> None:
         """Record an action that is no migration, now; from any thread. A long ``detail`` is truncated."""
         action = ActionRecord(
-            unix_seconds=time.time(), kind=kind, who=who, reason=reason, detail=detail[:MAX_DETAIL_CHARACTERS]
+            unix_seconds=time.time(),
+            kind=kind,
+            requested_by=requested_by,
+            reason=reason,
+            detail=detail[:MAX_DETAIL_CHARACTERS],
         )
         self._add("INSERT INTO actions (document) VALUES (?)", action.model_dump_json())
 

@@ -31,7 +31,7 @@ def plan_moves(
     keyspace: KeySpace,
     topology: LiveTopology,
     settings: PlannerConfig,
-    by_sums: frozenset[str],
+    at_owner: frozenset[str],
     affinity: AffinityMonitor | None,
     accesses_per_step: float,
 ) -> tuple[Plan, AffinityOutlook | None]:
@@ -44,12 +44,12 @@ def plan_moves(
     Args:
         plan: of copies alone.
         live: with its moved rows.
-        by_sums: tables that answer by sums, whose rows stay.
+        at_owner: tables that are pooled at the owner, whose rows stay.
         affinity: None: rows that are used together are not sampled.
     """
     layout, room = topology.layout, None
     if settings.moved_slots_share > 0 and layout.nodes > 1:
-        excluded = by_sums.union(settings.exclude_tables)
+        excluded = at_owner.union(settings.exclude_tables)
         room = MoveRoom(keyspace, layout, slots_of_moves(topology, settings), plan.target, excluded)
     outlook = wanted = None
     if affinity is not None:
@@ -78,14 +78,14 @@ class TrainingJob:
 
     Attributes:
         exchange, comm_dtype: of their collections.
-        answers: "rows" or "sums" by name of each pooled table.
+        pooling_at: "requester" or "owner" by name of each pooled table.
         passes: forward passes for each step of the optimizer, as the ranks report them. Their gradients are pushed
             once.
     """
 
     exchange: Exchange = Exchange.CHAIN
     comm_dtype: str | None = None
-    answers: Mapping[str, str] = field(default_factory=dict)
+    pooling_at: Mapping[str, str] = field(default_factory=dict)
     passes: int = 1
 
     @classmethod
@@ -100,7 +100,7 @@ class TrainingJob:
         return cls(
             _EXCHANGES.get(trainer.exchange, cls.exchange),
             trainer.comm_dtype if trainer.comm_dtype in DTYPE_BYTES else None,
-            trainer.answer_by_table(tables),
+            trainer.pooling_at_by_table(tables),
             passes,
         )
 
@@ -109,9 +109,9 @@ class TrainingJob:
         return TrainingShape(micro_batches=self.passes, merged_backward=True, comm_dtype=self.comm_dtype)
 
     @property
-    def by_sums(self) -> frozenset[str]:
-        """Tables that answer by sums; none of their rows is copied or moves."""
-        return frozenset(name for name, answer in self.answers.items() if answer == "sums")
+    def at_owner(self) -> frozenset[str]:
+        """Tables that are pooled at the owner; none of their rows is copied or moves."""
+        return frozenset(name for name, pooling_at in self.pooling_at.items() if pooling_at == "owner")
 
 
 def cheaper_exchange(plan: Plan) -> str:
@@ -126,13 +126,13 @@ def cheaper_exchange(plan: Plan) -> str:
 
 
 def plan_limits(settings: PlannerConfig, job: TrainingJob) -> PlanLimits:
-    """Return pins and excluded tables. No row of a table that answers by sums is copied."""
+    """Return pins and excluded tables. No row of a table that is pooled at the owner is copied."""
     return PlanLimits(
         pins=tuple(
             RowPin(pin.table, Tier[pin.tier], None if pin.rows is None else np.array(pin.rows, dtype=np.int64))
             for pin in settings.pins
         ),
-        exclude_tables=job.by_sums.union(settings.exclude_tables),
+        exclude_tables=job.at_owner.union(settings.exclude_tables),
     )
 
 

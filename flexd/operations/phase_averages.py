@@ -55,13 +55,13 @@ def priced_by(cluster: Cluster, measured: Exposed | None) -> Cluster:
         return cluster
     shares = (measured.forward, measured.backward, measured.sync)
     if min_share(measured) >= 1.0:
-        words = "nothing runs beside compute"
+        message = "nothing runs beside compute"
     else:
         of_shares = ", ".join(
             f"{name} {share:.2f}" for name, share in zip(("forward", "backward", "sync"), shares, strict=True)
         )
-        words = f"outside compute {of_shares}; {1e3 * measured.cover_seconds:.3g} ms cover the rest"
-    return cluster.with_exposed(measured, f"{cluster.name} (measured: {words})")
+        message = f"outside compute {of_shares}; {1e3 * measured.cover_seconds:.3g} ms cover the rest"
+    return cluster.with_exposed(measured, f"{cluster.name} (measured: {message})")
 
 
 Float64Array = npt.NDArray[np.float64]

@@ -75,7 +75,7 @@ class Planning:
         training: TrainingMonitor,
         executions: Executions,
         on_executed: Callable[[], None] = lambda: None,
-        on_withheld: Callable[[str, str], None] = lambda who, reason: None,
+        on_withheld: Callable[[str, str], None] = lambda requested_by, reason: None,
         affinity: AffinityMonitor | None = None,
     ) -> None:
         self.affinity = affinity
@@ -269,7 +269,7 @@ class Planning:
         affinity = None
         if moves:
             plan, affinity = plan_moves(
-                plan, live, self._keyspace, topology, settings, job.by_sums, self.affinity, per_step
+                plan, live, self._keyspace, topology, settings, job.at_owner, self.affinity, per_step
             )
         self.last_gates = (*self.last_gates, saving_gate(plan, settings.min_saving))
         return plan, profile, live, topology.layout, affinity
@@ -313,4 +313,4 @@ class Planning:
         self.outcomes["withheld"] += 1
         if not self._withheld_said:
             self._withheld_said = True
-            self._on_withheld(trigger.who, f"{trigger.reason}: {proposal.withheld}")
+            self._on_withheld(trigger.requested_by, f"{trigger.reason}: {proposal.withheld}")

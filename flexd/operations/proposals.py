@@ -87,7 +87,7 @@ def saving_gate(plan: Plan, settings: MinSavingConfig) -> Gate:
     share = "" if plan.saved_share is None else f" ({plan.saved_share:.3%} of it)"
     return Gate(
         SAVING, "planner.min_saving", plan.saved_seconds, required, False,
-        f"the plan would save {1e6 * plan.saved_seconds:.3f} us a step{share}, planner.min_saving asks for "
+        f"the plan would save {1e6 * plan.saved_seconds:.3f} us per step{share}, planner.min_saving asks for "
         f"{1e6 * required:.3f} us",
         "nothing to do: the live placement stays; lower planner.min_saving to move rows for less",
     )  # fmt: skip

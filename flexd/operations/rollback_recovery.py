@@ -78,7 +78,7 @@ class RollbackRecovery:
         logger.info("%s resumes the rollback that was requested", rollback.migration_id)
         return True
 
-    def start(self, reason: str, who: str) -> tuple[MigrationRecord, Migration]:
+    def start(self, reason: str, requested_by: str) -> tuple[MigrationRecord, Migration]:
         """Roll back the ``interrupted`` migration; if that was a rollback itself, complete it.
 
         Returns the interrupted migration, as far as the journal tells if the history has lost it, and the rollback.
@@ -94,7 +94,7 @@ class RollbackRecovery:
             self._decisions.update(rollback=(interrupted.migration_id,))
         started = self._executions.start_rollback(
             self._unused_id(interrupted), interrupted.plan_id, lambda: base, live.generation,
-            rollback_trigger(interrupted.migration_id, reason, who), live,
+            rollback_trigger(interrupted.migration_id, reason, requested_by), live,
         )  # fmt: skip
         return stopped, started
 

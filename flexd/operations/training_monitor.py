@@ -13,18 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES, SlowTableReport, StepReport
-from flexd.core.mistakes import MAX_TEXT, MistakeKind, MistakeReport
+from flexd.core.usage_warnings import MAX_TEXT, UsageWarningKind, UsageWarningReport
 from flexd.operations.phase_averages import RECENT_STEPS, PhaseAverages, differs, exposure, mean_phases
 from flexd.operations.step_times import StepTimes
 from flexd.topology.cluster import Exposed
 
-_KINDS = frozenset(kind.value for kind in MistakeKind)
+_KINDS = frozenset(kind.value for kind in UsageWarningKind)
 OTHER = "other"
 """Kind of reports of a newer flexd that this one does not know."""
 
 
 @dataclass(frozen=True)
-class MistakeTotal:
+class UsageWarningTotal:
     """One kind of mistake, over all ranks since the daemon started.
 
     Attributes:
@@ -40,8 +40,8 @@ class MistakeTotal:
     heard_unix_seconds: float
 
 
-class MistakeTotals:
-    """Thread-safe, and bounded: one total a kind, one number a rank and kind.
+class UsageWarningTotals:
+    """Thread-safe, and bounded: one total a kind, one number per rank and kind.
 
     Args:
         clock: Unix seconds.
@@ -50,10 +50,10 @@ class MistakeTotals:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._seen: dict[tuple[int, str], MistakeReport] = {}
-        self._totals: dict[str, MistakeTotal] = {}
+        self._seen: dict[tuple[int, str], UsageWarningReport] = {}
+        self._totals: dict[str, UsageWarningTotal] = {}
 
-    def add(self, rank: int, reports: Sequence[MistakeReport]) -> None:
+    def add(self, rank: int, reports: Sequence[UsageWarningReport]) -> None:
         """Add what a rank reports, which counts from the start of its process: the same twice counts once."""
         if not reports:
             return
@@ -67,11 +67,11 @@ class MistakeTotals:
                     continue
                 self._seen[rank, kind] = report
                 total = self._totals.get(kind)
-                self._totals[kind] = MistakeTotal(
+                self._totals[kind] = UsageWarningTotal(
                     kind, new + (0 if total is None else total.count), rank, report.text[:MAX_TEXT], self._clock()
                 )
 
-    def totals(self) -> tuple[MistakeTotal, ...]:
+    def totals(self) -> tuple[UsageWarningTotal, ...]:
         """Return the totals of the kinds that were reported, the newest first."""
         with self._lock:
             return tuple(sorted(self._totals.values(), key=lambda total: -total.heard_unix_seconds))
@@ -333,7 +333,7 @@ class TrainingMonitor:
     Attributes:
         timeline: recent traffic in intervals.
         step_times: step seconds by placement version, of the present topology generation.
-        mistakes: of the ranks' trainers, since the daemon started.
+        usage_warnings: of the ranks' trainers, since the daemon started.
     """
 
     def __init__(self) -> None:
@@ -342,12 +342,12 @@ class TrainingMonitor:
         self._exposed: Exposed | None = None
         self.timeline = TrafficTimeline()
         self.step_times = StepTimes()
-        self.mistakes = MistakeTotals()
+        self.usage_warnings = UsageWarningTotals()
         self._totals = TrainingTotals(sent_bytes={(kind, link): 0 for kind in TRAFFIC_KINDS for link in LINKS})
 
     def add(self, rank: int, report: StepReport) -> None:
         """Add one report. A rank's look-ups are summed over tiers and averaged with exponential weights."""
-        self.mistakes.add(rank, report.mistakes)
+        self.usage_warnings.add(rank, report.usage_warnings)
         if report.steps == 0:  # of a mistake alone
             return
         self.timeline.add(report)

@@ -126,12 +126,12 @@ class Trigger:
     Attributes:
         kind: kind of the cause.
         reason: the cause in words, recorded with plan and migration.
-        who: the user who requested it, or ``DAEMON_ACTOR``.
+        requested_by: the user who requested it, or ``DAEMON_ACTOR``.
     """
 
     kind: TriggerKind
     reason: str
-    who: str = DAEMON_ACTOR
+    requested_by: str = DAEMON_ACTOR
 
 
 @dataclass(frozen=True)

@@ -319,50 +319,50 @@ class Verifier:
         run.moving = True
 
     def _conclude(self, run: _Run, verdict: Verdict, effect: Effect, live: LiveTopology) -> None:
-        words = effect.describe(CONFIDENCE)
+        message = effect.describe(CONFIDENCE)
         migration_id = run.plan.migration_id
         stays = keeps_plan(verdict, takes_back=run.changes.takes_back)
         if not stays and verdict is not Verdict.SLOWER:
-            words = f"{words}: no gain shown"
+            message = f"{message}: no gain shown"
         if stays:
             self.held.release(run.kind)
             if not run.at_plan:
                 run.at_plan = True
                 self._move(run, run.planned, live)
         else:
-            self.held.hold(run.kind, f"{migration_id} measured {words}", HOLD_SECONDS, time.time())
+            self.held.hold(run.kind, f"{migration_id} measured {message}", HOLD_SECONDS, time.time())
             run.newest = self._executions.start_rollback(
                 f"{migration_id}{ROLLBACK}", migration_id, lambda: run.base, run.generation,
                 replace(
-                    rollback_trigger(migration_id, f"measured {words}", DAEMON_ACTOR), kind=TriggerKind.VERIFY
+                    rollback_trigger(migration_id, f"measured {message}", DAEMON_ACTOR), kind=TriggerKind.VERIFY
                 ), live,
             )  # fmt: skip
-        self._end(run, VerificationState(verdict.value), words, rolled_back=not stays)
+        self._end(run, VerificationState(verdict.value), message, rolled_back=not stays)
 
-    def _end(self, run: _Run, state: VerificationState, words: str, *, rolled_back: bool = False) -> None:
-        self._report(run, state, words, rolled_back=rolled_back)
+    def _end(self, run: _Run, state: VerificationState, message: str, *, rolled_back: bool = False) -> None:
+        self._report(run, state, message, rolled_back=rolled_back)
         self._run, self._seen = None, run.newest
         self.ended[state.value] += 1
         outcome = "rolled back" if rolled_back else "the plan stays"
         if state is VerificationState.INTERRUPTED:
             outcome = _NO_VERDICT
-        self._record(f"{state.value}: {words}; {outcome}")
+        self._record(f"{state.value}: {message}; {outcome}")
         self._decisions.update(verification="")
 
-    def _report(self, run: _Run, state: VerificationState, words: str, *, rolled_back: bool = False) -> None:
+    def _report(self, run: _Run, state: VerificationState, message: str, *, rolled_back: bool = False) -> None:
         effect = run.rule.effect(run.blocks[False], run.blocks[True])
         self.newest = VerificationReport(
             migration_id=run.plan.migration_id, state=state.value, change=effect.share, low=effect.low,
             high=effect.high, pairs=effect.pairs, part=run.changes.part, steps=self._blocks.steps(),
-            rolled_back=rolled_back, words=words,
+            rolled_back=rolled_back, message=message,
         )  # fmt: skip
 
-    def _record(self, words: str) -> None:
+    def _record(self, message: str) -> None:
         """Record the end of the newest verification."""
         ended = self.newest
         assert ended is not None  # noqa: S101
-        logger.info("verification of %s: %s", ended.migration_id, words)
-        self._history.record_action("verify", DAEMON_ACTOR, ended.migration_id, words)
+        logger.info("verification of %s: %s", ended.migration_id, message)
+        self._history.record_action("verify", DAEMON_ACTOR, ended.migration_id, message)
         self._history.record_verification(ended)
 
     def _kept(self) -> VerificationReport | None:
@@ -375,7 +375,9 @@ class Verifier:
         """Record the end of a verification that an earlier daemon left."""
         left = self._decisions.current.verification
         if left:
-            words = f"the daemon ended; {_NO_VERDICT}"
-            self.newest = VerificationReport(migration_id=left, state=VerificationState.INTERRUPTED.value, words=words)
-            self._record(f"interrupted: {words}")
+            message = f"the daemon ended; {_NO_VERDICT}"
+            self.newest = VerificationReport(
+                migration_id=left, state=VerificationState.INTERRUPTED.value, message=message
+            )
+            self._record(f"interrupted: {message}")
             self._decisions.update(verification="")

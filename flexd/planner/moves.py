@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.home_rules import SPREAD
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import MAX_MOVED_NODES, MOVED, RankLayout, is_moved
 from flexd.core.placement import Placement
+from flexd.core.sharding_types import ROW_WISE
 from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.affinity.traffic import rule_nodes
 from flexd.planner.delta import moved_bytes, plan_delta
@@ -41,7 +41,7 @@ class MoveRoom:
     ) -> None:
         self._keyspace, self._layout, self._copies = keyspace, layout, copies
         self._slots = np.stack([slots_of_ranks(group, layout) for group in slots])
-        self._movable = np.array([spec.homes == SPREAD and spec.name not in excluded for spec in keyspace.tables])
+        self._movable = np.array([spec.sharding == ROW_WISE and spec.name not in excluded for spec in keyspace.tables])
 
     def fit(self, homes: NodeHomes) -> NodeHomes:
         """Return the homes with the moves that fit, those first that save most; all other rows are at their rule."""

@@ -47,7 +47,7 @@ class Plan:
         reason: trigger of the plan.
         created_unix_seconds: given by the caller.
         target: the planned placement; its version is the live one's.
-        gains: float64[len(target)], exposed seconds a step each of its rows saves against HOME.
+        gains: float64[len(target)], exposed seconds per step each of its rows saves against HOME.
         delta: the changes from the live placement, in the order to apply them.
         before, after: cost of the live placement and of the target.
         baselines: cost of the other strategies by name; ``two_hop`` is the same chain without replicas.
@@ -157,7 +157,7 @@ class Plan:
             },
             "baselines": {name: cost.to_dict() for name, cost in self.baselines.items()},
             "replication": {
-                "words": replication_words(
+                "message": replication_words(
                     self.baselines["two_hop" if self.exchange is Exchange.CHAIN else "row_wise_dedup"],
                     self.after,
                     self.cluster,

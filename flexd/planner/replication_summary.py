@@ -16,17 +16,17 @@ def replication_words(home: CostBreakdown, plan: CostBreakdown, cluster: Cluster
         plan: cost of the same chain with the plan's replicas.
         dedup: cost of row-wise sharding with dedup.
     """
-    words = _words(home, plan, cluster)
+    messages = _messages(home, plan, cluster)
     if dedup.exposed_seconds < plan.exposed_seconds:
-        words.append(
+        messages.append(
             f"row-wise sharding with dedup (exchange 'direct') would take {_time(dedup.exposed_seconds)} a step, this "
             f"plan {_time(plan.exposed_seconds)}: latency dominates here. A running job cannot change "
             "its exchange; start the next one with it"
         )
-    return words
+    return messages
 
 
-def _words(home: CostBreakdown, plan: CostBreakdown, cluster: Cluster) -> list[str]:
+def _messages(home: CostBreakdown, plan: CostBreakdown, cluster: Cluster) -> list[str]:
     between = TrafficLink.INTER_NODE
     exchanged, alone, synced = plan.all_to_all_bytes(between), home.all_to_all_bytes(between), plan.sync_bytes(between)
     wire = cluster.link(Link.INTER_NODE).wire_bytes_per_second
@@ -54,7 +54,7 @@ def _words(home: CostBreakdown, plan: CostBreakdown, cluster: Cluster) -> list[s
     ids_seconds = _seconds(home, Phase.FORWARD_IDS) - _seconds(plan, Phase.FORWARD_IDS)
     return [
         _saving(home.exposed_seconds - plan.exposed_seconds),
-        f"ids: {home.ids_sent - plan.ids_sent:,.0f} requests a rank and step are not sent ({_time(ids_seconds)})",
+        f"ids: {home.ids_sent - plan.ids_sent:,.0f} requests per rank and step are not sent ({_time(ids_seconds)})",
         bandwidth[0].upper() + bandwidth[1:],
         f"the forward exchange takes {_time(home.forward_seconds - plan.forward_seconds)} less and "
         f"sends {_size(_forward_bytes(home) - _forward_bytes(plan))} less between nodes; the backward exchange takes "
@@ -67,7 +67,7 @@ def _words(home: CostBreakdown, plan: CostBreakdown, cluster: Cluster) -> list[s
 
 
 def _saving(seconds: float) -> str:
-    against = "exposed communication a step against the same chain with every row at home"
+    against = "exposed communication per step against the same chain with every row at home"
     if seconds >= 0:
         return f"replicas save {_time(seconds)} of {against}"
     return f"replicas cost {_time(-seconds)} more {against}"

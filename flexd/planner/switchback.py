@@ -50,11 +50,11 @@ class Effect:
         """Return the effect in words, such as ``3.1 % slower (95 % interval 1.2 % to 5.0 %, 12 pairs)``."""
         if not self.pairs:
             return "not measured"
-        words = f"{abs(self.share):.1%} {'slower' if self.share > 0 else 'faster'}".replace("%", " %")
+        message = f"{abs(self.share):.1%} {'slower' if self.share > 0 else 'faster'}".replace("%", " %")
         if not math.isfinite(self.low):
-            return f"{words} ({self.pairs} pairs of blocks, too few for an interval)"
+            return f"{message} ({self.pairs} pairs of blocks, too few for an interval)"
         interval = f"{100 * self.low:+.1f} % to {100 * self.high:+.1f} %"
-        return f"{words} ({confidence * 100:g} % interval {interval}, {self.pairs} pairs of blocks)"
+        return f"{message} ({confidence * 100:g} % interval {interval}, {self.pairs} pairs of blocks)"
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,8 @@ def add_routes(app: FastAPI, api: DaemonApi) -> None:
 def _endpoint(route: Route[Any], api: DaemonApi, slow: SlowCalls) -> Callable[..., Response]:
     def endpoint(**given: Any) -> Response:
         given.update(given.pop("request", ()))
-        if "who" in given:
-            given["who"] = requester(given["who"])
+        if "requested_by" in given:
+            given["requested_by"] = requester(given["requested_by"])
         with slow.one() if route.slow else nullcontext():
             # Looked up at every request, because a daemon with other tables may replace another.
             result = api.handler(route.handler)(**given)

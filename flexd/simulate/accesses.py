@@ -131,7 +131,7 @@ def _random(seed: int, step: int, rank: int, source: int, micro_batch: int) -> n
 
 
 def _drawn_words(accesses_per_rank: int, micro_batches: int) -> str:
-    of = "step" if micro_batches == 1 else f"micro-batch, {micro_batches} micro-batches a step"
+    of = "step" if micro_batches == 1 else f"micro-batch, {micro_batches} micro-batches per step"
     return f"independent draws, {accesses_per_rank:,} a rank and {of}"
 
 

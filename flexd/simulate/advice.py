@@ -44,7 +44,7 @@ MAX_PRICE_ERROR = 0.9
 STEP_PERCENTILES = (5, 95)
 """Of the steps' predicted savings; with the error of the prices they make the range of an answer."""
 _AHEAD = (StepPart.IDS, StepPart.FORWARD, StepPart.BACKWARD)
-"""Parts that run-ahead moves beside computing."""
+"""Parts that the prefetch pipeline moves beside computing."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +54,23 @@ class Option:
     Attributes:
         name: key in the results.
         strategy: whose bytes it sends.
-        run_ahead: rows that the step before does not touch are fetched during it (``flexd.prefetch``).
+        prefetch_pipeline: rows that the step before does not touch are fetched during it (``flexd.prefetch``).
     """
 
     name: str
     title: str
     strategy: Strategy
-    run_ahead: bool = False
+    prefetch_pipeline: bool = False
 
 
 OPTIONS = (
     Option("row_wise", "row-wise, no dedup (TorchRec row-wise)", ROW_WISE),
     Option("dedup", "dedup (exchange: direct)", DIRECT),
     Option("two_hops", "two hops (exchange: chain)", TWO_HOP),
-    Option("dedup_run_ahead", "dedup, run-ahead", DIRECT, run_ahead=True),
-    Option("two_hops_run_ahead", "two hops, run-ahead", TWO_HOP, run_ahead=True),
+    Option("dedup_prefetch_pipeline", "dedup, prefetch pipeline", DIRECT, prefetch_pipeline=True),
+    Option("two_hops_prefetch_pipeline", "two hops, prefetch pipeline", TWO_HOP, prefetch_pipeline=True),
     Option("copies", "two hops, copies of hot rows", REPLANNED),
-    Option("copies_run_ahead", "two hops, copies, run-ahead", REPLANNED, run_ahead=True),
+    Option("copies_prefetch_pipeline", "two hops, copies, prefetch pipeline", REPLANNED, prefetch_pipeline=True),
 )
 NOW = {option.name: option for option in OPTIONS[:3]}
 """Exchanges that a training may use today."""
@@ -168,7 +168,7 @@ def advise(
             prices are then corrected by one factor, so that today's exchange takes the rest of the step. None: the
             step less today's exchange by the prices.
         row_work_seconds: of the computing, the look-up, dedup and update of rows. They are before, between and after
-            the messages, so run-ahead hides nothing behind them.
+            the messages, so the prefetch pipeline hides nothing behind them.
         scale: bytes of a step of the job over those of the replay, for which ``cluster`` is a scale model
             (``flexd.topology.files``). Larger batches share more rows than this allows for.
         price_error: the relative error of the cluster's prices, which widens the ranges.
@@ -259,7 +259,7 @@ class _StepModel:
             computing = max(0.0, self.step_seconds - price_factor * float(self.exchange(self.now).mean()))
         exchange = price_factor * self.exchange(option)
         result: Float64Array = computing + exchange
-        if option.run_ahead:
+        if option.prefetch_pipeline:
             parts = price_factor * self.seconds(option)
             ahead = (1 - self.reused) * parts[:, list(_AHEAD)].sum(axis=1)
             result -= np.minimum(ahead, max(0.0, computing - self.row_work_seconds))
@@ -300,7 +300,7 @@ def _extra_memory_bytes(model: _StepModel, option: Option) -> int:
         for group, count in zip(groups, slots, strict=True):
             spec = simulation.keyspace.tables[group.tables[0]]
             total += count * (spec.row_bytes + spec.state_bytes)
-    if option.run_ahead:
+    if option.prefetch_pipeline:
         # The rows that a rank receives forward wait a step longer: about as many bytes as it sends.
         forward = model.run(option).sent[model.steps, :, StepPart.FORWARD, :].sum(axis=2)
         total += int(model.scale * forward.max(initial=0))

@@ -3,7 +3,7 @@
 A step is a sequence of collectives. For each, the bytes that every rank sends to other ranks are counted by link; rows
 that a rank has itself cost nothing.
 
-The sizes exchange that precedes the ids is counted too (8 bytes a peer and dim-group, and 16 for
+The sizes exchange that precedes the ids is counted too (8 bytes per peer and dim-group, and 16 for
 the agreement).
 """
 
@@ -92,7 +92,7 @@ class StepPart(IntEnum):
     BACKWARD = 2
     """Gradients on their way to the home rank."""
     SYNC_MASK = 3
-    """Which replicated rows were touched: one bit a row."""
+    """Which replicated rows were touched: one bit per row."""
     SYNC_ROWS = 4
     """Gradients of the touched replicated rows."""
     MIGRATION = 5

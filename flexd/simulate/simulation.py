@@ -33,7 +33,7 @@ from flexd.sketch.types import SketchSettings
 from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Link
 
 
-class Knowledge(Enum):
+class PlanningInput(Enum):
     """Accesses that a strategy plans from."""
 
     NOTHING = "nothing"
@@ -53,14 +53,14 @@ class Strategy:
     Attributes:
         name: key in the results.
         title: for tables.
-        merges_passes: each row's gradient is pushed once a step, not once a micro-batch.
+        merges_passes: each row's gradient is pushed once per step, not once per micro-batch.
         dedup: a rank requests each row once; False: for every look-up.
     """
 
     name: str
     title: str
     exchange: Exchange
-    knowledge: Knowledge = Knowledge.NOTHING
+    planning_input: PlanningInput = PlanningInput.NOTHING
     merges_passes: bool = True
     dedup: bool = True
 
@@ -69,9 +69,9 @@ ROW_WISE = Strategy("row_wise", "row-wise", Exchange.DIRECT_DEDUP, merges_passes
 ROW_WISE_DEDUP = Strategy("row_wise_dedup", "row-wise, dedup", Exchange.DIRECT_DEDUP, merges_passes=False)
 DIRECT = Strategy("direct", "flexd, direct with dedup", Exchange.DIRECT_DEDUP)
 TWO_HOP = Strategy("two_hop", "two-hop chain", Exchange.CHAIN)
-STATIC = Strategy("static", "flexd, planned once", Exchange.CHAIN, Knowledge.FIRST_QUARTER)
-REPLANNED = Strategy("replanned", "flexd, re-planned", Exchange.CHAIN, Knowledge.STREAM)
-ORACLE = Strategy("oracle", "oracle of the next window", Exchange.CHAIN, Knowledge.NEXT_WINDOW)
+STATIC = Strategy("static", "flexd, planned once", Exchange.CHAIN, PlanningInput.FIRST_QUARTER)
+REPLANNED = Strategy("replanned", "flexd, re-planned", Exchange.CHAIN, PlanningInput.STREAM)
+ORACLE = Strategy("oracle", "oracle of the next window", Exchange.CHAIN, PlanningInput.NEXT_WINDOW)
 
 STRATEGIES = (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, STATIC, REPLANNED, ORACLE)
 
@@ -220,7 +220,7 @@ class _StrategyRunner:
         self._shared = shared
         self._slots = shared.settings.slots(shared.keyspace)
         self._placement = Placement.empty()
-        self._words = BitWords(shared.keyspace, shared.layout)
+        self._messages = BitWords(shared.keyspace, shared.layout)
         self._pending_chunks: deque[Delta] = deque()
         self._new_plan = False
         steps, world = shared.steps, shared.layout.world_size
@@ -233,7 +233,7 @@ class _StrategyRunner:
     def plan(self, profile: Profile) -> None:
         """Makes a plan against the placement as it is; its chunks follow, one step after another."""
         shared, settings = self._shared, self._shared.settings
-        free = self.strategy.knowledge is Knowledge.NEXT_WINDOW
+        free = self.strategy.planning_input is PlanningInput.NEXT_WINDOW
         plan = make_plan(
             profile, shared.keyspace, shared.layout, shared.cluster, self._slots,
             Placement.empty() if free else self._placement,
@@ -243,7 +243,7 @@ class _StrategyRunner:
         )  # fmt: skip
         if free:
             self._placement = plan.target
-            self._words = BitWords.of(shared.keyspace, shared.layout, plan.target)
+            self._messages = BitWords.of(shared.keyspace, shared.layout, plan.target)
             return
         self._pending_chunks = deque(
             delta_chunks(plan.delta, shared.keyspace, shared.layout, settings.chunk_rows, settings.chunk_bytes)
@@ -253,7 +253,7 @@ class _StrategyRunner:
     def step(self, step: int, keys: StepPasses) -> None:
         collectives = self._migrate(step)
         collectives += self._shared.counter.step(
-            keys, self._placement, self.strategy.exchange, self._words, merges_passes=self.strategy.merges_passes,
+            keys, self._placement, self.strategy.exchange, self._messages, merges_passes=self.strategy.merges_passes,
             dedup=self.strategy.dedup,
         )  # fmt: skip
         self._sent[step] = sent_bytes(collectives, self._shared.layout.world_size)
@@ -271,7 +271,7 @@ class _StrategyRunner:
             chunk = self._pending_chunks.popleft()
             spent += cost
             self._placement = self._placement.apply(chunk)
-            self._words.apply(chunk)
+            self._messages.apply(chunk)
             self._migrated[step] += len(chunk)
             found += counter.migration(chunk)
         if self._migrated[step] and self._new_plan:
@@ -368,8 +368,9 @@ def simulate(
     shape = TrainingShape(micro_batches=accesses.micro_batches, merged_backward=True)
     shared = _Shared(accesses.keyspace, layout, cluster, settings, steps, shape)
     runners = [_StrategyRunner(strategy, shared) for strategy in strategies]
-    by_knowledge = {
-        knowledge: [runner for runner in runners if runner.strategy.knowledge is knowledge] for knowledge in Knowledge
+    by_planning_input = {
+        planning_input: [runner for runner in runners if runner.strategy.planning_input is planning_input]
+        for planning_input in PlanningInput
     }
     daemon, touches = _SimulatedDaemon(shared), TouchCounter(layout)
     due: list[tuple[_StrategyRunner, Profile]] = []
@@ -379,9 +380,9 @@ def simulate(
         return exact_profile(passes, accesses.keyspace, layout, accesses.micro_batches)
 
     for step in range(steps):
-        if step % settings.interval_steps == 0 and by_knowledge[Knowledge.NEXT_WINDOW]:
+        if step % settings.interval_steps == 0 and by_planning_input[PlanningInput.NEXT_WINDOW]:
             coming = counted(range(step, min(steps, step + settings.interval_steps)))
-            for runner in by_knowledge[Knowledge.NEXT_WINDOW]:
+            for runner in by_planning_input[PlanningInput.NEXT_WINDOW]:
                 runner.plan(coming)
         passes = accesses.passes(step)
         keys = StepPasses.of(passes, layout)
@@ -394,12 +395,12 @@ def simulate(
             runner.plan(made_from)
         due = []
         daemon.see(step, [mine for keys in passes for mine in keys])
-        if step + 1 == steps // STATIC_SHARE and by_knowledge[Knowledge.FIRST_QUARTER]:
+        if step + 1 == steps // STATIC_SHARE and by_planning_input[PlanningInput.FIRST_QUARTER]:
             quarter = counted(range(step + 1))
-            due += [(runner, quarter) for runner in by_knowledge[Knowledge.FIRST_QUARTER]]
-        if (step + 1) % settings.interval_steps == 0 and by_knowledge[Knowledge.STREAM]:
+            due += [(runner, quarter) for runner in by_planning_input[PlanningInput.FIRST_QUARTER]]
+        if (step + 1) % settings.interval_steps == 0 and by_planning_input[PlanningInput.STREAM]:
             profile = daemon.profile()
-            due += [(runner, profile) for runner in by_knowledge[Knowledge.STREAM]]
+            due += [(runner, profile) for runner in by_planning_input[PlanningInput.STREAM]]
         if progress is not None:
             progress(step)
     return Simulation(

@@ -54,7 +54,7 @@ def summarise(simulation: Simulation) -> dict[str, Any]:
         "strategies": strategies,
     }
     summary["drift"] = _drift(strategies)
-    summary["words"] = _words(summary)
+    summary["messages"] = _messages(summary)
     return summary
 
 
@@ -105,43 +105,43 @@ def _drift(strategies: dict[str, dict[str, Any]]) -> dict[str, float | None] | N
     }
 
 
-def _words(summary: dict[str, Any]) -> list[str]:
+def _messages(summary: dict[str, Any]) -> list[str]:
     strategies, drift = summary["strategies"], summary["drift"]
     first, last = summary["compared_steps"]
-    words = [
+    messages = [
         f"Means over the last quarter, steps {first} to {last - 1}. Exposed is what a step waits for on the cluster "
         f"{summary['cluster']}, of the busiest rank in every collective, migrations included."
     ]
     if drift is None:
-        return words
+        return messages
     home, static, replanned = (strategies[s.name] for s in (TWO_HOP, STATIC, REPLANNED))
     if replanned["replicated_rows"] == 0:
-        words.append(
+        messages.append(
             "No row is replicated: at these message sizes, latencies and budgets no copy pays for its synchronisation. "
             "If the replayed steps are smaller than those of the job they stand for, say so with --scale."
         )
-        return words
-    words.append(
+        return messages
+    messages.append(
         f"Against the same chain without replicas, re-planning {_effects(replanned, home)}; "
         f"the plan made once {_effects(static, home)}."
     )
     if drift["traffic_over_oracle"] is not None and drift["exposed_over_oracle"] is not None:
-        words.append(
+        messages.append(
             "Against an oracle that knows the next window and migrates for nothing: "
             f"{drift['traffic_over_oracle']:.3f} times its inter-node traffic, "
             f"{drift['exposed_over_oracle']:.3f} times its exposed time."
         )
-    words.append(
+    messages.append(
         "Replicas do not save inter-node bytes in all: the two-hop chain is at the volume bound of exact synchronous "
         "training. They turn an all-to-all that the step waits for into an all-reduce at its end."
     )
     if ROW_WISE.name in strategies:
         inter = [strategies[s.name]["bytes"]["inter_node"]["total"] for s in (ROW_WISE, REPLANNED)]
         if inter[1] > 0:
-            words.append(
+            messages.append(
                 f"Row-wise sharding without dedup sends {inter[0] / inter[1]:.1f} times as many bytes between nodes."
             )
-    return words
+    return messages
 
 
 def _effects(strategy: dict[str, Any], home: dict[str, Any]) -> str:

@@ -24,9 +24,9 @@ def choose(
 ) -> tuple[TableChoice, ...]:
     """Give every row a counter as far as memory allows, then exact ones, then more precise ones; small tables first.
 
-    1. Tables get 3 bits a row (if ``logarithmic``).
+    1. Tables get 3 bits per row (if ``logarithmic``).
     2. Tables that have a counter for every row get exact counters.
-    3. Tables without exact counters get 4 bits a row, then 8.
+    3. Tables without exact counters get 4 bits per row, then 8.
     4. Tables without a counter for every row share the remaining memory as count-mins in proportion to their rows. A
        count-min is at least 2^8 wide and never larger than the dense counter it replaces.
     5. The memory that remains enlarges the samples of logarithmic tables.

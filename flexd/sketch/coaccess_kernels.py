@@ -1,6 +1,6 @@
 """Compiled parts of the co-access sample: words of 32 bits, part after part.
 
-A part is the rows of one table in one sample: ``HEADER`` words and one word a row. Header: key (2 words), event time
+A part is the rows of one table in one sample: ``HEADER`` words and one word per row. Header: key (2 words), event time
 (float64, 2 words), user (int64, 2 words), table, number of rows.
 """
 

@@ -1,4 +1,4 @@
-"""The sketch of a table that is counted exactly: 4 bytes a row, and 16 more for each of the few rows beyond them."""
+"""The sketch of a table that is counted exactly: 4 bytes per row, and 16 more for each of the few rows beyond them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def bytes_of(rows: int) -> int:
 
 
 class DenseTable(TableSketch):
-    """Whole units a row, exact up to 2^62.
+    """Whole units per row, exact up to 2^62.
 
     Units are integers because a float32 counter stops counting at 2^24 equal increments and drifts long before, a
     float64 one takes twice the memory, and integer sums do not depend on the order of arrival: counters rebuilt after a

@@ -91,7 +91,7 @@ class Profile:
     """All tables at one moment.
 
     Attributes:
-        tables: one entry a table, in the order of the key space.
+        tables: one entry per table, in the order of the key space.
         generation: number of the profile, increasing across restarts of the daemon.
         event_time_seconds: newest event time (Unix seconds), NaN before the first access.
         half_life_seconds: of the decay; inf without decay.

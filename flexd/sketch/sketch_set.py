@@ -274,7 +274,7 @@ class SketchSet:
         )
 
     def table_profile(self, table: str, layout: RankLayout | None = None, idle_seconds: float = 0.0) -> TableProfile:
-        """Return one table of ``profile``, without its accesses a step.
+        """Return one table of ``profile``, without its accesses per step.
 
         Raises:
             SketchError: unknown table.

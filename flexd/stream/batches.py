@@ -69,8 +69,8 @@ class UsedEvents:
             "in no step's batch": self.other_steps,
         }
         parts = [f"{count:,} {why}" for why, count in left.items() if count]
-        words = f"{self.used:,} events used"
-        return words if not parts else f"{words}, left out: {', '.join(parts)}"
+        message = f"{self.used:,} events used"
+        return message if not parts else f"{message}, left out: {', '.join(parts)}"
 
 
 class Batches:
@@ -165,8 +165,8 @@ class Batches:
 
     def describe(self) -> str:
         """Return what the batches are made of, in words."""
-        sizes = f"{self.batch_size:,} samples a rank" + (
-            f" and micro-batch, {self.micro_batches} micro-batches a step" if self.micro_batches > 1 else " and step"
+        sizes = f"{self.batch_size:,} samples per rank" + (
+            f" and micro-batch, {self.micro_batches} micro-batches per step" if self.micro_batches > 1 else " and step"
         )
         full = f"{self.history + 1} events"
         of = (

@@ -61,7 +61,7 @@ class Publisher:
 
     Sampling keeps every access with the same probability ``sample_fraction``, whatever its row, so shares and
     frequency ratios estimated downstream are unbiased; absolute counts are ``sample_fraction`` times the true ones.
-    It draws once a call, with step numbers once a step, the same on all ranks of one ``seed``.
+    It draws once per call, with step numbers once per step, the same on all ranks of one ``seed``.
 
     Args:
         sink: owned and closed by the publisher; used by its background thread only.

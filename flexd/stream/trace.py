@@ -100,7 +100,7 @@ def synthetic_trace(
 
     Items come in ``_STYLES`` styles; half of a user's events are in the user's own style, which a model can learn.
     Most rows of the table are idle at any time, as RecShard (arXiv 2201.10095) reports of production tables. There is
-    one event a second.
+    one event per second.
     """
     rng = np.random.default_rng(seed)
     weight = np.arange(1, active + 1) ** -exponent

@@ -81,7 +81,7 @@ class AccessBatch:
         if (len(lengths) and int(lengths.min()) < 0) or int(lengths.sum(dtype=np.int64)) != len(self.rows):
             raise StreamError(
                 f"accesses of table {self.table!r}: sequence lengths do not sum to the {len(self.rows)} rows",
-                remedy="give one non-negative length a sample",
+                remedy="give one non-negative length per sample",
             )
 
 

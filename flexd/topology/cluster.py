@@ -130,7 +130,7 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class WorldModel:
-    """All-to-all over all ranks of a job with several nodes and several ranks a node, which uses both links at once.
+    """All-to-all over all ranks of a job with several nodes and several ranks per node, which uses both links at once.
 
     Attributes:
         nodes, local_ranks: of the job that it was measured on; it holds for this layout only.
@@ -183,7 +183,8 @@ class StepCosts:
     ``flexd probe`` measures it on the ranks and device that train. Plans of tables are priced by it.
 
     Attributes:
-        sums_seconds: of a step with tables of both answers, over one whose tables all answer by rows.
+        sums_seconds: of a step with tables of both pooling places, over one whose tables all are pooled at the
+            requester.
         copies_seconds: of a step with tables that every rank has, over one without.
         row_bytes_per_second: at which look-ups and updates read and write rows, of one rank while all others do so.
     """

@@ -231,7 +231,7 @@ def _conditions(
     truncated = "" if min(largest) >= options.max_bytes else f" (up to {min(largest):.0f} and more within the budget)"
     return (
         f"{dist.get_backend(groups.world)} on {device}, torch {torch.__version__}, {layout.nodes} nodes x "
-        f"{layout.local_ranks} ranks, {options.min_bytes} to {options.max_bytes} bytes a rank and collective{truncated}"
-        f", {min(repeats)} to {max(repeats)} repetitions; inter_node over rails, all at once"
+        f"{layout.local_ranks} ranks, {options.min_bytes} to {options.max_bytes} bytes per rank and "
+        f"collective{truncated}, {min(repeats)} to {max(repeats)} repetitions; inter_node over rails, all at once"
         f"{', an all-to-all over all ranks' if layout.nodes > 1 and layout.local_ranks > 1 else ''}"
     )

@@ -70,7 +70,7 @@ class FlexEmbeddingBagCollection(_OneModule, BagsOfModule):
         tables: tables of any dims, pooled by SUM or MEAN.
         is_weighted: the input's weights are factors of the rows; all tables must pool by SUM (see ``nn.EmbeddingBag``).
         device: argument of TorchRec's collection.
-        arguments: the keyword arguments of ``flexd.EmbeddingBagCollection``, ``answers`` among them.
+        arguments: the keyword arguments of ``flexd.EmbeddingBagCollection``, ``pooling_at`` among them.
 
     Raises:
         EmbeddingError: a configuration is not supported, or weights are combined with MEAN.

@@ -63,7 +63,7 @@ def replace(
             same ``KeyedJaggedTensor`` object. With False each module looks up its own rows, in more collectives and
             without ``flexd.prefetch``, which then looks up every batch in vain.
         device: of the tables; default the modules', and torch's default device for modules on ``meta``.
-        arguments: keyword arguments of ``flexd.EmbeddingBagCollection``, ``answers`` by name of a table among them.
+        arguments: keyword arguments of ``flexd.EmbeddingBagCollection``, ``pooling_at`` by name of a table among them.
 
     Returns:
         The collection of all tables; ``replaced`` has the modules, with their names in the model. It is saved in the

@@ -45,7 +45,7 @@ def sharding_plan(
         document = _read(Path(document))
     if document.get("for") == "flexd":
         raise EmbeddingError(
-            "home rules for flexd's trainer in place of a sharding plan",
+            "sharding types for flexd's trainer in place of a sharding plan",
             remedy="flexd.torchrec.replace(model, rules=...), or write a plan by flexd shard --for torchrec",
         )
     if document.get("format") != FORMAT:

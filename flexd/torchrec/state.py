@@ -30,7 +30,7 @@ _NAMES_OF_STATE: dict[str, tuple[tuple[str, bool], ...]] = {
     "adam": (("momentum1", False), ("exp_avg_sq", False)),
     "rowwise_adam": (("momentum1", False), ("exp_avg_sq", True)),
 }
-"""Of each optimizer TorchRec's names of its state, in the order of flexd's, and whether it is one number a row."""
+"""Of each optimizer TorchRec's names of its state, in the order of flexd's, and whether it is one number per row."""
 _NEEDS_STEPS = ("adam", "rowwise_adam")
 
 
@@ -117,7 +117,7 @@ class FusedOptimizerState:
             self._tables.engine.steps = self._steps
 
     def _entries(self) -> Iterator[tuple[str, tuple[Column, bool], str, str]]:
-        """Yield (key, (column, one number a row), name of the weight, name of the state)."""
+        """Yield (key, (column, one number per row), name of the weight, name of the state)."""
         for module, config, columns in _columns(self._tables):
             weight = module.weight_key(config)
             for (name, by_row), column in zip(_NAMES_OF_STATE[columns[0].spec.optimizer], columns[1:], strict=True):

@@ -43,7 +43,8 @@ def test_a_trace(flexd_command, trace: Path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found["options"]) == {
-        "row_wise", "two_hops", "dedup_run_ahead", "two_hops_run_ahead", "copies", "copies_run_ahead"
+        "row_wise", "two_hops", "dedup_prefetch_pipeline", "two_hops_prefetch_pipeline", "copies",
+        "copies_prefetch_pipeline",
     }  # fmt: skip
     for option in found["options"].values():
         assert option["step_seconds"]["expected"] + option["saved_seconds"]["expected"] == pytest.approx(0.05)
@@ -100,7 +101,7 @@ def test_of_a_tap_what_the_daemon_has_counted_is_read_beside_it(flexd_command, t
 def test_the_answer_says_not_here_where_nothing_is_won(flexd_command, trace: Path):
     done = flexd_command("advise", "--step-ms", 1000, "--trace", trace, *SMALL)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Not here: no option saves 2.00% of a step for certain.")
+    assert done.stdout.startswith("No gain expected: no option saves 2.00% of a step for certain.")
     assert "GPU-hours" in done.stdout
     wins = flexd_command("advise", "--step-ms", 30, "--trace", trace, "--scale", 100_000, *SMALL)
     assert wins.stdout.startswith("Worth it: "), wins.stdout
@@ -116,5 +117,5 @@ def test_a_measured_computing_time_corrects_the_prices_and_the_answer_says_so(fl
     assert found[()]["price_correction"] == 1.0
     corrected = found["--computing-ms", 20]
     assert corrected["exchange_seconds"] == pytest.approx(0.03)
-    assert any("The prices were multiplied by" in line for line in corrected["words"])
-    assert not any("multiplied" in line for line in found[()]["words"])
+    assert any("The prices were multiplied by" in line for line in corrected["messages"])
+    assert not any("multiplied" in line for line in found[()]["messages"])

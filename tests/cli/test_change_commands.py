@@ -35,7 +35,7 @@ CALLS: dict[str, list[tuple[object, ...]]] = {
 
 @pytest.mark.parametrize("command", CALLS)
 def test_options_reach_the_daemon(flexd_command, url, daemon, monkeypatch, command):
-    monkeypatch.setattr("flexd.cli.change_commands.who", lambda: ANN)
+    monkeypatch.setattr("flexd.cli.change_commands.requested_by", lambda: ANN)
     done = flexd_command(*command.split(), "--url", url)
     assert done.returncode == 0, done.stderr
     assert daemon.calls == CALLS[command]

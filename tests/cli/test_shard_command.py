@@ -18,13 +18,13 @@ def test_a_list_becomes_a_plan(flexd_command, tmp_path: Path):
     plan = tmp_path / "plan.json"
     done = flexd_command("shard", tmp_path / "tables.json", "--plan", plan, "-o", "json")
     assert done.returncode == 0, done.stderr
-    answer, written = json.loads(done.stdout), json.loads(plan.read_text())
-    assert answer == written | {"plan": str(plan)}
+    pooling_at, written = json.loads(done.stdout), json.loads(plan.read_text())
+    assert pooling_at == written | {"plan": str(plan)}
     assert set(written["modules"]["bags"]) == {f"t{i}" for i in range(6)}
     text = flexd_command("shard", tmp_path / "tables.json", "--plan", plan).stdout
     assert "busiest rank" in text
     assert "t5" in text
-    assert answer["predicted"]["listed_step_seconds"] is None
+    assert pooling_at["predicted"]["listed_step_seconds"] is None
     arrays = {"row": np.arange(900) % 3, "ts": np.arange(900), "table_rows": [300_000], "table_names": ["t5"]}
     np.savez(tmp_path / "trace.npz", **arrays)
     of_trace = flexd_command("shard", tmp_path / "tables.json", "--plan", plan, "--trace", tmp_path / "trace.npz")
@@ -32,25 +32,25 @@ def test_a_list_becomes_a_plan(flexd_command, tmp_path: Path):
     assert json.loads(plan.read_text())["predicted"] != written["predicted"]
 
 
-def test_home_rules_for_a_flexd_trainer(flexd_command, tmp_path: Path, monkeypatch):
+def test_sharding_types_for_a_flexd_trainer(flexd_command, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tables = [{"name": f"t{i}", "rows": 20 if i < 2 else 500_000, "dim": 64, "lookups": 30} for i in range(4)]
     tables.append({"name": "history", "rows": 500_000, "dim": 64, "lookups": 30, "bags": 0})
     (tmp_path / "tables.json").write_text(json.dumps(tables))
     done = flexd_command("shard", "tables.json", "--for", "flexd", "-o", "json")
     assert done.returncode == 0, done.stderr
-    answer, written = json.loads(done.stdout), json.loads((tmp_path / "rules.json").read_text())
-    assert answer == written | {"plan": "rules.json"}
+    pooling_at, written = json.loads(done.stdout), json.loads((tmp_path / "rules.json").read_text())
+    assert pooling_at == written | {"plan": "rules.json"}
     rules = flexd.TableRules.read(tmp_path / "rules.json")
     assert rules.layout == RankLayout(2, 2)
-    assert {rules.by_name[f"t{i}"].answer for i in (2, 3)} == {"sums"}
-    assert rules.by_name["history"].answer is None
+    assert {rules.by_name[f"t{i}"].pooling_at for i in (2, 3)} == {"owner"}
+    assert rules.by_name["history"].pooling_at is None
     text = flexd_command(
         "shard", "tables.json", "--for", "flexd", "--without", "table_wise", "--without", "table_row_wise"
     ).stdout
     assert "all spread by rows" in text
-    assert "node:" not in text
-    assert "rank:" not in text
+    assert "table_row_wise:" not in text
+    assert "table_wise:" not in text
 
 
 def test_a_function_is_called_in_the_working_directory(flexd_command, tmp_path: Path, monkeypatch):

@@ -58,7 +58,7 @@ def test_wrong_usage_does_not_reach_the_daemon(flexd_command, url, daemon, comma
 def test_a_list_of_one_is_a_table_and_one_entry_among_facts_is_facts():
     entry = MigrationRecord(
         migration_id="m1", plan_id="p1", state=MigrationState.COMMITTED, rows=27, rows_applied=27, trigger="manual",
-        who="ada", reason="campaign", copied_bytes=6_912, created_unix_seconds=1.0, ended_unix_seconds=2.5,
+        requested_by="ada", reason="campaign", copied_bytes=6_912, created_unix_seconds=1.0, ended_unix_seconds=2.5,
     )  # fmt: skip
     listed = MigrationList(migrations=(entry,))
     assert [type(block) for block in blocks_of(listed, tables=True)] == [Table]

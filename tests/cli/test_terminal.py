@@ -121,9 +121,9 @@ FULL_PLAN = PlanReport.model_validate(
             },
         },
         "replication": {
-            "words": [
-                "replicas save 339 us of exposed communication a step against the same chain with every row at home",
-                "ids: 1,000 requests a rank and step are not sent (0.517 us)",
+            "messages": [
+                "replicas save 339 us of exposed communication per step against the same chain with every row at home",
+                "ids: 1,000 requests per rank and step are not sent (0.517 us)",
                 "Between nodes an all-reduce moves 18.6 GB/s a rank (75% of the wire), "
                 "an all-to-all 15.5 GB/s (62%): 1.20 times as much",
                 "the forward exchange takes 1.06 ms less and sends 16.4 MB less between nodes; the "

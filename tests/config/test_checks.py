@@ -34,10 +34,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"planner": {"exclude_tables": ["zzz"]}}, "planner.exclude_tables: no table in tables is named 'zzz'; known tab"),
     (
         {
-            "tables": [{"name": "items", "rows": 10, "dim": 4, "homes": "node:0"}],
+            "tables": [{"name": "items", "rows": 10, "dim": 4, "sharding": "table_row_wise:0"}],
             "planner": {"pins": [{"table": "items", "tier": "NODE"}]},
         },
-        "planner.pins[0].tier: 'items' has a home rule other than all",
+        "planner.pins[0].tier: 'items' has a sharding type other than all",
     ),
     ({"planner": {"pins": [{"table": "item", "tier": "NODE"}]}}, "planner.pins[0].table: no table in tables is named"),
     (

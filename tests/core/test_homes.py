@@ -1,4 +1,4 @@
-"""Home rules and addresses: every row has one place, on the ranks of its rule, and can be found from there."""
+"""Sharding types and addresses: every row has one place, on the ranks of its rule, and can be found from there."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import ConfigError, TopologyError
-from flexd.core.home_rules import HomeRule
 from flexd.core.homes import NO_KEY, Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
+from flexd.core.sharding_types import ShardingType
 
 
 @st.composite
 def homes(draw: st.DrawFn) -> Homes:
     layout = RankLayout(draw(st.integers(1, 4)), draw(st.integers(1, 4)))
-    rules = ["all", *(f"node:{n}" for n in range(layout.nodes)), *(f"rank:{r}" for r in range(layout.world_size))]
+    rules = [
+        "row_wise",
+        *(f"table_row_wise:{n}" for n in range(layout.nodes)),
+        *(f"table_wise:{r}" for r in range(layout.world_size)),
+    ]
     tables = [
-        TableSpec(f"t{i}", draw(st.integers(1, 40)), draw(st.sampled_from([4, 8])), homes=draw(st.sampled_from(rules)))
+        TableSpec(
+            f"t{i}", draw(st.integers(1, 40)), draw(st.sampled_from([4, 8])), sharding=draw(st.sampled_from(rules))
+        )
         for i in range(draw(st.integers(1, 6)))
     ]
     return Homes(KeySpace(tables), layout)
@@ -80,20 +86,37 @@ def test_runs_are_the_rows_of_a_rank_in_consecutive_slots(found: Homes, a: int, 
             assert sorted(seen) == list(wanted)
 
 
-@pytest.mark.parametrize("text", ["", "node", "node:", "node:x", "node:-1", "rank:1.5", "row:1", "all:1", "rank:²"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "node",
+        "table_row_wise:",
+        "table_row_wise:x",
+        "table_row_wise:-1",
+        "table_wise:1.5",
+        "row:1",
+        "all:1",
+        "table_wise:²",
+    ],
+)
 def test_an_unknown_rule_names_the_table(text: str) -> None:
     with pytest.raises(ConfigError, match="'item'"):
-        TableSpec("item", 4, 4, homes=text)
+        TableSpec("item", 4, 4, sharding=text)
 
 
 def test_a_rule_of_a_node_or_rank_that_there_is_not_is_refused() -> None:
-    for rule in ("node:2", "rank:4"):
+    for rule in ("table_row_wise:2", "table_wise:4"):
         with pytest.raises(TopologyError, match=rule):
-            Homes(KeySpace([TableSpec("item", 4, 4, homes=rule)]), RankLayout(2, 2))
-    assert HomeRule.parse("rank:3").ranks(RankLayout(2, 2)) == range(3, 4)
-    assert [str(HomeRule.parse(text)) for text in ("all", "node:1", "rank:3")] == ["all", "node:1", "rank:3"]
+            Homes(KeySpace([TableSpec("item", 4, 4, sharding=rule)]), RankLayout(2, 2))
+    assert ShardingType.parse("table_wise:3").ranks(RankLayout(2, 2)) == range(3, 4)
+    assert [str(ShardingType.parse(text)) for text in ("row_wise", "table_row_wise:1", "table_wise:3")] == [
+        "row_wise",
+        "table_row_wise:1",
+        "table_wise:3",
+    ]
 
 
 def test_more_rows_than_addresses_are_refused() -> None:
     with pytest.raises(ConfigError, match="44 bits"):
-        Homes(KeySpace([TableSpec("item", 2**40, 4, homes="rank:0")]), RankLayout(4, 8))
+        Homes(KeySpace([TableSpec("item", 2**40, 4, sharding="table_wise:0")]), RankLayout(4, 8))

@@ -92,13 +92,13 @@ def test_the_figures_of_a_run() -> None:
 
 
 def _with_peers(record: RunRecord) -> RunRecord:
-    """The same losses at other speeds: 80, 40 and 10 ms a step."""
+    """The same losses at other speeds: 80, 40 and 10 ms per step."""
     peers = {
         name: tuple(
             {"loss": rank["loss"].copy(), "seconds": np.full(STEPS, seconds + 0.002 * number)}
             for number, rank in enumerate(record.ranks)
         )
-        for name, seconds in (("row_wise", 0.079), ("chain", 0.039), ("run_ahead", 0.009))
+        for name, seconds in (("row_wise", 0.079), ("chain", 0.039), ("prefetch_pipeline", 0.009))
     }
     return replace(record, setup=replace(SETUP, link_mbit=100.0), peers=peers)
 
@@ -110,7 +110,7 @@ def test_step_times_by_strategy_over_the_last_tenth() -> None:
     found = summarise(record)
     assert found["link_mbit"] == 100.0
     medians = {name: times["p50"] for name, times in found["step_ms"]["strategies"].items()}
-    assert medians == pytest.approx({"row_wise": 80.0, "chain": 40.0, "run_ahead": 10.0, "plans": 30.0})
+    assert medians == pytest.approx({"row_wise": 80.0, "chain": 40.0, "prefetch_pipeline": 10.0, "plans": 30.0})
     assert found["max_abs_difference_to_single_process"] == pytest.approx(1e-12, rel=1e-2)
     _, times, sent, _ = summary_blocks({**found, "touches": TOUCHES, "last_plan": None})
     assert isinstance(times, Table)
@@ -121,7 +121,7 @@ def test_step_times_by_strategy_over_the_last_tenth() -> None:
 
 def test_a_peer_that_learns_something_else_is_seen() -> None:
     record = _with_peers(_record())
-    record.peers["run_ahead"][1]["loss"][3] += 1e-3
+    record.peers["prefetch_pipeline"][1]["loss"][3] += 1e-3
     assert len(_broken_invariants(record, summarise(record))) == 1
 
 

@@ -103,7 +103,7 @@ def test_the_critical_path_carries_less(lived: Run) -> None:
 @pytest.mark.long
 def test_every_exchange_trains_the_same_over_the_emulated_link(tmp_path: Path) -> None:
     found = demo("--steps", 60, "--batch-size", 16, "--micro-batches", 2, "--link-mbit", 400, "--out", tmp_path)
-    strategies = ("row_wise", "chain", "run_ahead", "plans")
+    strategies = ("row_wise", "chain", "prefetch_pipeline", "plans")
     assert set(found["step_ms"]["strategies"]) == set(strategies)
     assert found["micro_batches"] == 2
     differences = found["difference_to_single_process"]

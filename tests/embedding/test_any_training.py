@@ -1,6 +1,6 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
-run-ahead, evaluation, migrations, kills and reloads, rows in two memories, home rules, bags answered by rows and by
-sums, optimizers and rates by table, and the kernels of an accelerator.
+prefetch pipeline, evaluation, migrations, kills and reloads, rows in tiered storage, sharding types, bags answered by
+rows and by sums, optimizers and rates by table, and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
@@ -17,19 +17,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexd.core.layout import RankLayout
-from tests.support import accelerator_jobs, bag_jobs, run_ahead_jobs
-from tests.support.exactness import Scenario, home_rule, train_alone
+from tests.support import accelerator_jobs, bag_jobs, prefetch_pipeline_jobs
+from tests.support.exactness import Scenario, sharding_type, train_alone
+from tests.support.prefetch_pipeline_jobs import Loop
 from tests.support.rank_pool import RankPool
-from tests.support.run_ahead_jobs import Loop
 
 Ranks = Callable[[int], RankPool]
 OPTIMIZERS = ["sgd", "sgd_decay", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "dense_adam"]
 KINDS = {"sgd_decay": "sgd", "dense_adam": "adam"}
 """Names of other rules that have the same optimizer state."""
 
-answered_by = st.sampled_from([None, None, ("rows", "rows"), ("sums", "sums"), ("sums", "rows"), ("rows", "sums")])
-home_rules = st.sampled_from(["all", "all", "node:0", "node:1", "rank:1", "rank:2", "every rank"])
-homes = st.one_of(st.just(("all", "all")), st.tuples(home_rules, home_rules))
+pooling_at = st.sampled_from(
+    [None, None, ("requester", "requester"), ("owner", "owner"), ("owner", "requester"), ("requester", "owner")]
+)
+sharding_types = st.sampled_from(
+    ["row_wise", "row_wise", "table_row_wise:0", "table_row_wise:1", "table_wise:1", "table_wise:2", "data_parallel"]
+)
+homes = st.one_of(st.just(("row_wise", "row_wise")), st.tuples(sharding_types, sharding_types))
 scenarios = st.builds(
     Scenario,
     nodes=st.sampled_from([1, 2]),
@@ -53,7 +57,7 @@ scenarios = st.builds(
     fast_memory_bytes=st.sampled_from([None, None, 1, 1_500, 10_000]),
     slow_file=st.booleans(),
     divide_every=st.sampled_from([0, 1, 3]),
-    answered_by=answered_by,
+    pooling_at=pooling_at,
     homes=homes,
     second_optimizer=st.sampled_from(["", "", "sgd", "rowwise_adagrad", "adam", "dense_adam"]),
     mixed=st.booleans(),
@@ -69,7 +73,7 @@ three_nodes = st.builds(
     migrate_every=st.sampled_from([1, 2]),
     passes=st.sampled_from([1, 3]),
     two_dims=st.booleans(),
-    answered_by=answered_by,
+    pooling_at=pooling_at,
     homes=homes,
     mixed=st.booleans(),
     moved=st.booleans(),
@@ -111,14 +115,14 @@ def test_any_training_equals_one_process(
     kinds = {KINDS.get(name, name) for name in (scenario.optimizer, scenario.second_optimizer)}
     if len(kinds) == 1:  # of one kind, tables differ in their rates alone
         scenario = replace(scenario, second_optimizer="")
-    if "dense_adam" in (scenario.optimizer, scenario.second_optimizer):  # refuses two memories
+    if "dense_adam" in (scenario.optimizer, scenario.second_optimizer):  # refuses tiered storage
         scenario = replace(scenario, fast_memory_bytes=None)
     tolerance = 1e-4 if scenario.comm_dtype or scenario.second_dtype else 1e-9
     loop = Loop(
         ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead or restarts else 1, depth=depth,
         restarts=restarts, changes=changes,
     )  # fmt: skip
-    job = (accelerator_jobs.run, run_ahead_jobs.train) if accelerator else (run_ahead_jobs.train,)
+    job = (accelerator_jobs.run, prefetch_pipeline_jobs.train) if accelerator else (prefetch_pipeline_jobs.train,)
     results = ranks(scenario.layout.world_size).run(*job, scenario, loop)
     losses, tables = train_alone(scenario)
     if scenario.switch_every:
@@ -141,7 +145,7 @@ def test_any_training_equals_one_process(
     exchange=st.sampled_from(["chain", "direct", "auto"]),
     ahead=st.booleans(),
     switch_every=st.sampled_from([0, 2, 3]),
-    answers=st.tuples(*[st.sampled_from(["rows", "sums"])] * 2),
+    pooling_at=st.tuples(*[st.sampled_from(["requester", "owner"])] * 2),
     accelerator=st.booleans(),
     homes=homes,
 )
@@ -151,15 +155,15 @@ def test_any_training_of_bags_equals_one_process(
     exchange: str,
     ahead: bool,
     switch_every: int,
-    answers: tuple[str, str],
+    pooling_at: tuple[str, str],
     accelerator: bool,
     homes: tuple[str, str],
 ) -> None:
     shape = RankLayout(*layout)
     losses, weight_grads, tables = bag_jobs.train_alone(shape.world_size)
     job = (accelerator_jobs.run, bag_jobs.train) if accelerator else (bag_jobs.train,)
-    rules = tuple(home_rule(rule, shape, answer) for rule, answer in zip(homes, answers, strict=True))
-    results = ranks(shape.world_size).run(*job, shape, exchange, ahead, switch_every, answers, rules)
+    rules = tuple(sharding_type(rule, shape, pooling_at) for rule, pooling_at in zip(homes, pooling_at, strict=True))
+    results = ranks(shape.world_size).run(*job, shape, exchange, ahead, switch_every, pooling_at, rules)
     for rank, result in enumerate(results):
         np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)
         assert result["equal"]

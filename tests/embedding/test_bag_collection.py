@@ -10,13 +10,13 @@ import torch
 import flexd
 import flexd.core.errors
 from flexd.core.layout import RankLayout
-from tests.support.bag_jobs import ROWS, Answers, loss_of, tables
+from tests.support.bag_jobs import ROWS, PoolingPlaces, loss_of, tables
 from tests.support.rank_pool import RankPool
 
 
-def refused(rank: int, layout: RankLayout, faulty: int, answers: Answers = ROWS) -> list[str]:
+def refused(rank: int, layout: RankLayout, faulty: int, pooling_at: PoolingPlaces = ROWS) -> list[str]:
     """Return the errors of invalid bags on every rank, with a valid batch in between."""
-    collection = flexd.EmbeddingBagCollection(tables(answers), layout=layout)
+    collection = flexd.EmbeddingBagCollection(tables(pooling_at), layout=layout)
     ids = torch.tensor([1, 2, 3])
     good = {"history": flexd.Jagged(ids, torch.tensor([2, 1])), "shop": flexd.Jagged(ids, torch.tensor([3]))}
     faults: list[tuple[dict[str, flexd.Jagged], dict[str, torch.Tensor]]] = [
@@ -44,25 +44,25 @@ def refused(rank: int, layout: RankLayout, faulty: int, answers: Answers = ROWS)
 
 
 Ranks = Callable[[int], RankPool]
-SUMS = ("sums", "sums")
+SUMS = ("owner", "owner")
 
 
-@pytest.mark.parametrize("answers", [ROWS, SUMS])
+@pytest.mark.parametrize("pooling_at", [ROWS, SUMS])
 @pytest.mark.parametrize("faulty", [0, 1])
-def test_invalid_bags_are_refused_on_every_rank(ranks: Ranks, faulty: int, answers: Answers) -> None:
+def test_invalid_bags_are_refused_on_every_rank(ranks: Ranks, faulty: int, pooling_at: PoolingPlaces) -> None:
     causes = [
         "lengths from 2 on sum to 4, for 3 ids", "lengths from -1 on", "lengths from 1 on sum to 1, for 3 ids",
         "lengths from 5 on sum to 5, for 0 ids", "lengths from 0 on sum to 0, for 3 ids", "row 63 of table",
         "pooled by mean", "for ids of shape (3,)", "torch.int64 on cpu", "the feature is not in the batch",
     ]  # fmt: skip
-    for rank, errors in enumerate(ranks(2).run(refused, RankLayout(2, 1), faulty, answers)):
+    for rank, errors in enumerate(ranks(2).run(refused, RankLayout(2, 1), faulty, pooling_at)):
         for text, cause in zip(errors, causes, strict=True):
             assert (cause if rank == faulty else f"rank {faulty} has input") in text
 
 
-@pytest.mark.parametrize("answers", [ROWS, SUMS])
-def test_dropped_gradients_change_nothing_and_several_backward_passes_add_up(answers: Answers) -> None:
-    collection = flexd.EmbeddingBagCollection(tables(answers), optimizer=flexd.SGD(0.5))
+@pytest.mark.parametrize("pooling_at", [ROWS, SUMS])
+def test_dropped_gradients_change_nothing_and_several_backward_passes_add_up(pooling_at: PoolingPlaces) -> None:
+    collection = flexd.EmbeddingBagCollection(tables(pooling_at), optimizer=flexd.SGD(0.5))
     bags = {"history": flexd.Jagged(torch.tensor([3, 3, 7]), torch.tensor([2, 1]))}
     collection(bags)["history"].sum().backward()
     collection.optimizer.zero_grad()

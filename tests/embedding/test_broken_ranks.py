@@ -115,7 +115,7 @@ def fails_in_a_step(rank: int, layout: RankLayout, odd: int, where: str, ahead: 
     """Run out of memory on one rank at a point of step 2, which then stays alive; return the error and steps done."""
     make = EmbeddingBagCollection if where in ("_pooled", "sums", "spread") else EmbeddingCollection
     summed = where in ("sums", "spread")
-    table = EmbeddingBagTable("item", 50, 4, answer="sums") if summed else EmbeddingTable("item", 50, 4)
+    table = EmbeddingBagTable("item", 50, 4, pooling_at="owner") if summed else EmbeddingTable("item", 50, 4)
     collection = make([table], layout=layout, exchange=exchange)
 
     def out_of_memory(*_: Any, **__: Any) -> Any:
@@ -192,7 +192,7 @@ def test_different_calls_are_refused_with_both_calls(
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_another_learning_rate_on_one_rank_is_an_error_on_every_rank(ranks: Ranks, ahead: bool) -> None:
-    """Found by the first look-up after the update that differed; with run-ahead by the one after that."""
+    """Found by the first look-up after the update that differed; with the prefetch pipeline by the one after that."""
     results = ranks(4).run(other_settings, RankLayout(2, 2), 3, ahead)
     for rank, (steps, text) in enumerate(results):
         assert steps == 3 + ahead

@@ -94,7 +94,7 @@ def test_evaluation_leaves_no_pending_pass(context: Callable[[], torch.no_grad])
 
 
 def test_copied_bytes_of_a_step_are_capped() -> None:
-    """Rows have 32 bytes, the cap is 100 bytes a step. A larger chunk is applied alone; a demotion needs no bytes."""
+    """Rows have 32 bytes, the cap is 100 bytes per step. A larger chunk is applied alone; a demotion needs no bytes."""
     collection, _ = pair(max_migration_bytes_per_step=100)
     moves = [([0, 1], 2), ([2], 2), ([3], 2), ([0, 1, 2, 3], 0), ([4, 5, 6, 7, 8], 1), ([9], 1)]
     tiers = np.zeros(20, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""What two memories did reaches the daemon: counted on a rank, sent in a progress message, summed, shown."""
+"""What tiered storage did reaches the daemon: counted on a rank, sent in a progress message, summed, shown."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_the_daemon_sees_what_slow_memory_did() -> None:
         {"item": [40, 41], "shop": [9]},  # takes the places of item 3 and shop 8, used once, and changed then
         {"item": [3], "shop": [7]},
     ]
-    frames = 6
-    shown = trained(batches, Daemon(), fast_memory_bytes=frames * (16 + 64))
+    cache_slots = 6
+    shown = trained(batches, Daemon(), fast_memory_bytes=cache_slots * (16 + 64))
     assert shown is not None
     assert {each.table: (each.used, each.missed) for each in shown.tables} == {"item": (8, 6), "shop": (5, 3)}
     assert (shown.used, shown.missed, shown.evicted, shown.written) == (13, 9, 3, 3)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support import accelerator_jobs, run_ahead_jobs
+from tests.support import accelerator_jobs, prefetch_pipeline_jobs
 from tests.support.exactness import Scenario, train_alone
+from tests.support.prefetch_pipeline_jobs import Loop
 from tests.support.rank_pool import Job, RankPool
-from tests.support.run_ahead_jobs import Loop
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def test_training_equals_one_process(ranks: Ranks, scenario: Scenario, tolerance
     Args:
         kernels: function that runs the job with the kernels of an accelerator.
     """
-    job = (kernels, run_ahead_jobs.train) if kernels else (run_ahead_jobs.train,)
+    job = (kernels, prefetch_pipeline_jobs.train) if kernels else (prefetch_pipeline_jobs.train,)
     results = ranks(scenario.layout.world_size).run(*job, scenario, LOOP)
     losses, tables = train_alone(scenario)
     assert results[0]["versions"][-1] >= 1, "the scenario must really migrate rows"
@@ -69,7 +69,7 @@ def test_training_equals_one_process(ranks: Ranks, scenario: Scenario, tolerance
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_stochastic_rounding_does_not_depend_on_the_placement(ranks: Ranks, accelerator: bool) -> None:
     """Bit for bit: replicas after every step, and the tables of a job with migrations and of one without."""
-    job = (accelerator_jobs.run, run_ahead_jobs.train) if accelerator else (run_ahead_jobs.train,)
+    job = (accelerator_jobs.run, prefetch_pipeline_jobs.train) if accelerator else (prefetch_pipeline_jobs.train,)
     moving = Scenario(2, 2, "adam", dtype="bfloat16", second_dtype="float16", two_dims=True, passes=2, seed=5)
     moved = ranks(4).run(*job, moving, LOOP)
     still = ranks(4).run(*job, replace(moving, migrate_every=1000), LOOP)
@@ -83,8 +83,8 @@ def test_stochastic_rounding_does_not_depend_on_the_placement(ranks: Ranks, acce
 
 
 def test_migrations_reduce_the_bytes_of_the_all_to_all(ranks: Ranks) -> None:
-    unmoved = ranks(4).run(run_ahead_jobs.train, Scenario(2, 2, migrate_every=1000), LOOP)
-    moving = ranks(4).run(run_ahead_jobs.train, Scenario(2, 2), LOOP)
+    unmoved = ranks(4).run(prefetch_pipeline_jobs.train, Scenario(2, 2, migrate_every=1000), LOOP)
+    moving = ranks(4).run(prefetch_pipeline_jobs.train, Scenario(2, 2), LOOP)
     for kind in ("node_accesses", "device_accesses"):
         assert sum(r["traffic"][kind] for r in unmoved) == 0
         assert sum(r["traffic"][kind] for r in moving) > 0

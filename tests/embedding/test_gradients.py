@@ -11,8 +11,8 @@ import torch
 
 import flexd
 from flexd.core.layout import RankLayout
-from flexd.core.mistakes import MistakeLog
 from flexd.core.placement import Delta
+from flexd.core.usage_warnings import UsageWarningLog
 from flexd.embedding import gradients
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
@@ -62,8 +62,8 @@ def backward(collection: flexd.EmbeddingCollection, *rows: int, times: float = 1
 def test_clipping_rows_by_torch_is_warned_of_once(
     foreach: bool | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = MistakeLog()
-    monkeypatch.setattr(gradients, "MISTAKES", log)
+    log = UsageWarningLog()
+    monkeypatch.setattr(gradients, "USAGE_WARNINGS", log)
     monkeypatch.setattr(gradients.RowGate, "warned", False)
     collection, dense = make(), torch.nn.Parameter(torch.zeros(3))
     optimizer = flexd.JoinedOptimizer(torch.optim.SGD([dense], 0.1), collection.optimizer)

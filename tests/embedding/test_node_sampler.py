@@ -1,4 +1,4 @@
-"""A loader that deals: the same global batches, equal numbers a rank, fewer bytes."""
+"""A loader that deals: the same global batches, equal numbers per rank, fewer bytes."""
 
 from __future__ import annotations
 

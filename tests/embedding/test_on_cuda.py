@@ -111,7 +111,7 @@ def test_a_step_mixes_no_devices_and_waits_within_the_budget(layout: RankLayout,
 
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "pooled", "comm_dtype"), [(SMALL, True, "bfloat16"), (LARGE, False, None)])
-def test_run_ahead_mixes_no_devices_and_waits_within_the_budget(
+def test_prefetch_pipeline_mixes_no_devices_and_waits_within_the_budget(
     layout: RankLayout, pooled: bool, comm_dtype: str | None
 ) -> None:
     """A job waits as often as a step. Jobs run where their results are read; a chunk arrives in the middle."""

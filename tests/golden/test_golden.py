@@ -23,7 +23,7 @@ from tools.bench.sections import dispatch
 
 STEPS = 6
 PLAIN = ("direct", "chain", "copies", "re-homed", "prefetch", "tiered storage")
-POOLED = ("bags by rows", "bags by sums")
+POOLED = ("pooled at requester", "pooled at owner")
 STRATEGIES = PLAIN + POOLED
 TABLES = {"item": (4000, 8), "shop": (300, 16)}
 
@@ -41,7 +41,7 @@ def collection_of(strategy: str, layout: RankLayout) -> flexd.EmbeddingCollectio
     given: dict[str, Any] = {"layout": layout, "optimizer": flexd.RowWiseAdagrad(lr=0.1), "replica_fraction": 0.2}
     if strategy in POOLED:
         tables = [
-            flexd.EmbeddingBagTable(name, rows, dim, dtype="float64", answer=strategy.removeprefix("bags by "))
+            flexd.EmbeddingBagTable(name, rows, dim, dtype="float64", pooling_at=strategy.removeprefix("pooled at "))
             for name, (rows, dim) in TABLES.items()
         ]
         return flexd.EmbeddingBagCollection(tables, **given)
@@ -52,7 +52,7 @@ def collection_of(strategy: str, layout: RankLayout) -> flexd.EmbeddingCollectio
 
 
 def moved_rows(strategy: str, collection: flexd.EmbeddingCollection) -> Delta:
-    """Return copies of the most popular rows, or rows that leave the node of their home rule."""
+    """Return copies of the most popular rows, or rows that leave the node of their sharding type."""
     keys = np.concatenate([first + np.arange(40) for first in collection.keyspace.first_key[:2]])
     if strategy == "copies":
         tiers = np.where(np.arange(80) % 40 < 10, int(Tier.DEVICE), int(Tier.NODE))

@@ -147,7 +147,7 @@ def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(tmp_pa
         proposal = harness.propose("meanwhile")
         assert proposal.affinity is not None
         assert proposal.affinity.learning
-        assert "are being learnt for the first time" in proposal_report(proposal).affinity.words[0]
+        assert "are being learnt for the first time" in proposal_report(proposal).affinity.messages[0]
         assert not len(proposal.plan.target.moved)
     assert begun == [0], "one at a time"
     monitor._wait_seconds = 60

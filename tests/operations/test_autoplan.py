@@ -47,7 +47,7 @@ def test_a_daemon_that_proposes_only_moves_nothing_until_apply(tmp_path: Path) -
     assert it.planning.last_plan is proposal.plan
     _, execution = it.planning.apply("latest", ANN)
     assert execution is not None
-    assert (execution.record.who, execution.record.reason) == (ANN.who, ANN.reason)
+    assert (execution.record.requested_by, execution.record.reason) == (ANN.requested_by, ANN.reason)
 
 
 def test_an_interrupted_rollback_is_resumed_before_a_plan(harness: PlanningHarness) -> None:
@@ -85,9 +85,9 @@ def test_a_failed_migration_holds_the_next_plan_back(tmp_path: Path, monkeypatch
         planner.tick()
     assert len(it.coordinator.migrations) == 1, "the daemon waits"
     status = planning_status(it.planning, planner)
-    assert status.held == f"{planner.hold_off.reason(now, 1)}"
+    assert status.held == f"{planner.failure_backoff.reason(now, 1)}"
     assert "rank 2 refused chunk 1: no memory" in (status.held or "")
-    assert status.hold_off_seconds == pytest.approx(FIRST_SECONDS - 3.8)
+    assert status.failure_backoff_seconds == pytest.approx(FIRST_SECONDS - 3.8)
     now += FIRST_SECONDS
     planner.tick()
     assert len(it.coordinator.migrations) == 2

@@ -20,7 +20,7 @@ from tests.support.flexd_processes import RunningDaemon, flexd
 
 CONFIGURED = ThrottleConfig(bytes_per_second=9_000)
 DECIDED = Decisions(
-    pause=Pause(reason="night", who="ann", unix_seconds=5.0),
+    pause=Pause(reason="night", requested_by="ann", unix_seconds=5.0),
     throttle=ThrottleOverride(bytes_per_step=7, configured=CONFIGURED.model_dump_json()),
     rollback=("p2", "p3"),
 )
@@ -36,7 +36,7 @@ class Start:
         self.now = 100.0
         self.actions: list[tuple[str, ...]] = []
         self.channel: Any = SimpleNamespace(
-            pause=lambda: self._hold(True), resume=lambda: self._hold(False), distrust=""
+            pause=lambda: self._hold(True), resume=lambda: self._hold(False), divergence=""
         )
         history: Any = SimpleNamespace(record_action=lambda *action: self.actions.append(action))
         self.state = StateFile(directory / NAME)
@@ -46,7 +46,7 @@ class Start:
     def _hold(self, held: bool) -> None:
         self.held = held
         if not held:
-            self.channel.distrust = ""
+            self.channel.divergence = ""
 
 
 def test_every_action_is_recorded_with_user_and_reason(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_every_action_is_recorded_with_user_and_reason(tmp_path: Path) -> None:
     ]  # fmt: skip
     details = [each[3] for each in it.actions]
     assert details[1] == "after 30 s of: night"
-    assert details[2] == "bytes a step no limit, bytes a second no limit"
+    assert details[2] == "bytes per step no limit, bytes per second no limit"
     assert details[3] == "applied log.level; needs a restart: job"
     assert details[4].startswith("rejected: log.level: 'loud'")
     assert details[5] == "plan p1 in spite of samples, lag"
@@ -166,4 +166,4 @@ def test_pause_and_throttle_hold_after_sigkill(tmp_path: Path) -> None:
         assert [(each["kind"], each["reason"]) for each in actions] == [
             ("reload", "to be sure"), ("throttle", "careful"), ("pause", "rebuild"),
         ]  # fmt: skip
-        assert all("@" in each["who"] for each in actions)
+        assert all("@" in each["requested_by"] for each in actions)

@@ -33,7 +33,7 @@ def test_an_abort_stops_at_a_chunk_and_reports_the_applied_rows(harness: Executi
         harness.gate.permits = HELD_AFTER_CHUNKS
         execution = harness.start("p1", target(1))
         harness.wait_until_some_applied(execution)
-        result = harness.commands.abort(rollback=False, reason="too slow", wait_seconds=SECONDS, who="ann")
+        result = harness.commands.abort(rollback=False, reason="too slow", wait_seconds=SECONDS, requested_by="ann")
         progress = execution.record
         assert (result.outcome, progress.state) == ("stopped", MigrationState.ABORTED)
         assert 30 < progress.rows_applied == progress.rows_pushed < 600
@@ -48,12 +48,12 @@ def test_an_abort_stops_at_a_chunk_and_reports_the_applied_rows(harness: Executi
         assert same_content(ranks.history)
         assert harness.record_manual_plan == [True], "the interval of automatic plans starts again"
         shown = harness.commands.migration("p1")
-        assert (shown.who, shown.parent_plan_id, shown.trigger) == ("ada", "before", "manual")
+        assert (shown.requested_by, shown.parent_plan_id, shown.trigger) == ("ada", "before", "manual")
         until(lambda: harness.commands.migration("p1").settled, SECONDS)
         assert harness.commands.migration("latest").rows_applied == progress.rows_applied
         assert harness.states("p1") == ["PENDING", "PUSHING", "ABORTING", "ABORTED"]
         with pytest.raises(ApiError, match="no migration is running") as refused:
-            harness.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
+            harness.commands.abort(rollback=True, reason="", wait_seconds=0, requested_by="")
         assert refused.value.status == 409
 
 
@@ -66,7 +66,7 @@ def test_a_rollback_returns_to_where_the_migration_started(harness: ExecutionsHa
         second = harness.start("p2", target(2))
         harness.gate.unlimited = lambda: second.done
         harness.wait_until_some_applied(second)
-        result = harness.commands.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
+        result = harness.commands.abort(rollback=True, reason="worse", wait_seconds=SECONDS, requested_by="ann")
         assert result.outcome == "rolled_back", result
         assert ranks.all_at(first)
         assert same_content(ranks.history)
@@ -85,7 +85,7 @@ def test_a_rollback_returns_to_where_the_migration_started(harness: ExecutionsHa
             "p2"
         ]
         rollback = harness.commands.migration("p2.rollback")
-        assert (rollback.who, rollback.reason) == ("ann", "rollback of p2: worse")
+        assert (rollback.requested_by, rollback.reason) == ("ann", "rollback of p2: worse")
 
 
 @pytest.mark.parametrize("harness", [1.5], indirect=True)
@@ -95,12 +95,12 @@ def test_an_abort_without_ranks_ends_a_waiting_migration(harness: ExecutionsHarn
         harness.coordinator.pause()
     until(lambda: not harness.ready(), SECONDS)
     execution = harness.start("p1", target(1))
-    result = harness.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, who="")
+    result = harness.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, requested_by="")
     assert (result.outcome, execution.state) == ("stopped", MigrationState.ABORTED)
     assert "nothing of it was pushed" in result.message
     harness.stopping.set()
     with pytest.raises(ApiError, match="shutting down"):
-        harness.commands.abort(rollback=False, reason="", wait_seconds=0, who="")
+        harness.commands.abort(rollback=False, reason="", wait_seconds=0, requested_by="")
 
 
 @pytest.mark.parametrize("killed", [True, False])
@@ -125,8 +125,8 @@ def test_a_rollback_after_the_daemon_ended_during_a_migration(tmp_path: Path, ki
             placement = second.coordinator.placement()
             assert placement.digest() not in (parent.digest(), target(2).digest())
             with pytest.raises(ApiError, match="no migration is running"):
-                second.commands.abort(rollback=False, reason="", wait_seconds=0, who="")
-            result = second.commands.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
+                second.commands.abort(rollback=False, reason="", wait_seconds=0, requested_by="")
+            result = second.commands.abort(rollback=True, reason="worse", wait_seconds=SECONDS, requested_by="ann")
             assert (result.outcome, result.migration.migration_id, result.migration.state) == (
                 "rolled_back", "p2", MigrationState.FAILED,
             )  # fmt: skip
@@ -136,9 +136,9 @@ def test_a_rollback_after_the_daemon_ended_during_a_migration(tmp_path: Path, ki
             assert second.coordinator.placement().digest() == parent.digest()
             until(lambda: second.executions.live_plan_id == "p2.rollback", SECONDS)
             entry = second.commands.migration("p2.rollback")
-            assert (entry.who, entry.parent_plan_id, entry.reason) == ("ann", "p2", "rollback of p2: worse")
+            assert (entry.requested_by, entry.parent_plan_id, entry.reason) == ("ann", "p2", "rollback of p2: worse")
             with pytest.raises(ApiError, match="no migration is running"):
-                second.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
+                second.commands.abort(rollback=True, reason="", wait_seconds=0, requested_by="")
         finally:
             second.stop()
 
@@ -155,7 +155,7 @@ def test_no_rollback_after_a_restart_of_a_committed_or_compacted_migration(
         second = ExecutionsHarness(tmp_path, port)
         until(second.ready, SECONDS, ranks.state())
         with pytest.raises(ApiError, match="no migration is running"):
-            second.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
+            second.commands.abort(rollback=True, reason="", wait_seconds=0, requested_by="")
         # From now on the journal keeps next to nothing.
         monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 20)
         monkeypatch.setattr(journal_module, "_ROLLBACK_ROWS", 20)
@@ -172,7 +172,7 @@ def test_no_rollback_after_a_restart_of_a_committed_or_compacted_migration(
         try:
             until(third.ready, SECONDS, ranks.state())
             with pytest.raises(ApiError, match="migration p2 cannot be rolled back: placement version") as refused:
-                third.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
+                third.commands.abort(rollback=True, reason="", wait_seconds=0, requested_by="")
             assert (refused.value.status, "flexd replan" in refused.value.remedy) == (409, True)
             assert third.executions.last is None
         finally:

@@ -34,11 +34,14 @@ class RunningHistory:
         if start:
             self.history.start()
 
-    def migration(self, name: str, *events: TransitionEvent, who: str = "ada", settle: bool = True) -> Migration:
+    def migration(
+        self, name: str, *events: TransitionEvent, requested_by: str = "ada", settle: bool = True
+    ) -> Migration:
         """Record a migration of 30 rows through ``events``; 20 rows are pushed and 10 applied before the second one."""
         chunks = [Delta(np.arange(30), np.zeros(30, np.uint8), np.ones(30, np.uint8))]
         origin = MigrationRecord(
-            migration_id=name, parent_plan_id="parent", trigger="manual", who=who, reason=f"reason of {name}",
+            migration_id=name, parent_plan_id="parent", trigger="manual", requested_by=requested_by,
+            reason=f"reason of {name}",
             predicted_saving_seconds=0.5,
         )  # fmt: skip
         migration = Migration(f"plan-{name}", chunks, 3, origin)
@@ -91,7 +94,7 @@ def keep(tmp_path: Path) -> Iterator[Callable[..., RunningHistory]]:
 def test_a_migration_is_kept_over_a_restart_as_it_was(keep: Callable[..., RunningHistory]) -> None:
     kept = keep()
     migration = kept.migration("m1", E.START, E.ABORT, E.STOPPED)
-    kept.migration("m2", E.ABORT, who="")
+    kept.migration("m2", E.ABORT, requested_by="")
     kept.stop()
 
     again = keep()

@@ -22,7 +22,7 @@ MUCH = {"seconds": 1.0, "share": 0.0}
 
 def said_by(planning: Planning) -> list[tuple[str, str]]:
     said: list[tuple[str, str]] = []
-    planning._on_withheld = lambda who, reason: said.append((who, reason))
+    planning._on_withheld = lambda requested_by, reason: said.append((requested_by, reason))
     return said
 
 
@@ -54,8 +54,8 @@ def test_a_daemon_does_not_migrate_a_few_rows_up_and_down_at_every_interval(tmp_
     assert moves["any"] > 2, "the case has no noise"
     assert moves["some"] == 1
     assert outcomes == {"changed": 1, "unchanged": 1, "withheld": 6}
-    ((who, reason),) = said
-    assert who == "flexd"
+    ((requested_by, reason),) = said
+    assert requested_by == "flexd"
     assert "interval: the plan would save " in reason
     assert "planner.min_saving asks for 0.100 us" in reason
 

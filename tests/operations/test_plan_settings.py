@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from flexd.config.planner import PlannerConfig
-from flexd.control.protocol.trainer_settings import TrainerSettings, with_answers
+from flexd.control.protocol.trainer_settings import TrainerSettings, with_pooling
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import Tier
 from flexd.operations.live_plan import TrainingJob, plan_limits
 from flexd.planner.model.row_bytes import Exchange
 
 TABLES = [TableSpec(name, 10, 4) for name in "abc"]
-TOLD = with_answers(TrainerSettings("direct", "float16"), TABLES, {"a": "sums", "c": "rows"})
+TOLD = with_pooling(TrainerSettings("direct", "float16"), TABLES, {"a": "owner", "c": "requester"})
 
 
 def test_every_setting_is_passed_on() -> None:
@@ -26,8 +26,8 @@ def test_every_setting_is_passed_on() -> None:
     limits, shape = plan_limits(settings, job), job.shape
     assert (shape.micro_batches, shape.comm_dtype) == (4, "float16")
     assert job.exchange is Exchange.DIRECT_DEDUP
-    assert job.answers == {"a": "sums", "c": "rows"}
-    assert limits.exclude_tables == {"a", "b"}, "no row of a table that answers by sums is copied"
+    assert job.pooling_at == {"a": "owner", "c": "requester"}
+    assert limits.exclude_tables == {"a", "b"}, "no row of a table that is pooled at the owner is copied"
     whole, rows = limits.pins
     assert (whole.table, whole.tier, whole.rows) == ("c", Tier.NODE, None)
     assert (rows.table, rows.tier) == ("d", Tier.DEVICE)

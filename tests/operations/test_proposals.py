@@ -31,7 +31,7 @@ def test_a_proposal_is_applied_and_recorded_with_its_user(harness: PlanningHarne
     harness.coordinator.execute(execution)
     assert harness.coordinator.now.digest() == plan.target.digest()
     record = execution.record
-    assert (record.plan_id, record.trigger, record.who) == (plan.plan_id, "manual", "ann@host")
+    assert (record.plan_id, record.trigger, record.requested_by) == (plan.plan_id, "manual", "ann@host")
     assert record.overridden_gates == ()
     assert proposal.plan is plan
     with pytest.raises(ApiError, match="no proposal"):
@@ -104,4 +104,4 @@ def test_a_plan_from_a_thin_profile_can_be_shown_and_applied_only_with_force(tmp
     assert execution.record.overridden_gates == ("samples",)
     assert it.planning.overridden == {"samples": 1}
     it.coordinator.execute(execution)
-    assert execution.record.who == "ann@host"
+    assert execution.record.requested_by == "ann@host"

@@ -60,7 +60,7 @@ class DaemonSequence:
         before = self.current.executions.last
         if before is None:
             self.current.gate.permits = chunks
-        done = self.current.commands.abort(rollback=True, reason="worse", wait_seconds=wait_seconds, who="ann")
+        done = self.current.commands.abort(rollback=True, reason="worse", wait_seconds=wait_seconds, requested_by="ann")
         if before is not None and chunks:
             until(lambda: before.done, SECONDS)
             self.current.gate.permits = chunks
@@ -132,7 +132,7 @@ def test_the_next_daemon_resumes_a_rollback_by_itself(daemons: DaemonSequence, k
         states = {name: state for name, (state, _) in daemons.history().items()}
         assert (states["p2"], states["p2.rollback"], states["p2.rollback-2"]) == ("ABORTED", "FAILED", "COMMITTED")
         entry = daemons.current.commands.migration("p2.rollback-2")
-        assert (entry.who, "the daemon ended before it was done" in entry.reason) == ("flexd", True)
+        assert (entry.requested_by, "the daemon ended before it was done" in entry.reason) == ("flexd", True)
         daemons.wait_until_logged("p2.rollback-2")
         daemons.crash()
         assert daemons.current.recovery.resume() is False, "it is committed"
@@ -161,7 +161,7 @@ def test_a_rollback_requested_after_a_crash_is_resumed_after_a_second_crash(daem
         daemons.abort(0)
         daemons.crash()
         with pytest.raises(ApiError, match="no migration is running"):
-            daemons.current.commands.abort(rollback=False, reason="", wait_seconds=0.0, who="")
+            daemons.current.commands.abort(rollback=False, reason="", wait_seconds=0.0, requested_by="")
         assert daemons.current.recovery.resume() is True, "the refused abort has cancelled nothing"
         assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
@@ -172,7 +172,7 @@ def test_an_aborted_rollback_is_not_resumed(daemons: DaemonSequence) -> None:
         apply_part_of_p2(daemons, ranks)
         daemons.abort(0)
         until(lambda: daemons.migration.state is MigrationState.PUSHING, SECONDS)
-        stopped = daemons.current.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, who="")
+        stopped = daemons.current.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, requested_by="")
         assert stopped.outcome == "stopped"
         daemons.crash()
         assert daemons.current.recovery.resume() is False

@@ -130,7 +130,7 @@ def test_a_slower_plan_is_rolled_back_with_its_figure_and_its_kind_is_held_back(
     assert job.device_rows() == 0, "the placement before the plan"
     last = job.it.coordinator.migrations[-1]
     assert last.migration_id == f"{ended.migration_id}.rollback"
-    assert (last.record.trigger, last.record.who) == ("verify", "flexd")
+    assert (last.record.trigger, last.record.requested_by) == ("verify", "flexd")
     assert "measured 5" in last.record.reason or "measured 4" in last.record.reason
     assert "% slower (95 % interval" in last.record.reason
     (action,) = job.actions
@@ -143,8 +143,8 @@ def test_a_slower_plan_is_rolled_back_with_its_figure_and_its_kind_is_held_back(
     job.tick(3)
     assert len(job.it.coordinator.migrations) == migrations
     assert any(not each.dry_run for each in job.it.planning.proposals.all())
-    (words,) = job.verifier.held.reasons()
-    assert words.startswith(f"{ended.migration_id} measured")
+    (message,) = job.verifier.held.reasons()
+    assert message.startswith(f"{ended.migration_id} measured")
 
 
 def test_a_faster_plan_stays(tmp_path: Path) -> None:
@@ -202,8 +202,8 @@ def test_copies_that_measured_faster_are_not_taken_back_because_prices_say_so(tm
     time.sleep(0.02)
     job.tick(3)
     assert len(job.it.coordinator.migrations) == migrations, "such plans are held back now"
-    (words,) = job.verifier.held.reasons()
-    assert "plans for HOME wait until" in words
+    (message,) = job.verifier.held.reasons()
+    assert "plans for HOME wait until" in message
 
 
 def test_copies_that_may_not_stay_go_unmeasured_and_in_spite_of_a_hold(tmp_path: Path) -> None:

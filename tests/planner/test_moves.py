@@ -18,7 +18,7 @@ from flexd.planner.moves import MoveRoom, moved_placement, with_moves
 from flexd.planner.plan import Plan
 from flexd.planner.solver.limits import slots_used
 
-KEYSPACE = KeySpace([TableSpec("a", 60, 4), TableSpec("b", 40, 8), TableSpec("c", 20, 8, homes="node:0")])
+KEYSPACE = KeySpace([TableSpec("a", 60, 4), TableSpec("b", 40, 8), TableSpec("c", 20, 8, sharding="table_row_wise:0")])
 ROWS = 120
 LAYOUT = RankLayout(3, 2)
 

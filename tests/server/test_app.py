@@ -20,12 +20,12 @@ def test_every_verb_reaches_the_daemon(client, daemon):
     assert PlanReport.model_validate(client.post("/v1/plan").json()).replication.words == ("because",)
     replanned = client.post("/v1/replan", json={"reason": "new item launch", "wait_seconds": 2.5})
     assert (replanned.status_code, replanned.json()["outcome"]) == (200, "committed")
-    assert client.post("/v1/pause", json={"reason": "maintenance", "who": "ann"}).json()["changed"] is True
+    assert client.post("/v1/pause", json={"reason": "maintenance", "requested_by": "ann"}).json()["changed"] is True
     assert client.post("/v1/pause", json={}).json()["changed"] is False
     assert client.post("/v1/resume").json() == {"paused": False, "reason": None, "changed": True}
-    assert client.post("/v1/resume", json={"reason": "done", "who": "ann"}).json()["changed"] is False
+    assert client.post("/v1/resume", json={"reason": "done", "requested_by": "ann"}).json()["changed"] is False
     assert client.post("/v1/config/reload/preview").json()["dry_run"] is True
-    assert client.post("/v1/config/reload", json={"who": "ann"}).status_code == 200
+    assert client.post("/v1/config/reload", json={"requested_by": "ann"}).status_code == 200
     assert client.post("/v1/config/reload").status_code == 200
     assert client.post("/v1/abort/preview", json={}).json()["rollback"] is None
     assert client.post("/v1/abort/preview", json={"rollback": True}).json()["rollback"]["to_version"] == 16

@@ -180,7 +180,7 @@ def test_the_page_shows_names_and_figures(open_page, busy):
     assert page.evaluate("plans.map(plan => plan.plan_id)") == ["p1"]
     assert page.locator("#migration progress").get_attribute("value") == "0.25"
     assert "30 of 120 rows" in page.text_content("#migration")
-    assert page.text_content("#saving") == "predicted saving 2.00 ms a step, measured -1.50 ms ± 100 µs"
+    assert page.text_content("#saving") == "predicted saving 2.00 ms per step, measured -1.50 ms ± 100 µs"
     assert page.text_content("#verdict") == f"slower m0: 1.5 % slower {STRANGE} (rolled back)"
     assert page.text_content("#migration .held") == (
         f"no gain measured: m0 measured slower {STRANGE}; plans for NODE wait"
@@ -200,8 +200,8 @@ def test_the_page_shows_names_and_figures(open_page, busy):
     assert {httpx.URL(url).host for url in page.requested} == {"127.0.0.1"}
 
 
-def test_rows_in_two_memories_are_shown_by_table_those_with_most_misses_first(open_page):
-    class InTwoMemories(FakeDaemon):
+def test_rows_in_tiered_storage_are_shown_by_table_those_with_most_misses_first(open_page):
+    class InTieredStorage(FakeDaemon):
         def status(self) -> Status:
             tables = (
                 SlowTableStatus(table="few", used=1_000, missed=10, evicted=8, written=7),
@@ -213,7 +213,7 @@ def test_rows_in_two_memories_are_shown_by_table_those_with_most_misses_first(op
             )  # fmt: skip
             return super().status().model_copy(update={"slow_memory": slow})
 
-    server = served(InTwoMemories())
+    server = served(InTieredStorage())
     try:
         page = open_page(server)
         page.wait_for_selector("#slow-tables td")

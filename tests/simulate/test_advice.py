@@ -1,4 +1,5 @@
-"""Advice: predicted steps follow from the measured step, the prices and the bytes; it says "not here" where it must."""
+"""Advice: predicted steps follow from the measured step, the prices and the bytes; it says "no gain expected" where
+it must."""
 
 from __future__ import annotations
 
@@ -57,11 +58,11 @@ def test_a_step_is_computing_and_exchange() -> None:
     assert two_hops.gpu_hours_per_day.expected == pytest.approx(24 * 4 * two_hops.saved_share.expected)
 
 
-def test_run_ahead_hides_behind_computing_only_and_only_rows_that_the_step_before_did_not_touch() -> None:
+def test_prefetch_pipeline_hides_behind_computing_only_and_only_rows_that_the_step_before_did_not_touch() -> None:
     much, none = advice(step_seconds=10.0), advice(step_seconds=advice().exchange_seconds * 1.000001)
     hidden = [
         found.predictions["two_hops"].step_seconds.expected
-        - found.predictions["two_hops_run_ahead"].step_seconds.expected
+        - found.predictions["two_hops_prefetch_pipeline"].step_seconds.expected
         for found in (much, none)
     ]
     run = much.simulation.runs["two_hop"]
@@ -132,11 +133,11 @@ def test_one_rank_is_refused(computing_seconds: float | None) -> None:
         )  # fmt: skip
 
 
-def test_run_ahead_hides_nothing_behind_the_work_on_rows() -> None:
+def test_prefetch_pipeline_hides_nothing_behind_the_work_on_rows() -> None:
     free, some, none = (
         advice(step_seconds=1.0, computing_seconds=0.5, row_work_seconds=work).predictions for work in (0, 0.498, 0.5)
     )
-    exposed = [one["dedup_run_ahead"].step_seconds.expected for one in (free, some, none)]
+    exposed = [one["dedup_prefetch_pipeline"].step_seconds.expected for one in (free, some, none)]
     assert exposed[0] < exposed[1] < exposed[2]
     assert exposed[2] == pytest.approx(none["dedup"].step_seconds.expected)
     assert exposed[2] - exposed[1] == pytest.approx(0.002, rel=1e-6)

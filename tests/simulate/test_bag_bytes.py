@@ -43,10 +43,10 @@ def record_bags(
     steps: int,
     micro_batches: int,
 ) -> list[dict[str, int]]:
-    """Return the traffic of each step of training on bags; the tables ``summed`` answer by sums."""
+    """Return the traffic of each step of training on bags; the tables ``summed`` be pooled at the owner."""
     collection = EmbeddingBagCollection(
         [
-            EmbeddingBagTable(name, rows, dim, dtype=dtype, answer="sums" if name in summed else "rows")
+            EmbeddingBagTable(name, rows, dim, dtype=dtype, pooling_at="owner" if name in summed else "requester")
             for name, rows, dim, dtype in TABLES[kind]
         ],
         optimizer=SGD(lr=0.1),

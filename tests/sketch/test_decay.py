@@ -40,7 +40,7 @@ def test_counters_follow_the_formula_whatever_the_order(events, half_life):
         assert counts.accepted == 1
         exact[row] += 2.0 ** ((T0 + time - newest) / half_life)
     got = sketches.query("t", np.arange(8))
-    # Rounding: half a unit an access (2^-17 of one), and a unit for rescaling.
+    # Rounding: half a unit per access (2^-17 of one), and a unit for rescaling.
     assert np.allclose(got, exact, rtol=1e-5, atol=(len(events) + 2) * 2.0**-16)
 
 

@@ -105,6 +105,6 @@ def test_a_profile_has_the_source_nodes_of_its_hot_rows(memory: int, logarithmic
         assert table.sources.affinity == pytest.approx(0.64, abs=0.1)
         share = table.sources.share(np.arange(20))
         assert (share.argmax(axis=1) == table.hot_rows[:20] % 4).mean() >= 0.8
-        # Few sampled accesses a row are drawn towards the mix.
+        # Few sampled accesses per row are drawn towards the mix.
         assert 0.7 < share.max(axis=1).mean() < 0.9
     assert whole.profile().tables[0].sources is None

@@ -155,7 +155,7 @@ def test_invalid_input_is_counted_and_not_raised(table, rows, lengths, more):
 
 
 def test_sampling_is_unbiased():
-    """Row r appears r+1 times a batch: the sampled shares must be equal, and a tenth of the accesses is kept."""
+    """Row r appears r+1 times per batch: the sampled shares must be equal, and a tenth of the accesses is kept."""
     sink = MemorySink()
     publisher = Publisher(sink, source_rank=1, sample_fraction=0.1, max_queue_batches=10_000, seed=5)
     rows = np.repeat(np.arange(20), np.arange(1, 21))

@@ -39,9 +39,9 @@ def test_a_pyarrow_that_refuses_this_numpy_is_named_with_what_to_install(tmp_pat
     assert refusal in done.stderr
     assert "pip install 'flexd[publisher]'" in done.stderr
     code = (
-        "import contextlib, flexd; from flexd.core.mistakes import MISTAKES\n"
+        "import contextlib, flexd; from flexd.core.usage_warnings import USAGE_WARNINGS\n"
         "with contextlib.suppress(Exception): flexd.Publisher\n"
-        "print([(each.kind, each.text) for each in MISTAKES.reports()])"
+        "print([(each.kind, each.text) for each in USAGE_WARNINGS.reports()])"
     )
     noted = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,

@@ -18,18 +18,18 @@ STEPS = 8
 READS = {"history": "item", "basket": "item", "shop": "shop"}
 
 
-Answers = tuple[str, str]
-ROWS = ("rows", "rows")
+PoolingPlaces = tuple[str, str]
+ROWS = ("requester", "requester")
 
 
-SPREAD = ("all", "all")
+ROW_WISE = ("row_wise", "row_wise")
 
 
-def tables(answers: Answers = ROWS, homes: tuple[str, str] = SPREAD) -> list[flexd.EmbeddingTable]:
-    (first, second), (of_item, of_shop) = answers, homes
+def tables(pooling_at: PoolingPlaces = ROWS, homes: tuple[str, str] = ROW_WISE) -> list[flexd.EmbeddingTable]:
+    (first, second), (of_item, of_shop) = pooling_at, homes
     item = flexd.EmbeddingBagTable("item", 61, 8, ("history", "basket"), "float64", init_scale=0.5, answer=first)
     shop = flexd.EmbeddingBagTable("shop", 17, 5, (), "float64", init_scale=0.5, pooling="mean", answer=second)
-    return [replace(item, homes=of_item), replace(shop, homes=of_shop)]
+    return [replace(item, sharding=of_item), replace(shop, sharding=of_shop)]
 
 
 def batch(step: int, rank: int) -> tuple[dict[str, flexd.Jagged], dict[str, torch.Tensor]]:
@@ -63,11 +63,11 @@ def train(
     exchange: str,
     ahead: bool,
     switch_every: int = 0,
-    answers: Answers = ROWS,
-    homes: tuple[str, str] = SPREAD,
+    pooling_at: PoolingPlaces = ROWS,
+    homes: tuple[str, str] = ROW_WISE,
 ) -> dict[str, Any]:
     collection = flexd.EmbeddingBagCollection(
-        tables(answers, homes), optimizer=flexd.SGD(0.1), layout=layout, replica_slots=[61, 17], exchange=exchange
+        tables(pooling_at, homes), optimizer=flexd.SGD(0.1), layout=layout, replica_slots=[61, 17], exchange=exchange
     )
     inbox = collection.engine.inbox
     losses, weight_grads, equal = [], [], True

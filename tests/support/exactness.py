@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from flexd.core.home_rules import SPREAD, HomeRule
 from flexd.core.layout import MOVED, RankLayout
 from flexd.core.placement import Delta, Placement
+from flexd.core.sharding_types import ROW_WISE, ShardingType
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.dense_adam import DenseAdam
@@ -43,20 +43,20 @@ class Scenario:
     idle_rank: int = -1
     """Rank that has empty batches only; -1: none."""
     only_rail: int = -1
-    """Only rows with homes on this rail get copies, one a node; -1: rows of all rails."""
+    """Only rows with homes on this rail get copies, one per node; -1: rows of all rails."""
     comm_dtype: str | None = None
     switch_every: int = 0
     """Steps after which one of the ranks proposes the other exchange; 0: never."""
     fast_memory_bytes: int | None = None
     """Of home rows of a rank; None: all are fast."""
     slow_file: bool = False
-    """Slow rows are in a file instead of host memory."""
+    """Cold rows are in a file instead of host memory."""
     divide_every: int = 0
     """After every so many steps each rank divides its fast memory as it likes."""
-    answered_by: tuple[str, str] | None = None
+    pooling_at: tuple[str, str] | None = None
     """Of the two tables, whose features are pooled then, the second's by mean; None: they are not."""
-    homes: tuple[str, str] = ("all", "all")
-    """Home rules of the two tables; nodes and ranks are counted modulo those of the job."""
+    homes: tuple[str, str] = ("row_wise", "row_wise")
+    """Sharding types of the two tables; nodes and ranks are counted modulo those of the job."""
     second_optimizer: str = ""
     """Optimizer of the second table, if it differs."""
     mixed: bool = False
@@ -71,7 +71,7 @@ class Scenario:
     @property
     def pooled(self) -> tuple[str, ...]:
         """Features that are pooled."""
-        if self.answered_by is None:
+        if self.pooling_at is None:
             return ()
         return ("shop",) if self.mixed else ("history", "target", "shop")
 
@@ -87,19 +87,21 @@ class Scenario:
         return RankLayout(self.nodes, self.local_ranks)
 
 
-def home_rule(text: str, layout: RankLayout, answer: str = "rows") -> str:
-    """Return a rule that the layout has, and a table with this answer may have."""
-    rule = HomeRule.parse(text)
-    if rule.copied and answer == "sums":
-        return SPREAD
+def sharding_type(text: str, layout: RankLayout, pooling_at: str = "requester") -> str:
+    """Return a rule that the layout has, and a table pooled there may have."""
+    rule = ShardingType.parse(text)
+    if rule.copied and pooling_at == "owner":
+        return ROW_WISE
     return str(replace(rule, number=rule.number % (layout.nodes if rule.kind == "node" else layout.world_size)))
 
 
 def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
-    answers = scenario.answered_by or ("rows", "rows")
-    first, second = (home_rule(rule, scenario.layout, of) for rule, of in zip(scenario.homes, answers, strict=True))
+    pooling_at = scenario.pooling_at or ("requester", "requester")
+    first, second = (
+        sharding_type(rule, scenario.layout, of) for rule, of in zip(scenario.homes, pooling_at, strict=True)
+    )
     item, shop = _tables_of(scenario)
-    return [replace(item, homes=first), replace(shop, homes=second)]
+    return [replace(item, sharding=first), replace(shop, sharding=second)]
 
 
 def _tables_of(scenario: Scenario) -> list[EmbeddingTable]:
@@ -108,18 +110,18 @@ def _tables_of(scenario: Scenario) -> list[EmbeddingTable]:
     rule = None
     if scenario.second_optimizer:
         lr, rule = None, second_rule(scenario)
-    if scenario.answered_by is not None:
-        first, second = scenario.answered_by
+    if scenario.pooling_at is not None:
+        first, second = scenario.pooling_at
         dtypes = scenario.dtype, scenario.second_dtype or scenario.dtype
         item: EmbeddingTable = EmbeddingBagTable(
-            "item", 61, dims[0], ("history", "target"), dtypes[0], 0.5, answer=first
+            "item", 61, dims[0], ("history", "target"), dtypes[0], 0.5, pooling_at=first
         )
         if scenario.mixed:
             item = EmbeddingTable("item", 61, dims[0], ("history", "target"), dtypes[0], 0.5)
         return [
             item,
             EmbeddingBagTable(
-                "shop", 17, dims[1], (), dtypes[1], 0.5, lr=lr, pooling="mean", answer=second, optimizer=rule
+                "shop", 17, dims[1], (), dtypes[1], 0.5, lr=lr, pooling="mean", pooling_at=second, optimizer=rule
             ),
         ]
     return [
@@ -215,7 +217,7 @@ def values_of(out: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def class_of(scenario: Scenario) -> type[EmbeddingCollection]:
-    return EmbeddingCollection if scenario.answered_by is None else EmbeddingBagCollection
+    return EmbeddingCollection if scenario.pooling_at is None else EmbeddingBagCollection
 
 
 def pooled_alone(rows: torch.Tensor, lengths: torch.Tensor, *, mean: bool) -> torch.Tensor:
@@ -262,7 +264,7 @@ def random_chunks(scenario: Scenario, collection: EmbeddingCollection) -> list[D
 def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.ndarray]]:
     """Return losses by rank and the final tables of plain nn.Embedding tables in this process."""
     specs = {table.name: table for table in tables_of(scenario)}
-    # Of initial values alone: rows without homes of their own and without an answer.
+    # Of initial values alone: rows without homes of their own and without a pooling place.
     plain_tables = [
         EmbeddingTable(spec.name, spec.rows, spec.dim, dtype=spec.dtype, init_scale=spec.init_scale)
         for spec in specs.values()

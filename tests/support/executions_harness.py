@@ -119,16 +119,16 @@ class ExecutionsHarness:
         live = self.coordinator.live()
         return live is not None and live.ready
 
-    def start(self, name: str, wanted: Placement, who: str = "ada") -> Migration:
+    def start(self, name: str, wanted: Placement, requested_by: str = "ada") -> Migration:
         live = self.coordinator.live()
         assert live is not None
         plan: Any = SimpleNamespace(
             plan_id=name, parent_id="before", target=wanted, gains=np.ones(len(wanted)), topology_generation=1,
             slots=live.replica_slots, delta=range(len(wanted)), migration_bytes=0,
             created_unix_seconds=1.0, profile_generation=1, saved_seconds=0.002, promotions=len(wanted), demotions=0,
-            summary=lambda: {"replication": {"words": []}},
+            summary=lambda: {"replication": {"messages": []}},
         )  # fmt: skip
-        return self.executions.start(plan, Trigger(TriggerKind.MANUAL, f"reason of {name}", who), (), live)
+        return self.executions.start(plan, Trigger(TriggerKind.MANUAL, f"reason of {name}", requested_by), (), live)
 
     def wait_until_some_applied(self, migration: Migration) -> None:
         until(lambda: migration.record.chunks_applied > 3, SECONDS)

@@ -25,7 +25,7 @@ class FakeCoordinator:
     port = 0
     failure = ""
     outstanding_chunks = 0
-    distrust = ""
+    divergence = ""
     priced_exchange = ""
 
     def __init__(self, generation: int = 1, *, obedient: bool = False, slots: int = 200) -> None:

@@ -83,7 +83,7 @@ class FakeDaemon:
 
     def plan(self) -> PlanReport:
         self._enter("plan")
-        return PlanReport(plan_id="p2", replication=ReplicationReport(words=("because",)))
+        return PlanReport(plan_id="p2", replication=ReplicationReport(messages=("because",)))
 
     def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
         self._enter("explain", table, row, hottest)
@@ -92,25 +92,25 @@ class FakeDaemon:
         node = ThresholdReport(tier="NODE", slots=1, slot_seconds=1e-10, promote_accesses=2.0, demote_accesses=1.5)
         return Explanation(table=table, rows=100, thresholds=(node,), explained=rows if hottest or row else ())
 
-    def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
-        self._enter("replan", reason, wait_seconds, *((who,) if force else ()))
+    def replan(self, reason: str, wait_seconds: float, *, force: bool = False, requested_by: str = "") -> ReplanResult:
+        self._enter("replan", reason, wait_seconds, *((requested_by,) if force else ()))
         if self.hold is not None:
             self.hold.wait(20)
         migration = MigrationRecord(migration_id="m1", plan_id="p2", state="committed")
         return ReplanResult(outcome=self.outcome, plan=PlanReport(plan_id="p2"), migration=migration)
 
-    def pause(self, reason: str, who: str = "") -> PauseState:
-        self._enter("pause", reason, who)
+    def pause(self, reason: str, requested_by: str = "") -> PauseState:
+        self._enter("pause", reason, requested_by)
         changed, self.paused = not self.paused, True
         return PauseState(paused=True, reason=reason, changed=changed)
 
-    def resume(self, reason: str = "", who: str = "") -> PauseState:
-        self._enter("resume", reason, who)
+    def resume(self, reason: str = "", requested_by: str = "") -> PauseState:
+        self._enter("resume", reason, requested_by)
         changed, self.paused = self.paused, False
         return PauseState(paused=False, changed=changed)
 
-    def reload(self, reason: str = "", who: str = "") -> ReloadReport:
-        self._enter("reload", reason, who)
+    def reload(self, reason: str = "", requested_by: str = "") -> ReloadReport:
+        self._enter("reload", reason, requested_by)
         return RELOADED
 
     def preview_reload(self) -> ReloadReport:

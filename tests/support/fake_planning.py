@@ -37,11 +37,13 @@ class FakePlanning:
         self._entered("proposal", plan_id)
         if plan_id not in ("latest", "p7"):
             raise ApiError(f"no proposal {plan_id!r}", status=404, remedy="proposals: p6, p7")
-        gate = GateReport(gate="samples", key="planner.min_samples", measured=10, required=20, open=False, words="thin")
-        return PlanReport(plan_id="p7", trigger="drift", who="flexd", gates=(gate,))
+        gate = GateReport(
+            gate="samples", key="planner.min_samples", measured=10, required=20, open=False, message="thin"
+        )
+        return PlanReport(plan_id="p7", trigger="drift", requested_by="flexd", gates=(gate,))
 
-    def apply(self, plan_id: str, reason: str, wait_seconds: float, *, force: bool, who: str) -> ReplanResult:
-        self._entered("apply", plan_id, reason, wait_seconds, force, who)
+    def apply(self, plan_id: str, reason: str, wait_seconds: float, *, force: bool, requested_by: str) -> ReplanResult:
+        self._entered("apply", plan_id, reason, wait_seconds, force, requested_by)
         return ReplanResult(outcome=self._outcome(), plan=self.proposal(plan_id))
 
     def user_nodes(self, offset: int, limit: int) -> UserNodePage:
@@ -58,9 +60,9 @@ class FakePlanning:
         return self._throttle
 
     def set_throttle(
-        self, bytes_per_step: int | None, bytes_per_second: int | None, *, reason: str = "", who: str = ""
+        self, bytes_per_step: int | None, bytes_per_second: int | None, *, reason: str = "", requested_by: str = ""
     ) -> ThrottleStatus:
-        self._entered("set_throttle", bytes_per_step, bytes_per_second, reason, who)
+        self._entered("set_throttle", bytes_per_step, bytes_per_second, reason, requested_by)
         asked = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second}
         changes = {name: value or None for name, value in asked.items() if value is not None}
         self._throttle = self._throttle.model_copy(update=changes)

@@ -45,7 +45,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
 
 
 def _end_groups_of_the_job() -> None:
-    """Destroy the groups that a job made: each has a thread that polls 100 times a second, and a rank runs 100 jobs."""
+    """Destroy the groups that a job made: each has a thread that polls 100 times per second, and a rank runs 100
+    jobs."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 

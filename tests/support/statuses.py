@@ -15,7 +15,8 @@ from flexd.control.daemon.migration_states import MigrationState
 
 _PLAN = PlanReport(plan_id="p7", reason="drift", promotions=1200, demotions=300)
 _COMMITTED = MigrationRecord(
-    migration_id="m7", plan_id="p7", trigger="drift", who="flexd", reason="drift", state=MigrationState.COMMITTED,
+    migration_id="m7", plan_id="p7", trigger="drift", requested_by="flexd", reason="drift",
+    state=MigrationState.COMMITTED,
     rows=1500, rows_applied=1500, chunks_pushed=3, chunks_applied=3, bytes_to_copy=614_400, copied_bytes=614_400,
     base_version=9, last_version=12,
 )  # fmt: skip

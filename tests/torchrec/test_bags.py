@@ -23,14 +23,14 @@ STEPS = 5
 
 
 def train_changed(rank: int, layout: RankLayout, what: str, one_thread: bool | None) -> tuple[list[float], int]:
-    """Train weighted bags; the loop of rank 0 changes part of each input. Without run-ahead if ``one_thread`` is
-    None. Return losses and the batches located twice."""
+    """Train weighted bags; the loop of rank 0 changes part of each input. Without the prefetch pipeline if
+    ``one_thread`` is None. Return losses and the batches located twice."""
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name])
         for name, rows in ROWS.items()
     ]
     collection = FlexEmbeddingBagCollection(
-        tables, is_weighted=True, optimizer=flexd.SGD(0.1), layout=layout, answers={"item": "sums"}
+        tables, is_weighted=True, optimizer=flexd.SGD(0.1), layout=layout, pooling_at={"item": "owner"}
     )
     inputs: Any = [
         KeyedJaggedTensor.from_lengths_sync(
@@ -61,10 +61,10 @@ def train_changed(rank: int, layout: RankLayout, what: str, one_thread: bool | N
     return losses, collection.engine.hooks.unused_batches
 
 
-@pytest.mark.parametrize("answer", ["rows", "sums"])
-def test_weights_are_factors_of_the_rows(answer: str) -> None:
+@pytest.mark.parametrize("pooling_at", ["requester", "owner"])
+def test_weights_are_factors_of_the_rows(pooling_at: str) -> None:
     table = EmbeddingBagConfig(name="item", num_embeddings=61, embedding_dim=4, feature_names=["a", "b"])
-    ours = FlexEmbeddingBagCollection([table], is_weighted=True, answers={"item": answer})
+    ours = FlexEmbeddingBagCollection([table], is_weighted=True, pooling_at={"item": pooling_at})
     plain = torchrec.EmbeddingBagCollection(tables=[table], is_weighted=True)
     plain.embedding_bags["item"].weight.data.copy_(ours.gather_table("item"))
     inputs = {"keys": ["a", "b"], "values": torch.tensor([1, 2, 2, 60, 5]), "lengths": torch.tensor([2, 0, 1, 2])}

@@ -54,14 +54,14 @@ def train_replaced(
     one_lookup: bool,
     summed: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Replace the collections of the model, and train it on ranks; the tables ``summed`` answer by sums."""
+    """Replace the collections of the model, and train it on ranks; the tables ``summed`` be pooled at the owner."""
     model = make(optimizer)
     tables = replace(
         model,
         layout=layout,
         one_lookup=one_lookup,
         replica_slots=[80, 40],
-        answers=dict.fromkeys(summed, "sums"),
+        pooling_at=dict.fromkeys(summed, "owner"),
     )
     parallel: Any = DistributedDataParallel(model) if layout.world_size > 1 else model
     dense = torch.optim.SGD(parallel.parameters(), lr=0.1)

@@ -69,7 +69,7 @@ def test_training_with_a_plan_has_the_losses_of_another(four: RankPool):
     ("change", "message"),
     [
         (lambda d: d.update(format=2), "format 2"),
-        (lambda d: d.update({"for": "flexd"}), "home rules for flexd's trainer"),
+        (lambda d: d.update({"for": "flexd"}), "sharding types for flexd's trainer"),
         (lambda d: d["modules"]["bags"].pop("t3"), "lacks 't3'"),
         (lambda d: d["modules"].update(other={}), "the model 'other'"),
         (lambda d: d["modules"]["bags"]["t0"].update(ranks=[4]), r"'t0': ranks \[4\] of 4"),

@@ -200,7 +200,7 @@ def mirrored(ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
     _listed_words.clear()
     with (
         mock.patch("flexd.embedding.collection.ChainGroups", MirrorGroups),
-        mock.patch("flexd.embedding.prefetch.run_ahead.ChainGroups", MirrorGroups),
+        mock.patch("flexd.embedding.prefetch.pipeline.ChainGroups", MirrorGroups),
         mock.patch.object(hop_module.Hop, "exchange_ids", _served_ids),
         mock.patch.object(BagExchange, "send", _served_bags),
         mock.patch.object(TouchedRows, "recv_up", _recv_up),

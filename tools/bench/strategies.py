@@ -48,7 +48,7 @@ def arguments(parser: ArgumentParser, rounds: int, steps: int) -> None:
 
 @dataclass
 class Samples:
-    """Samples of one strategy: seconds by step; bytes and processor seconds a step by round."""
+    """Samples of one strategy: seconds by step; bytes and processor seconds per step by round."""
 
     limited: list[float] = field(default_factory=list)
     unlimited: list[float] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Bench:
         return self._ranks.ask({"ask": name, **arguments}, seconds)
 
     def train(self, strategy: str, *, dense: bool, steps: int) -> tuple[list[float], float]:
-        """Return seconds of each step and processor seconds a step, means over the ranks."""
+        """Return seconds of each step and processor seconds per step, means over the ranks."""
         answers = self.ask(60 + STEP_SECONDS * steps, "train", strategy=strategy, dense=dense, steps=steps)
         self.losses.setdefault(strategy, []).extend(np.mean([a["losses"] for a in answers], axis=0).tolist())
         used = float(np.mean([a["processor_seconds"] for a in answers]))

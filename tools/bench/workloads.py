@@ -107,10 +107,10 @@ class Bounds:
     Rows only: no ids, no headers.
 
     Attributes:
-        volume: each node fetches, and pushes a gradient for, each row that it touches and does not home, once a step:
+        volume: each node fetches, and pushes a gradient for, each row that it touches and does not home, once per step:
             DESIGN section 6.
-        between_steps: the part of it that no run-ahead can move beside a step's computing: fetches of rows that the
-            step before changed on any node, and gradients of rows that the next batch of any node reads.
+        between_steps: the part of it that no prefetch pipeline can move beside a step's computing: fetches of rows
+            that the step before changed on any node, and gradients of rows that the next batch of any node reads.
     """
 
     volume: float

@@ -1,1 +1,1 @@
-"""The ranks' side of the control channel: one background thread a rank."""
+"""The ranks' side of the control channel: one background thread per rank."""

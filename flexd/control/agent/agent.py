@@ -1,4 +1,4 @@
-"""The ranks' side of the control channel: one background thread a rank, which never delays training.
+"""The ranks' side of the control channel: one background thread per rank, which never delays training.
 
 When anything fails in a connection (see ``rank_connection``), the thread closes it, waits and registers again.
 It holds the lock that ``report`` acquires only to swap a pointer, so no call from the training thread waits for the

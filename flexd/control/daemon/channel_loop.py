@@ -132,7 +132,7 @@ class ChannelLoop:
         """Queue a frame for those of ``numbers`` that are connected, and send what their sockets accept now."""
         for number in numbers:
             peer = self._peers.get(number)
-            if peer is None or peer.close_reason or peer.is_deaf:
+            if peer is None or peer.close_reason or peer.write_closed:
                 continue
             peer.output.add(payload)
             self._flush(peer)
@@ -288,7 +288,7 @@ class ChannelLoop:
             self._sum("bytes_out", peer.output.flush(peer.sock))
         except OSError:
             # The frames that it sent before are still to be read; then reading fails too.
-            peer.is_deaf = True
+            peer.write_closed = True
             peer.output.clear()
         if peer.close_reason and not peer.output:
             self._close(peer, peer.close_reason)

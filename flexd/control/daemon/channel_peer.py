@@ -221,7 +221,7 @@ class ChannelPeer:
         proven_key: of the shared secret, that the peer has proven.
         output: frames that wait for it.
         is_paused: it is not read until there is room for what it sends.
-        is_deaf: it accepts no output any more.
+        write_closed: it accepts no output any more.
         close_reason: it is closed once its output is sent; empty while it is not to be closed.
         partial_bytes: received bytes that are no whole frame yet, or wait for room.
     """
@@ -239,7 +239,7 @@ class ChannelPeer:
         self.proven_key = session.key
         self.output = PeerOutput(FrameKey(session.to_client), total)
         self.is_paused = False
-        self.is_deaf = False
+        self.write_closed = False
         self.close_reason = ""
         self.bytes_in = 0
         self._unread = unread

@@ -188,14 +188,14 @@ class Coordinator:
         self._pusher.paused = True
 
     def resume(self) -> None:
-        """Push again; also ends a pause because of ``distrust``."""
+        """Push again; also ends a pause because of ``divergence``."""
         self._epochs.trust_again()
         self._pusher.paused = False
 
     @property
-    def distrust(self) -> str:
+    def divergence(self) -> str:
         """Why pushing has been paused by itself: ranks repeatedly reported another placement; empty if it was not."""
-        return self._epochs.distrust
+        return self._epochs.divergence
 
     def status(self) -> ControlStatus:
         return self._epochs.status()

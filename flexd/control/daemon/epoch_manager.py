@@ -80,7 +80,7 @@ class EpochManager:
         present: the ranks that are registered now.
         refused: the ranks that were refused lately, newest first.
         reason: why nothing is pushed; empty while the ranks are ready.
-        distrust: why pushing is paused although nobody has paused it: ranks report another placement than the daemon
+        divergence: why pushing is paused although nobody has paused it: ranks report another placement than the daemon
             has recorded, again after it was read from them; empty otherwise.
     """
 
@@ -128,12 +128,12 @@ class EpochManager:
         self.present = RankPresence()
         self.refused: tuple[RefusedRank, ...] = ()
         self.reason = "no rank has registered"
-        self.distrust = ""
+        self.divergence = ""
         self.priced_exchange = ""
         """The exchange that the planner prices lower, for ranks that join; empty before a plan was made."""
         self._must_list = False
         """The next epoch starts from the lists of the ranks, not from the journal."""
-        self._distrusted = 0
+        self._divergences = 0
         """Epochs of this topology generation in which a placement differed, since ``trust_again``."""
 
     @property
@@ -227,9 +227,9 @@ class EpochManager:
             self._go_live(epoch)
 
     def trust_again(self) -> None:
-        """End a pause because of ``distrust``; the next difference is healed as the first one. Any thread."""
-        self.distrust = ""
-        self._distrusted = 0
+        """End a pause because of ``divergence``; the next difference is healed as the first one. Any thread."""
+        self.divergence = ""
+        self._divergences = 0
 
     def _continue_from(self, topology: Topology, version: int, digest: int) -> bool:
         return not self._must_list and self.agreed.continue_from(version, digest, self._segment(topology))
@@ -271,7 +271,7 @@ class EpochManager:
         expected = self.pusher.digest_at(report.placement_version) if epoch.phase is Phase.LIVE else None
         if expected is not None and expected != report.placement_digest:
             self._counters["digest_mismatches"] += 1
-            self._distrust_placement(rank, report.placement_version)
+            self._note_divergence(rank, report.placement_version)
         if self._on_report is not None:
             try:
                 self._on_report(rank, report)
@@ -283,28 +283,28 @@ class EpochManager:
                         rank, self._counters["failed_reports"],
                     )  # fmt: skip
 
-    def _distrust_placement(self, rank: int, version: int) -> None:
+    def _note_divergence(self, rank: int, version: int) -> None:
         """Heal a placement that differs: end the epoch and start from the lists of the ranks; pause after a repeat."""
-        if self.distrust:
+        if self.divergence:
             return
-        words = f"rank {rank} reports another placement at version {version} than the daemon has recorded"
-        self._distrusted += 1
-        self._events.emit("placement_digest_mismatch", rank=rank, version=version, times=self._distrusted)
-        if self._distrusted == 1:
+        message = f"rank {rank} reports another placement at version {version} than the daemon has recorded"
+        self._divergences += 1
+        self._events.emit("placement_digest_mismatch", rank=rank, version=version, times=self._divergences)
+        if self._divergences == 1:
             self._must_list = True
         else:
-            words += ", again after the daemon has read the ranks' placement"
-            self.distrust = words
+            message += ", again after the daemon has read the ranks' placement"
+            self.divergence = message
             self.pusher.paused = True
-            self._events.emit("pushing_paused", reason=words)
+            self._events.emit("pushing_paused", reason=message)
         # Its chunks start from a placement that the ranks may not have.
-        self.pusher.fail_active(words)
-        if self._distrusted == 1:
-            self.end(words)
+        self.pusher.fail_active(message)
+        if self._divergences == 1:
+            self.end(message)
 
     def _begin_epoch(self, topology: Topology) -> None:
         if topology.identity != self._topology_identity:
-            self._distrusted = 0
+            self._divergences = 0
             self._topology_identity = topology.identity
             self._generation += 1
             self.pusher.new_generation(f"the ranks changed: topology generation is {self._generation} now")

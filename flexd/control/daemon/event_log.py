@@ -33,7 +33,7 @@ def dispatch(events: Iterable[MigrationEvent], log: EventLog, on_migration: OnMi
         if transition is not None:
             log.emit(
                 f"migration_{transition.after.value}", migration_id=migration.migration_id, plan_id=migration.plan_id,
-                before=transition.before.value if transition.before else "", who=migration.record.who,
+                before=transition.before.value if transition.before else "", requested_by=migration.record.requested_by,
                 reason=transition.reason, rows=migration.record.rows, rows_pushed=transition.rows_pushed,
                 rows_applied=transition.rows_applied, version=transition.version,
             )  # fmt: skip

@@ -121,7 +121,7 @@ _DEAD_BYTES = 2**20
 
 _ROLLBACK_ROWS = 2**21
 _ROLLBACK_CHUNKS = 4_096
-"""Rows and chunks kept beside the segment so that the newest migration can be rolled back: 10 bytes a row, in memory
+"""Rows and chunks kept beside the segment so that the newest migration can be rolled back: 10 bytes per row, in memory
 too."""
 _SEGMENT_ROW_BYTES = 9
 """An int64 key with its tier."""

@@ -58,7 +58,7 @@ class VerificationReport(Model):
     """Training steps used."""
     rolled_back: bool = False
     """True if the plan was rolled back."""
-    words: str = ""
+    message: str = ""
     """Progress or result."""
 
 
@@ -79,7 +79,7 @@ class MigrationRecord(Model):
     """The plan that the placement before it came from; empty if none."""
     trigger: str = ""
     """Its trigger: ``interval``, ``drift``, ``topology``, ``manual``, or ``verify`` for a move of a verification."""
-    who: str = ""
+    requested_by: str = ""
     """The person or program that requested it."""
     reason: str = ""
     """The reason given."""
@@ -167,7 +167,7 @@ class MigrationRecord(Model):
 
     @computed_field(return_type=_Parts)  # type: ignore[prop-decorator]
     @property
-    def parts(self) -> dict[str, float]:
+    def progress_by_part(self) -> dict[str, float]:
         """Completion of its parts, which overlap: ``wait`` for its turn, ``push``, ``agree`` and ``apply`` of its rows,
         and after an abort ``stop``."""
         whole, done = self.rows or self.rows_pushed, self.state is MigrationState.COMMITTED
@@ -188,7 +188,7 @@ class ActionRecord(Model):
     kind: str
     """``pause``, ``resume``, ``throttle``, ``reload``, ``override`` of gates that were closed, ``withhold`` of
     plans that save too little, or ``verify``, the measured effect of the migration that is named as the reason."""
-    who: str = ""
+    requested_by: str = ""
     """The person or program that gave it."""
     reason: str = ""
     """The reason given."""

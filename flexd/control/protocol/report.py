@@ -16,7 +16,7 @@ from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.control.protocol.wire_json import clamp
 from flexd.core.bounds import Count, Longest, Name, Range, Seconds
 from flexd.core.keyspace import TableSpec
-from flexd.core.mistakes import MistakeReport
+from flexd.core.usage_warnings import UsageWarningReport
 
 MAX_NAMED_TABLES = 256
 """Tables that a report names, those with the most misses: it is sent a few times a second at most."""
@@ -129,7 +129,7 @@ def merge_phases(older: Iterable[PhaseReport], newer: Iterable[PhaseReport]) -> 
 
 @dataclass(frozen=True)
 class SlowTableReport:
-    """Home rows of one table on a rank with two memories (sums over steps).
+    """Home rows of one table on a rank with tiered storage (sums over steps).
 
     Attributes:
         table: number in the list of tables, or ``OTHERS``: those that the report does not name.
@@ -217,7 +217,7 @@ class StepReport:
         phase_steps: steps summed in ``phases``; other ones than ``steps``, because phases are measured with a delay.
         cover_seconds: compute that could cover collectives beside the training thread, in these steps.
         slow_memory: what slow memory did; None where all rows are in fast memory, and in most reports.
-        mistakes: those that the process has noted since it began, by kind.
+        usage_warnings: those that the process has noted since it began, by kind.
     """
 
     step: Count
@@ -240,7 +240,7 @@ class StepReport:
     phase_steps: Count = 0
     cover_seconds: Seconds = 0.0
     slow_memory: SlowMemoryReport | None = None
-    mistakes: Annotated[tuple[MistakeReport, ...], Longest(16)] = ()
+    usage_warnings: Annotated[tuple[UsageWarningReport, ...], Longest(16)] = ()
     prefetches: Count = 0
     passes: Count = 0
 
@@ -258,7 +258,7 @@ def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
         "exchange_reason",
         "phases",
         "slow_memory",
-        "mistakes",
+        "usage_warnings",
     }
     sums = {
         item.name: getattr(older, item.name) + getattr(newer, item.name)

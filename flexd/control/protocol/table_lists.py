@@ -23,7 +23,7 @@ _FIELDS = tuple(field.name for field in fields(TableSpec))
 
 
 def tables_body(tables: Sequence[TableSpec]) -> bytes:
-    """Encode all tables of a job for a ``TableList``: compressed JSON, some 20 bytes a table."""
+    """Encode all tables of a job for a ``TableList``: compressed JSON, some 20 bytes per table."""
     values = [[getattr(table, name) for name in _FIELDS] for table in tables]
     return zlib.compress(json.dumps({"fields": _FIELDS, "tables": values}, separators=(",", ":")).encode())
 

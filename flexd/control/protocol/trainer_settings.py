@@ -16,17 +16,17 @@ class TrainerSettings:
         exchange, comm_dtype: as in ``flexd.EmbeddingCollection``. A rank of another version may have
             other values.
         pooled: tables whose look-ups are pooled, as a hexadecimal number whose bit i stands for table i; "" for none.
-        by_sums: those of them that answer by sums, in the same way.
+        at_owner: those of them that are pooled at the owner, in the same way.
     """
 
     exchange: str = ""
     comm_dtype: str | None = None
     pooled: str = ""
-    by_sums: str = ""
+    at_owner: str = ""
 
     def fault(self, table_count: int) -> str:
         """Return what cannot be; empty if nothing."""
-        for name in ("pooled", "by_sums"):
+        for name in ("pooled", "at_owner"):
             try:
                 bits = _bits(getattr(self, name), table_count)
             except ValueError:
@@ -35,11 +35,11 @@ class TrainerSettings:
                 return f"{name} is no set of {table_count} tables"
         return ""
 
-    def answer_by_table(self, tables: Sequence[TableSpec]) -> dict[str, str]:
-        """Return "rows" or "sums" by name of each pooled table."""
-        pooled, by_sums = _bits(self.pooled, len(tables)), _bits(self.by_sums, len(tables))
+    def pooling_at_by_table(self, tables: Sequence[TableSpec]) -> dict[str, str]:
+        """Return "requester" or "owner" by name of each pooled table."""
+        pooled, at_owner = _bits(self.pooled, len(tables)), _bits(self.at_owner, len(tables))
         return {
-            table.name: "sums" if by_sums >> number & 1 else "rows"
+            table.name: "owner" if at_owner >> number & 1 else "requester"
             for number, table in enumerate(tables)
             if pooled >> number & 1
         }
@@ -51,10 +51,12 @@ def table_bits(tables: Sequence[TableSpec], names: Collection[str]) -> str:
     return f"{bits:x}" if bits else ""
 
 
-def with_answers(settings: TrainerSettings, tables: Sequence[TableSpec], answers: Mapping[str, str]) -> TrainerSettings:
-    """Return the settings with "rows" or "sums" by name of each pooled table."""
-    by_sums = {name for name, answer in answers.items() if answer == "sums"}
-    return replace(settings, pooled=table_bits(tables, answers), by_sums=table_bits(tables, by_sums))
+def with_pooling(
+    settings: TrainerSettings, tables: Sequence[TableSpec], pooling_at: Mapping[str, str]
+) -> TrainerSettings:
+    """Return the settings with "requester" or "owner" by name of each pooled table."""
+    at_owner = {name for name, pooling_at in pooling_at.items() if pooling_at == "owner"}
+    return replace(settings, pooled=table_bits(tables, pooling_at), at_owner=table_bits(tables, at_owner))
 
 
 def _bits(text: str, table_count: int) -> int:

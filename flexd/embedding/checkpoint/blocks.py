@@ -1,7 +1,7 @@
 """Convert between homes (rows of a table dealt out to the ranks of its rule) and one block of rows a rank.
 
 Homes are cyclic, so that popular rows spread; a checkpoint has contiguous rows, so that it is valid for any number of
-ranks and any home rule. Arithmetic determines which rows a rank sends to another, so only values are sent.
+ranks and any sharding type. Arithmetic determines which rows a rank sends to another, so only values are sent.
 """
 
 from __future__ import annotations

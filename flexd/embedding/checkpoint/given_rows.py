@@ -8,7 +8,7 @@ import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import TableSpec
-from flexd.core.mistakes import MISTAKES, MistakeKind
+from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding import devices
 from flexd.embedding.checkpoint import blocks
 from flexd.embedding.checkpoint.blocks import TableHomes
@@ -103,7 +103,7 @@ def agree_on_rows(
     )
     of_ranks = world.all_gather(mine).tolist()
     if fault:
-        MISTAKES.note(MistakeKind.ROW_COUNTS, f"load_rows of {fault}")
+        USAGE_WARNINGS.note(UsageWarningKind.ROW_COUNTS, f"load_rows of {fault}")
         raise EmbeddingError(f"rank {world.rank}: {fault}", remedy="[n, dim] values with first_row + n <= rows")
     faulty = [rank for rank, of_rank in enumerate(of_ranks) if of_rank[3] == _DOES_NOT_FIT]
     if faulty:
@@ -135,7 +135,7 @@ def agree_on_rows(
     odd = [rank for rank, of_rank in enumerate(of_ranks) if of_rank != of_ranks[0]]
     if odd:
         text = f"load_rows of table {spec.name!r}, from row {first_row} on: ranks {odd} gave other values than rank 0"
-        MISTAKES.note(MistakeKind.DIFFERING_SEEDS, text)
+        USAGE_WARNINGS.note(UsageWarningKind.DIFFERING_SEEDS, text)
         raise EmbeddingError(
             text,
             remedy="make the values from one seed or file on every rank, or load those of one rank with source=0",

@@ -11,24 +11,24 @@ from typing import Any
 
 import torch
 
-from flexd.embedding.checkpoint.lone_saves import REMEDY, LoneSaves
+from flexd.embedding.checkpoint.partial_state_dict import REMEDY, PartialStateDictDetector
 from flexd.embedding.engine import RowEngine
 
 
 def save_local(engine: RowEngine, destination: dict[str, Any], prefix: str) -> None:
-    """Collective while run-ahead is active or rows have moved. Store copies of this rank's home rows, their state and
-    the step.
+    """Collective while the prefetch pipeline is active or rows have moved. Store copies of this rank's home rows,
+    their state and the step.
 
     The copies are in host memory: an accelerator has no room for its tables twice.
     """
-    if engine.lone_saves is None:
+    if engine.partial_state_dict is None:
         mine = sum(
             len(engine.homes.run(table, engine.groups.rank).rows) for table in range(len(engine.keyspace.tables))
         )
-        engine.lone_saves = LoneSaves(engine.groups, mine, engine.keyspace.total_rows)
-    engine.lone_saves.called(f"{engine.look_ups}.{engine.steps}")
+        engine.partial_state_dict = PartialStateDictDetector(engine.groups, mine, engine.keyspace.total_rows)
+    engine.partial_state_dict.called(f"{engine.look_ups}.{engine.steps}")
     if engine.settles_with_others:
-        engine.lone_saves.wait_for_others()
+        engine.partial_state_dict.wait_for_others()
     engine.settle()
     own = _own(engine, prefix)
     for index, store in enumerate(engine.stores):
@@ -45,8 +45,8 @@ def load_local(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Collective while run-ahead is active or rows have moved. Load what ``save_local`` stored, and add differences to
-    the lists like ``nn.Module._load_from_state_dict``."""
+    """Collective while the prefetch pipeline is active or rows have moved. Load what ``save_local`` stored, and add
+    differences to the lists like ``nn.Module._load_from_state_dict``."""
     engine.before_rows_load()
     own, mine = _own(engine, prefix), _shard(engine)
     shards = [f"{own}shard", *(key for key in state if key.startswith(prefix) and key.endswith(".shard"))]

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from flexd.core.errors import CheckpointError
-from flexd.core.home_rules import SPREAD
 from flexd.core.homes import NO_KEY
 from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.sharding_types import ROW_WISE
 from flexd.embedding import devices
 from flexd.embedding.checkpoint import blocks
 from flexd.embedding.checkpoint.changed_rows import DrainedRows
@@ -103,7 +103,7 @@ class SavedTables:
 
     def differences(self) -> list[str]:
         """Return how the tables of the save differ from those of this job."""
-        here = {table.name: replace(table, homes=SPREAD) for table in self._keyspace.tables}  # as every save
+        here = {table.name: replace(table, sharding=ROW_WISE) for table in self._keyspace.tables}  # as every save
         there = {table.name: table for table in self._saved.tables}
         found = [f"table {name!r} is missing" for name in here if name not in there]
         found += [f"table {name!r} is unknown to the collection" for name in there if name not in here]

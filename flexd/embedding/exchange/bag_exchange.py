@@ -1,14 +1,14 @@
-"""Answers pooled features by sums: ids travel to the homes of their rows bag by bag, and one vector a bag comes back.
+"""Answers pooled features by sums: ids travel to the homes of their rows bag by bag, and one vector per bag comes back.
 
-A home looks the ids up that arrive as if they were its own, so that tiers, run-ahead, two memories, accumulation and
-optimizers are those of every other look-up. Over two hops the first one leaves the node::
+A home looks the ids up that arrive as if they were its own, so that tiers, prefetch pipeline, tiered storage,
+accumulation and optimizers are those of every other look-up. Over two hops the first one leaves the node::
 
     rail   every rank sends the ids of each bag to the rank of equal local rank in the node of their homes
     node   that rank sends them on to the homes, which add up the rows of each bag
     back   that rank adds the sums of its node: one vector for each bag and node that has any id crosses the network
 
 The gradient of a bag takes the way of its ids. Received vectors are added in the order of the peers, those of the rank
-itself last. A message has one word an id: its key, or the complement of its key where a bag ends, so that no lengths
+itself last. A message has one word per id: its key, or the complement of its key where a bag ends, so that no lengths
 travel.
 """
 

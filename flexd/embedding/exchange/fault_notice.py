@@ -48,7 +48,7 @@ class BoundedStore:
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.002, 0.5
 
 
-def meet(
+def named_barrier(
     store: BoundedStore,
     key: str,
     rank: int,
@@ -121,11 +121,11 @@ class FaultNotices:
         notice = f"rank {rank}: {type(error).__name__}: {lines[0][:_MAX_CHARACTERS]}"
         return self._store.request(lambda store: store.compare_set(self._key, "", notice)) is not None
 
-    def meet(self, rank: int, world_size: int, what: str, timeout_seconds: float) -> None:
-        """Wait until all ranks are in this call; see ``meeting.meet``."""
+    def named_barrier(self, rank: int, world_size: int, what: str, timeout_seconds: float) -> None:
+        """Wait until all ranks are in this call; see ``named_barrier``."""
         self._meetings += 1
         if world_size > 1:
-            meet(self._store, f"{self._key}/meeting/{self._meetings}", rank, world_size, what, timeout_seconds)
+            named_barrier(self._store, f"{self._key}/meeting/{self._meetings}", rank, world_size, what, timeout_seconds)
 
     def find(self) -> str | None:
         """Return the notice of a rank that failed, or None."""

@@ -34,13 +34,13 @@ class PhaseMeter:
 
     Args:
         device: of the tensors.
-        overlaps: of the meter of run-ahead: its collectives run beside those of the training thread.
+        overlaps: of the meter of the prefetch pipeline: its collectives run beside those of the training thread.
     """
 
     def __init__(self, device: torch.device | None = None, *, overlaps: bool = False) -> None:
         self.overlaps = overlaps
         self.beside: PhaseMeter | None = None
-        """The meter of run-ahead."""
+        """The meter of the prefetch pipeline."""
         self._phase = _NUMBER[StepPhase.DENSE]
         self._covering = False
         self._seconds = [0.0] * _BUCKETS
@@ -86,7 +86,7 @@ class PhaseMeter:
             self._counts[:] = before
 
     def begin_job(self) -> None:
-        """Count what is computed from now on as beside a job of run-ahead."""
+        """Count what is computed from now on as beside a job of the prefetch pipeline."""
         self._lap(self._phase)
         self._covering = True
 
@@ -105,7 +105,8 @@ class PhaseMeter:
         self._lap(_SKIPPED)
 
     def drain(self) -> tuple[tuple[PhaseReport, ...], float]:
-        """Return what was measured since the last call, by phase, and the seconds that could cover run-ahead."""
+        """Return what was measured since the last call, by phase, and the seconds that could cover the prefetch
+        pipeline."""
         seconds, counts = self._since()
         ahead, ahead_counts = ([0.0] * _BUCKETS, [0] * len(counts)) if self.beside is None else self.beside._since()
         overlaps = self.beside is not None and self.beside.overlaps

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
-from flexd.core.mistakes import MISTAKES, MistakeKind
+from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.exchange.collectives import DEFAULT_TIMEOUT, DeviceWait, Peers, Traffic
 from flexd.embedding.exchange.fault_notice import FaultNotices
 from flexd.embedding.exchange.job_groups import JobGroups
@@ -35,7 +35,7 @@ class Setting:
 
     subject: str
     value: object
-    kind: MistakeKind | None = None
+    kind: UsageWarningKind | None = None
     here: str = ""
 
 
@@ -43,12 +43,12 @@ def rows_of_tables(rows: Sequence[tuple[str, int]]) -> Setting:
     """Return the setting of the names of tables and their numbers of rows."""
     more = f" and {len(rows) - _NAMED_TABLES} more" if len(rows) > _NAMED_TABLES else ""
     shown = ", ".join(f"{name!r} with {number} rows" for name, number in rows[:_NAMED_TABLES])
-    return Setting("names or row counts of tables", list(rows), MistakeKind.ROW_COUNTS, shown + more)
+    return Setting("names or row counts of tables", list(rows), UsageWarningKind.ROW_COUNTS, shown + more)
 
 
 def seed_of_tables(seed: int) -> Setting:
     """Return the setting of the seed of initial values."""
-    return Setting("seeds", seed, MistakeKind.DIFFERING_SEEDS, f"seed={seed}")
+    return Setting("seeds", seed, UsageWarningKind.DIFFERING_SEEDS, f"seed={seed}")
 
 
 def check_same_settings(world: Peers, settings: Sequence[Setting], device: torch.device) -> None:
@@ -64,7 +64,7 @@ def check_same_settings(world: Peers, settings: Sequence[Setting], device: torch
         if odd:
             text = f"ranks {odd} have other {one.subject} than rank 0" + (f", here {one.here}" if one.here else "")
             if one.kind is not None:
-                MISTAKES.note(one.kind, text)
+                USAGE_WARNINGS.note(one.kind, text)
             raise TopologyError(text, remedy="construct the collection with the same arguments on every rank")
 
 
@@ -163,7 +163,7 @@ class ChainGroups:
         self._job.end_use(destroy=destroy)
 
     def _meet(self, what: str) -> None:
-        self.notices.meet(self.rank, self.layout.world_size, what, self.timeout_seconds)
+        self.notices.named_barrier(self.rank, self.layout.world_size, what, self.timeout_seconds)
 
     def _peers(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> Peers:
         return Peers(group, ranks, self.rank, self.layout, self._traffic, self.notices, self._wait)

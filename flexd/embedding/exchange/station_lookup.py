@@ -234,7 +234,7 @@ def _numbered(located: LocatedRows, sizes: SectionSizes, number: torch.Tensor) -
 
 
 MAX_TABLE_ROWS = 2**23
-"""``Dedup`` sorts where there are more rows: its table (8 bytes a row) would take too much memory."""
+"""``Dedup`` sorts where there are more rows: its table (8 bytes per row) would take too much memory."""
 
 
 class Dedup:

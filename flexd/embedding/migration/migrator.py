@@ -237,7 +237,7 @@ class Migrator:
         self._move(self._directory.moved.addresses(), home=True)
 
     def list_copied_tables(self) -> bool:
-        """List the rows of tables that have copies on every rank by their home rule; return whether there are any.
+        """List the rows of tables that have copies on every rank by their sharding type; return whether there are any.
 
         It is no chunk: plans do not know these copies, and ``refresh`` gives them their values.
         """

@@ -1,1 +1,1 @@
-"""Run-ahead: exchange for the next batch while a step computes."""
+"""Prefetch pipeline: exchange for the next batch while a step computes."""

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.prefetch.announced_input import AnnouncedInput
-from flexd.embedding.prefetch.run_ahead import RunAhead
-from flexd.embedding.prefetch.run_ahead_job import NextBatch
+from flexd.embedding.prefetch.pipeline import PrefetchPipeline
+from flexd.embedding.prefetch.pipeline_job import NextBatch
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Prefetch(Generic[Batch]):
     ) -> None:
         if passes_per_step < 1 or depth < 1:
             raise EmbeddingError(
-                f"prefetch: {passes_per_step} passes a step, {depth} batches ahead", remedy="give positive numbers"
+                f"prefetch: {passes_per_step} passes per step, {depth} batches ahead", remedy="give positive numbers"
             )
         self._loader = loader
         self._collection = collection
@@ -60,29 +60,31 @@ class Prefetch(Generic[Batch]):
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
-        run_ahead = RunAhead.begin(self._collection.engine, self._passes_per_step, self._one_thread, self._depth)
-        run_ahead.fetches_rows = not self._collection.optimizer.moves_all_rows
+        prefetch_pipeline = PrefetchPipeline.begin(
+            self._collection.engine, self._passes_per_step, self._one_thread, self._depth
+        )
+        prefetch_pipeline.fetches_rows = not self._collection.optimizer.moves_all_rows
         try:
             queue = self._read()
             ahead = [self._ahead(next(queue)) for _ in range(self._depth)]
-            run_ahead.announce(ahead[0][1], [announced for _, announced in ahead])
+            prefetch_pipeline.announce(ahead[0][1], [announced for _, announced in ahead])
             while True:
-                run_ahead.start_announced()
+                prefetch_pipeline.start_announced()
                 batch, now = ahead.pop(0)
                 if isinstance(batch, LoaderEnd):
                     if batch.error is not None:
                         raise batch.error
-                    run_ahead.finish()
+                    prefetch_pipeline.finish()
                     return
                 ahead.append(self._ahead(next(queue)))
                 *earlier, latest = (now, *(announced for _, announced in ahead))
                 for one in earlier:
                     one.check_overwritten(latest)
-                run_ahead.announce(ahead[0][1], [latest])
+                prefetch_pipeline.announce(ahead[0][1], [latest])
                 yield batch
         finally:
-            if not run_ahead.close():
-                logger.warning("rank %d: the run-ahead thread did not end", self._collection.rank)
+            if not prefetch_pipeline.close():
+                logger.warning("rank %d: the prefetch pipeline thread did not end", self._collection.rank)
 
     def _read(self) -> Iterator[Any]:
         """Yield the loader's batches, and then without end what ended it."""
@@ -130,10 +132,10 @@ def prefetch(
             or lengths are others when it is looked up, on any rank, all ranks look the batch up again.
         passes_per_step: forward passes between two steps of the optimizer (gradient accumulation). With another number
             than this training is still exact, but less of the exchange overlaps.
-        one_thread: whether the training thread issues the collectives of run-ahead too; equal on all ranks. Default:
-            on an accelerator, where it cannot be switched off. On a CPU nothing overlaps with it.
-        depth: batches that are read ahead; equal on all ranks. Only tables in two memories use more than one: the homes
-            are told which rows the batches look up, at 4 bytes an id, and these stay in fast memory.
+        one_thread: whether the training thread issues the collectives of the prefetch pipeline too; equal on all
+            ranks. Default: on an accelerator, where it cannot be switched off. On a CPU nothing overlaps with it.
+        depth: batches that are read ahead; equal on all ranks. Only tables in tiered storage use more than one: the
+            homes are told which rows the batches look up, at 4 bytes per id, and these stay in fast memory.
 
     Returns:
         An iterable with the loader's length; it can be iterated again.

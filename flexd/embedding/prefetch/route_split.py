@@ -210,7 +210,7 @@ def _marks_of_served(
 def _exchange_bits(
     peers: Peers, columns: Sequence[torch.Tensor], to_send: Counts, to_receive: Counts
 ) -> list[torch.Tensor]:
-    """Exchange bool [n] columns ordered by peer, eight rows a byte; return the received columns."""
+    """Exchange bool [n] columns ordered by peer, eight rows per byte; return the received columns."""
     parts = [column.split_with_sizes(counts_of_group(index, to_send)) for index, column in enumerate(columns)]
     ordered = torch.cat([part[peer] for peer in range(peers.size) for part in parts])
     sent, received = (counts.sum(axis=1).tolist() for counts in (to_send, to_receive))

@@ -255,7 +255,7 @@ def _update_tier(
     step: int,
     name: str,
 ) -> None:
-    """Update rows in two memories, as many at a time as there are frames."""
+    """Update rows in tiered storage, as many at a time as there are cache slots."""
 
     def keys_of(places: torch.Tensor) -> torch.Tensor:
         return keys_at(tier.slots_at(places))

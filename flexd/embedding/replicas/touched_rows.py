@@ -67,7 +67,7 @@ class SyncList:
     Their bits are ordered by peer and dim-group, a word a block of entries.
 
     Attributes:
-        blocks: ``[peer][group]`` int64 blocks of ``BLOCK`` entries; each once a peer.
+        blocks: ``[peer][group]`` int64 blocks of ``BLOCK`` entries; each once per peer.
         nowhere: the entry that does not exist.
         device: where the bits are.
     """

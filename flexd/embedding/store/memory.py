@@ -15,7 +15,7 @@ from flexd.embedding.store.store import GroupStore
 
 _LIST_BYTES_PER_BLOCK = 32
 """Of a block of entries in a list of rows that are synchronised (``SyncList``), in two exchanges: the trainer's and
-that of run-ahead."""
+that of the prefetch pipeline."""
 _COMPACTION_BYTES_PER_ROW = 64
 """Keys and numbers of all rows while a directory that has become mostly empty is renumbered."""
 _SECTION_BYTES = 32
@@ -31,8 +31,8 @@ class RankMemory:
     """Bytes of one rank, without the activations of the model.
 
     Attributes:
-        home_bytes: home rows with optimizer state; allocated once. Where they are in two memories, the frames, what
-            finds rows in them, and the index and buffers of slow memory.
+        home_bytes: home rows with optimizer state; allocated once. Where they are in tiered storage, the cache slots,
+            what finds rows in them, and the index and buffers of slow memory.
         replica_bytes: all replica slots with optimizer state; allocated once.
         free_list_bytes: free lists of the replica slots, in host memory; allocated once.
         directory_bytes: the directory of the listed rows, now; most of it is allocated once.
@@ -128,7 +128,7 @@ def rank_memory(
     world, groups = layout.world_size, len(stores)
     at_most = max_directory_bytes(max_rows, world, groups, wide=stores[-1].group.end_key > 2**31)
     blocks = 2 * (max_rows // BLOCK + 2 * groups * (world + 17))
-    # One list upwards and one across a hop has a row once, one downwards once a peer.
+    # One list upwards and one across a hop has a row once, one downwards once per peer.
     lists = _LIST_BYTES_PER_BLOCK * blocks * (4 + layout.nodes + layout.local_ranks) if max_rows else 0
     given = sum(4 * store.replica_slots for store in stores)
     widest = max(store.row_bytes for store in stores)
@@ -141,7 +141,7 @@ def rank_memory(
         home_bytes=sum(
             store.home_rows * store.row_bytes
             if store.tier is None
-            else store.tier.frames * store.row_bytes + store.tier.table_nbytes
+            else store.tier.cache_slots * store.row_bytes + store.tier.table_nbytes
             for store in stores
         ),
         replica_bytes=sum(store.replica_slots * store.row_bytes for store in stores),

@@ -129,7 +129,8 @@ class GroupStore:
     Args:
         group: with a range of addresses.
         directory: of all dim-groups; None: the dim-group has one of its own.
-        frames: of fast memory; with fewer than there are home rows these are in two memories (``tier``), and ``rows``
+        cache slots: of fast memory; with fewer than there are home rows these are in tiered storage (``tier``), and
+        ``rows``
             and ``state`` stand for tensors.
         keep_keys: of replicas, of every dtype.
         homes: map of addresses to keys; None: addresses are keys.
@@ -147,7 +148,7 @@ class GroupStore:
         replica_slots: int,
         device: torch.device,
         directory: Directory | None = None,
-        frames: int | None = None,
+        cache_slots: int | None = None,
         keep_keys: bool = False,
         homes: DeviceHomes | None = None,
         home_rows: int | None = None,
@@ -162,16 +163,16 @@ class GroupStore:
         self.replica_slots = replica_slots
         self.dtype = TORCH_DTYPES[group.dtype]
         slots = self.home_rows + replica_slots
-        fast_home_rows = self.home_rows if frames is None else min(frames, self.home_rows)
+        fast_home_rows = self.home_rows if cache_slots is None else min(cache_slots, self.home_rows)
         state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         rows = torch.zeros((fast_home_rows + replica_slots, group.dim), dtype=self.dtype, device=device)
         floats = sum(state_columns(group.optimizer, group.dim).values())
         state = torch.zeros((fast_home_rows + replica_slots, floats), dtype=state_dtype, device=device)
         self.rows, self.state = rows, state
         self.tier: Tier | None = None
-        """Of home rows in two memories."""
+        """Of home rows in tiered storage."""
         if fast_home_rows < self.home_rows:
-            from flexd.embedding.store.slow.tier import Tier, TieredColumn  # loaded where a job has slow rows
+            from flexd.embedding.store.slow.tier import Tier, TieredColumn  # loaded where a job has cold rows
 
             self.tier = Tier(rows, state, fast_home_rows, self.home_rows)
             self.rows, self.state = TieredColumn(self.tier, rows), TieredColumn(self.tier, state)
@@ -265,7 +266,7 @@ def make_stores(
     rank: int,
     replica_slots: Sequence[int],
     device: torch.device,
-    frames: Sequence[int | None] | None = None,
+    cache_slots: Sequence[int | None] | None = None,
     *,
     keep_keys: bool = False,
     homes: Homes | None = None,
@@ -274,7 +275,7 @@ def make_stores(
 
     Args:
         groups: with ranges of addresses.
-        frames: of each dim-group, as in ``GroupStore``.
+        cache slots: of each dim-group, as in ``GroupStore``.
         keep_keys: of replicas, of every dtype.
         homes: None: addresses are keys.
     """
@@ -287,6 +288,6 @@ def make_stores(
             None if homes is None else int(homes.home_rows(number)[rank]),
         )
         for number, (group, slots, of_group) in enumerate(
-            zip(groups, replica_slots, frames or [None] * len(groups), strict=True)
+            zip(groups, replica_slots, cache_slots or [None] * len(groups), strict=True)
         )
     ]  # fmt: skip

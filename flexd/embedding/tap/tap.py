@@ -90,7 +90,7 @@ class Tap:
             which the daemon counts how often a rank, a node and anyone needs a row; 0 sends none, and plans then
             take look-ups for independent of each other. 1 measures fastest, and sorts every pass on the tap's thread.
         max_bytes: device memory for both buffers, which need 8 bytes for each row of each table.
-        clock: event time, Unix seconds; called once a step.
+        clock: event time, Unix seconds; called once per step.
 
     Raises:
         ConfigError: the tables' counters do not fit ``max_bytes``, an interval is not positive, or the collection has

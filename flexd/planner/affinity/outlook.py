@@ -1,4 +1,4 @@
-"""What homes and dealing by affinity would win, in numbers and words."""
+"""What homes and dealing by affinity would win, in numbers and message."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class AffinityOutlook:
         )  # fmt: skip
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def messages(self) -> tuple[str, ...]:
         """The outlook in sentences, the verdict first."""
         if self.learning:
             return ("Homes by affinity are being learnt for the first time: the next plan says what they would win.",)
@@ -87,8 +87,8 @@ class AffinityOutlook:
             )
         if not self.pays_loader:
             return (
-                f"Not here: with homes by affinity and a loader that deals {_share(self.loader)} of the bytes between "
-                f"nodes would be left; at least {units.share(MIN_SAVING)} less are asked for.",
+                f"No gain expected: with homes by affinity and a loader that deals {_share(self.loader)} of the bytes "
+                f"between nodes would be left; at least {units.share(MIN_SAVING)} less are asked for.",
             )
         said = [
             f"With homes by affinity and a loader that deals {_share(self.loader)} of the bytes between nodes would be "

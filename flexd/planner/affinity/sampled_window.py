@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.home_rules import SPREAD
 from flexd.core.keyspace import KeySpace
+from flexd.core.sharding_types import ROW_WISE
 from flexd.planner.affinity.partition import RowCosts
 from flexd.planner.affinity.sample_rows import SampleRows
 from flexd.sketch.coaccess import CoAccess
@@ -62,7 +62,7 @@ def sampled_window(
     coaccess: CoAccess, keyspace: KeySpace, *, horizon_steps: float, batch_samples: int | None = None,
     accesses_per_step: float | None = None,
 ) -> SampledWindow:  # fmt: skip
-    """Return the sampled window in batches of the job's size, without tables that have a home rule of their own.
+    """Return the sampled window in batches of the job's size, without tables that have a sharding type of their own.
 
     Args:
         horizon_steps: steps over which moving a row must pay for itself.
@@ -78,9 +78,9 @@ def sampled_window(
             raise ValueError("give the samples or the accesses of a global batch")
         batch_samples = max(1, round(accesses_per_step / max(1.0, mean)))
     if batch_samples < 1 or not horizon_steps > 0:
-        raise ValueError(f"{batch_samples} samples a batch, a horizon of {horizon_steps} steps")
-    # A table with a home rule of its own keeps it.
-    spread = np.array([keyspace.tables[keyspace.index[name]].homes == SPREAD for name in coaccess.tables])
+        raise ValueError(f"{batch_samples} samples per batch, a horizon of {horizon_steps} steps")
+    # A table with a sharding type of its own keeps it.
+    spread = np.array([keyspace.tables[keyspace.index[name]].sharding == ROW_WISE for name in coaccess.tables])
     lengths = np.where(spread[coaccess.table], np.diff(coaccess.offsets), 0)
     kept = np.repeat(spread[coaccess.table], np.diff(coaccess.offsets))
     first = keyspace.first_key[np.array([keyspace.index[name] for name in coaccess.tables], dtype=np.int64)]

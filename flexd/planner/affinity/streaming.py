@@ -82,7 +82,8 @@ class AffinityPlan:
     probability: float | None
 
     def pays(self, min_saving: float = MIN_SAVING) -> bool:
-        """Return whether even the high end of the range saves a share of the chain's bytes; False means "not here"."""
+        """Return whether even the high end of the range saves a share of the chain's bytes; False means "no gain
+        expected"."""
         found = self.loader
         return found is not None and found.expected <= 1 - min_saving and found.high < 1
 
@@ -213,7 +214,7 @@ def _judge(
             )
         )  # fmt: skip
         judged = _range_of(newest, homes, layout)
-        # Rows a batch: what crosses, and over the horizon what the moves send.
+        # Rows per batch: what crosses, and over the horizon what the moves send.
         moves = float(learnt.costs.min_gain[homes.home != current].sum(dtype=np.float64))
         cost = judged[0].expected * judged[1].chain_rows / max(1, judged[1].batches) + moves
         margin = 1 - CONTINUE_WITHIN if best is not None and best[2] else 1.0

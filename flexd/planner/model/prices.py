@@ -1,4 +1,4 @@
-"""Seconds a byte and a collective: the cluster's curves applied to a step's messages."""
+"""Seconds per byte and a collective: the cluster's curves applied to a step's messages."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Exchange(Enum):
     CHAIN = "chain"
     """Self, node owner, home; each row once a station."""
     DIRECT_DEDUP = "direct_dedup"
-    """Every rank to every home, each row once a rank."""
+    """Every rank to every home, each row once per rank."""
 
 
 class Phase(IntEnum):
@@ -48,7 +48,7 @@ class Phase(IntEnum):
     BACKWARD_ROWS = 2
     """Gradients on their way to the home rank, or of replicated rows to the rank of the node that holds them."""
     SYNC_MASK = 3
-    """Which replicated rows were touched: one bit a row, with ids towards the home and with rows back."""
+    """Which replicated rows were touched: one bit per row, with ids towards the home and with rows back."""
     SYNC_ROWS = 4
     """Gradients of the touched replicated rows, all-reduced."""
     SYNC_SUMS = 5

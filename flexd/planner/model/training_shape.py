@@ -10,13 +10,13 @@ from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec
 
 @dataclass(frozen=True)
 class TrainingShape:
-    """Defaults: one batch an optimizer step, every table trained, rows on the wire as they are stored.
+    """Defaults: one batch per optimizer step, every table trained, rows on the wire as they are stored.
 
     Attributes:
         micro_batches: forward passes for each optimizer step. Rows are looked up in every one; replicas are
-            synchronised once a step.
+            synchronised once per step.
         merged_backward: gradients of all micro-batches are merged before they travel, so that a row's gradient is
-            pushed once a step, as ``flexd.EmbeddingCollection`` does. False: every pass is pushed by its own route.
+            pushed once per step, as ``flexd.EmbeddingCollection`` does. False: every pass is pushed by its own route.
         comm_dtype: of rows and gradients on the wire; None: the table's own.
         frozen_tables: names of tables that are read only: no backward pass, no synchronisation.
 

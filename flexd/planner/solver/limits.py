@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import PlanError
-from flexd.core.home_rules import SPREAD
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
+from flexd.core.sharding_types import ROW_WISE
 
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
@@ -55,10 +55,10 @@ class PlanLimits:
                 raise PlanError(
                     f"table {pin.table!r} is excluded and pinned to {pin.tier.name}", remedy="give one of the two"
                 )
-            if keyspace.tables[keyspace.index[pin.table]].homes != SPREAD and pin.tier != Tier.HOME:
+            if keyspace.tables[keyspace.index[pin.table]].sharding != ROW_WISE and pin.tier != Tier.HOME:
                 raise PlanError(
-                    f"table {pin.table!r} has a home rule and is pinned to {pin.tier.name}",
-                    remedy=f"plans copy rows of tables with the rule {SPREAD!r} alone",
+                    f"table {pin.table!r} has a sharding type and is pinned to {pin.tier.name}",
+                    remedy=f"plans copy rows of tables with the rule {ROW_WISE!r} alone",
                 )
             rows = keyspace.tables[keyspace.index[pin.table]].rows
             if pin.rows is not None and len(pin.rows) and not 0 <= int(pin.rows.min()) <= int(pin.rows.max()) < rows:
@@ -81,7 +81,7 @@ class PlanLimits:
     def fixed_tiers(self, keys: Int64Array, keyspace: KeySpace) -> UInt8Array:
         """Return uint8[n]: the tier that pins and excluded tables give each of the ascending keys, else FREE."""
         # Copies of rows that are not spread over all ranks have other costs than are priced here.
-        stay = self.exclude_tables | {table.name for table in keyspace.tables if table.homes != SPREAD}
+        stay = self.exclude_tables | {table.name for table in keyspace.tables if table.sharding != ROW_WISE}
         fixed = np.full(len(keys), FREE, np.uint8)
         for pin in (*(RowPin(name, Tier.HOME) for name in sorted(stay)), *self.pins):
             fixed[_of_rows(keys, keyspace, keyspace.index[pin.table], pin.rows)] = pin.tier

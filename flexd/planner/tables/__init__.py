@@ -1,1 +1,1 @@
-"""Home rules and answers of whole tables: one problem over tables, for the busiest rank of every phase."""
+"""Sharding types and pooling places of whole tables: one problem over tables, for the busiest rank of every phase."""

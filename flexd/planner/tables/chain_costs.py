@@ -1,13 +1,13 @@
-"""Loads of flexd's own exchanges for every home rule and answer (docs/cost-model.md, "Tables").
+"""Loads of flexd's own exchanges for every sharding type and pooling place (docs/cost-model.md, "Tables").
 
 Rows take the chain: to the rank of the node that has the home's local rank, and over the rail to the home. Sums take
-the rail first and the node second, so that one vector a bag crosses the network for each node that has any of its ids.
-Rows that every rank has copies of travel never; their gradients are summed as those of rows at DEVICE.
+the rail first and the node second, so that one vector per bag crosses the network for each node that has any of its
+ids. Rows that every rank has copies of travel never; their gradients are summed as those of rows at DEVICE.
 Bytes are those of one optimizer step, with no copies of single rows.
 
-Loads of a rule and answer are float64[T, 4, 12]: by ``Part``, and by message (ids, values, gradients), link (inside,
-between nodes) and direction (sent, received). What one side sends the other receives, so that values travel as ids do
-with the directions exchanged.
+Loads of a sharding type and pooling place are float64[T, 4, 12]: by ``Part``, and by message (ids, values, gradients),
+link (inside, between nodes) and direction (sent, received). What one side sends the other receives, so that values
+travel as ids do with the directions exchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.prices import exposed_share, latencies
 from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase
 from flexd.planner.model.workload import ACCESSES, ANYWHERE, BACK_PER_NODE, BACK_PER_RANK, PER_NODE, PER_RANK
-from flexd.planner.tables.options import Answer, HomeKind, Option, Part, TableOptions, TableWork
+from flexd.planner.tables.options import Option, Part, PoolingAt, ShardingKind, TableOptions, TableWork
 from flexd.topology.cluster import Cluster, Collective, Link
 
 Float64Array = npt.NDArray[np.float64]
@@ -62,8 +62,8 @@ class _Bytes:
         self.of[:, home, message, link, asks[1]] += senders * size
 
 
-def row_loads(work: TableWork, layout: RankLayout, rule: HomeKind) -> Float64Array:
-    """Return the loads of tables that answer by rows: each distinct row once a hop."""
+def row_loads(work: TableWork, layout: RankLayout, rule: ShardingKind) -> Float64Array:
+    """Return the loads of tables that are pooled at the requester: each distinct row once a hop."""
     nodes, local = layout.nodes, layout.local_ranks
     loads = _Bytes(np.zeros((len(work.names), len(Part), len(MESSAGES), LINKS, 2)))
     statistics = work.statistics.T
@@ -73,21 +73,21 @@ def row_loads(work: TableWork, layout: RankLayout, rule: HomeKind) -> Float64Arr
         (_GRADIENTS, work.wire_bytes, BACK_PER_RANK, BACK_PER_NODE),
     ):
         rank, node = statistics[of_rank] * size, statistics[of_node] * size
-        if rule is HomeKind.RANK:
+        if rule is ShardingKind.TABLE_WISE:
             # The rank of a node that has the home's local rank stands between.
             loads.to(message, _INTRA, (_EVERY, _RAIL), local - 1, rank)
             loads.to(message, _INTER, (_RAIL, _RANK), nodes - 1, node)
             continue
         loads.even(message, _INTRA, rank * (local - 1) / local)
-        if rule is HomeKind.NODE:
+        if rule is ShardingKind.TABLE_ROW_WISE:
             loads.to(message, _INTER, (_EVERY, _NODE), nodes - 1, node / local)
         else:
             loads.even(message, _INTER, node * (nodes - 1) / (nodes * local))
     return loads.of.reshape(len(work.names), len(Part), -1)
 
 
-def sum_loads(work: TableWork, layout: RankLayout, rule: HomeKind) -> Float64Array:
-    """Return the loads of tables that answer by sums: every id of a bag, and one vector a bag and place."""
+def sum_loads(work: TableWork, layout: RankLayout, rule: ShardingKind) -> Float64Array:
+    """Return the loads of tables that are pooled at the owner: every id of a bag, and one vector per bag and place."""
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
     loads = _Bytes(np.zeros((len(work.names), len(Part), len(MESSAGES), LINKS, 2)))
     accesses, length = work.statistics[:, ACCESSES], work.bag_length
@@ -98,12 +98,12 @@ def sum_loads(work: TableWork, layout: RankLayout, rule: HomeKind) -> Float64Arr
             """Bytes of a rank's bags whose ids are among so many places."""
             return accesses * work.id_bytes if of == _IDS else vector * parts_of_bags(length, places)
 
-        if rule is HomeKind.ALL:
+        if rule is ShardingKind.ROW_WISE:
             loads.even(message, _INTER, size(nodes) * (nodes - 1) / nodes)
             loads.even(message, _INTRA, size(world) * (local - 1) / local)
             continue
         loads.to(message, _INTER, (_EVERY, _NODE), nodes - 1, size(1))
-        if rule is HomeKind.RANK:
+        if rule is ShardingKind.TABLE_WISE:
             loads.to(message, _INTRA, (_NODE, _RANK), local - 1, nodes * size(1))
         else:
             loads.of[:, _NODE, message, _INTRA] += (nodes * size(local) * (local - 1) / local)[:, None]
@@ -143,14 +143,15 @@ def parts_of_bags(length: Float64Array, places: int) -> Float64Array:
     return found * np.minimum(length, 1.0)
 
 
-def kernel_bytes(work: TableWork, layout: RankLayout, rule: HomeKind, *, sums: bool) -> Float64Array:
+def kernel_bytes(work: TableWork, layout: RankLayout, rule: ShardingKind, *, sums: bool) -> Float64Array:
     """Return float64[T, 4, 2]: bytes that look-up and update read and write in a rank's memory."""
     nodes, world = layout.nodes, layout.world_size
     loads = np.zeros((len(work.names), len(Part), 2))
     statistics, size = work.statistics.T, work.row_bytes
     part, ranks = {
-        HomeKind.ALL: (_EVERY, world), HomeKind.NODE: (_NODE, layout.local_ranks), HomeKind.RANK: (_RANK, 1),
-        HomeKind.COPIES: (_EVERY, 1),
+        ShardingKind.ROW_WISE: (_EVERY, world), ShardingKind.TABLE_ROW_WISE: (_NODE, layout.local_ranks),
+        ShardingKind.TABLE_WISE: (_RANK, 1),
+        ShardingKind.DATA_PARALLEL: (_EVERY, 1),
     }[rule]  # fmt: skip
     stored = 2 * statistics[ANYWHERE] * (size + work.state_bytes)
     accesses = statistics[ACCESSES] * size
@@ -161,11 +162,11 @@ def kernel_bytes(work: TableWork, layout: RankLayout, rule: HomeKind, *, sums: b
     # Where rows are looked up those of a bag are added up, or each look-up is written out; gradients the other way.
     loads[:, _EVERY, 0] = accesses + np.where(work.bags > 0, work.bags * size, accesses)
     loads[:, _EVERY, 1] = (accesses + statistics[BACK_PER_RANK] * size) * work.trained
-    if rule is HomeKind.COPIES:
+    if rule is ShardingKind.DATA_PARALLEL:
         loads[:, _EVERY, 0] += statistics[PER_RANK] * size
         loads[:, _EVERY, 1] += stored
         return loads
-    station, share = (_RAIL, layout.local_ranks) if rule is HomeKind.RANK else (_EVERY, 1)
+    station, share = (_RAIL, layout.local_ranks) if rule is ShardingKind.TABLE_WISE else (_EVERY, 1)
     loads[:, station, 0] += statistics[PER_RANK] * size * share
     loads[:, station, 1] += statistics[BACK_PER_RANK] * size * share
     loads[:, part, 0] += nodes * statistics[PER_NODE] * size / ranks
@@ -174,25 +175,30 @@ def kernel_bytes(work: TableWork, layout: RankLayout, rule: HomeKind, *, sums: b
 
 
 OPTIONS = (
-    Option(HomeKind.ALL, Answer.ROWS),
-    Option(HomeKind.ALL, Answer.SUMS),
-    Option(HomeKind.NODE, Answer.ROWS),
-    Option(HomeKind.NODE, Answer.SUMS),
-    Option(HomeKind.RANK, Answer.ROWS),
-    Option(HomeKind.RANK, Answer.SUMS),
-    Option(HomeKind.COPIES, Answer.NONE),
+    Option(ShardingKind.ROW_WISE, PoolingAt.REQUESTER),
+    Option(ShardingKind.ROW_WISE, PoolingAt.OWNER),
+    Option(ShardingKind.TABLE_ROW_WISE, PoolingAt.REQUESTER),
+    Option(ShardingKind.TABLE_ROW_WISE, PoolingAt.OWNER),
+    Option(ShardingKind.TABLE_WISE, PoolingAt.REQUESTER),
+    Option(ShardingKind.TABLE_WISE, PoolingAt.OWNER),
+    Option(ShardingKind.DATA_PARALLEL, PoolingAt.NONE),
 )
 """What the runtime can do with a table."""
 PHASES = (
-    *(f"{answer}_{message}_{link}" for answer in (Answer.ROWS, Answer.SUMS) for message in MESSAGES for link in Link),
+    *(
+        f"{pooling_at}_{message}_{link}"
+        for pooling_at in (PoolingAt.REQUESTER, PoolingAt.OWNER)
+        for message in MESSAGES
+        for link in Link
+    ),
     *(f"summed_gradients_{link}" for link in Link),
     "lookup",
     "update",
 )
-"""Each answer has collectives of its own, and so have the gradients of tables that every rank has; look-ups and updates
-of all run together."""
+"""Each pooling place has collectives of its own, and so have the gradients of tables that every rank has; look-ups and
+updates of all run together."""
 _EXCHANGED = 2 * len(MESSAGES) * len(Link)
-"""Load axes of an answer."""
+"""Load axes of a pooling place."""
 
 
 _SUMMED = (
@@ -217,7 +223,7 @@ def chain_options(
 
     Args:
         cluster: bandwidths at the message sizes of rows spread over all ranks, exposed shares, and the step costs that
-            were measured: what an answer takes beside bytes is the larger of those and of the latencies.
+            were measured: what a pooling place takes beside bytes is the larger of those and of the latencies.
         options: the first is what everything is compared with.
     """
     costs = cluster.step_costs
@@ -227,8 +233,8 @@ def chain_options(
     memory = np.zeros((len(work.names), len(options), len(Part)))
     allowed = np.ones(loads.shape[:2], bool)
     for at, option in enumerate(options):
-        sums = option.answer is Answer.SUMS
-        if option.rule is HomeKind.COPIES:
+        sums = option.pooling_at is PoolingAt.OWNER
+        if option.rule is ShardingKind.DATA_PARALLEL:
             copied = copy_loads(work, layout)
             loads[:, at, :, :_EXCHANGED] = copied[:, :, :_EXCHANGED]
             loads[:, at, :, 2 * _EXCHANGED : -2] = copied[:, :, _EXCHANGED:]
@@ -238,21 +244,22 @@ def chain_options(
             loads[:, at, :, first : first + _EXCHANGED] = of(work, layout, option.rule)
         loads[:, at, :, -2:] = kernel_bytes(work, layout, option.rule, sums=sums)
         part, ranks = {
-            HomeKind.ALL: (Part.EVERYWHERE, layout.world_size),
-            HomeKind.NODE: (Part.HOME_NODE, layout.local_ranks),
-            HomeKind.RANK: (Part.HOME_RANK, 1),
+            ShardingKind.ROW_WISE: (Part.EVERYWHERE, layout.world_size),
+            ShardingKind.TABLE_ROW_WISE: (Part.HOME_NODE, layout.local_ranks),
+            ShardingKind.TABLE_WISE: (Part.HOME_RANK, 1),
             # A rank's own part of the rows needs no copy there.
-            HomeKind.COPIES: (Part.EVERYWHERE, 1),
+            ShardingKind.DATA_PARALLEL: (Part.EVERYWHERE, 1),
         }[option.rule]
         memory[:, at, part] = work.stored_bytes / ranks
         allowed[:, at] = (work.bags > 0) | (not sums)
-        if layout.nodes == 1 and option.rule is HomeKind.NODE:
+        if layout.nodes == 1 and option.rule is ShardingKind.TABLE_ROW_WISE:
             allowed[:, at] = False
     shares = exposed_share(cluster)
-    # Messages are priced at the size that they have when all tables are spread over all ranks and answer by rows.
+    # Messages are priced at the size that they have when all tables are spread over all ranks and are pooled at the
+    # requester.
     sizes = loads[:, 0, Part.EVERYWHERE].sum(axis=0)
     seconds = []
-    for _ in (Answer.ROWS, Answer.SUMS):
+    for _ in (PoolingAt.REQUESTER, PoolingAt.OWNER):
         for message, phase in enumerate((Phase.FORWARD_IDS, Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS)):
             for at, link in enumerate(Link):
                 size = float(sizes[2 * (message * len(Link) + at)])
@@ -280,5 +287,5 @@ def chain_options(
         loads,
         memory,
         allowed,
-        ((Answer.SUMS, with_sums), (Answer.NONE, with_copies)),
+        ((PoolingAt.OWNER, with_sums), (PoolingAt.NONE, with_copies)),
     )

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.options import HomeKind, Part, TableOptions
-from flexd.planner.tables.rank_loads import Pieces, RankLoads, Surroundings
+from flexd.planner.tables.options import Part, ShardingKind, TableOptions
+from flexd.planner.tables.rank_loads import GroupMaxima, RankLoads, ShardAssignment
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
@@ -43,7 +43,7 @@ class LocalSearch:
     tables: TableOptions
     layout: RankLayout
     capacity: Float64Array
-    pieces: Pieces
+    pieces: ShardAssignment
     evaluations: int
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class LocalSearch:
         self.loads = RankLoads.of(self.tables, self.layout, self.capacity, self.pieces)
         self.moves = 0
 
-    def run(self) -> Pieces:
+    def run(self) -> ShardAssignment:
         """Return the pieces where no move of the tried ones shortens a step, or evaluations are used up."""
         self._descend()
         rng = np.random.default_rng(_SEED)
@@ -104,13 +104,13 @@ class LocalSearch:
 
     def _best(self, at: int, tie: Float64Array) -> tuple[int, int]:
         """(option, place) of the best place of a piece that was taken away; its own if none fits."""
-        around = self.loads.surroundings()
+        around = self.loads.group_maxima()
         best = (math.inf, int(self.option[at]), int(self.place[at]))
         for option in self._options(at):
             self.evaluations -= 1
             seconds = self._seconds_at(at, option, around)
             rule = self.tables.options[option].rule
-            if rule is HomeKind.NODE:
+            if rule is ShardingKind.TABLE_ROW_WISE:
                 seconds = seconds + tie.max(axis=1)
             elif len(seconds) > 1:
                 seconds = seconds + tie.ravel()
@@ -121,14 +121,14 @@ class LocalSearch:
                 best = (float(seconds[least]), option, least)
         return best[1], best[2]
 
-    def _seconds_at(self, at: int, option: int, around: Surroundings) -> Float64Array:
+    def _seconds_at(self, at: int, option: int, around: GroupMaxima) -> Float64Array:
         """float64[places]: of a step with this piece."""
         seconds = self.loads.seconds_at(int(self.table[at]), option, around)
         seconds[self._siblings(at)] = np.inf
         return seconds
 
-    def _now(self) -> Pieces:
-        return Pieces(self.table.copy(), self.option.copy(), self.place.copy())
+    def _now(self) -> ShardAssignment:
+        return ShardAssignment(self.table.copy(), self.option.copy(), self.place.copy())
 
     def _cost(self) -> float:
         short = self.loads.over_memory()
@@ -169,9 +169,11 @@ class LocalSearch:
         node, local = divmod(rank, self.layout.local_ranks)
         parts = self.loads.option_loads[self.table, self.option, :, axis]
         rules = np.array([option.rule.value for option in self.tables.options])[self.option]
-        on_rank = (rules == HomeKind.RANK) | (rules == HomeKind.COLUMNS)
+        on_rank = (rules == ShardingKind.TABLE_WISE) | (rules == ShardingKind.COLUMN_WISE)
         home = np.where(on_rank, self.place // self.layout.local_ranks, self.place)
-        load = np.where((on_rank | (rules == HomeKind.NODE)) & (home == node), parts[:, Part.HOME_NODE], 0.0)
+        load = np.where(
+            (on_rank | (rules == ShardingKind.TABLE_ROW_WISE)) & (home == node), parts[:, Part.HOME_NODE], 0.0
+        )
         load += np.where(on_rank & (self.place % self.layout.local_ranks == local), parts[:, Part.HOME_RAIL], 0.0)
         load += np.where(on_rank & (self.place == rank), parts[:, Part.HOME_RANK], 0.0)
         # Loads of all ranks count too: another option may have less of them.
@@ -190,7 +192,7 @@ class LocalSearch:
         crowded = self.loads.over_memory() > 0
         now = math.inf if crowded else self.loads.seconds()
         self.loads.add(table, option, place, -1.0)
-        around = self.loads.surroundings()
+        around = self.loads.group_maxima()
         best = (now * (1 - _LEAST_GAIN) if now < math.inf else now, option, place)
         for other in self._options(at):
             self.evaluations -= 1
@@ -245,14 +247,14 @@ class LocalSearch:
         """Exchange a piece with a smaller one of the rank that has least on this axis, if that shortens the step."""
         option = int(self.option[at])
         rule = self.tables.options[option].rule
-        if rule in (HomeKind.ALL, HomeKind.COPIES):
+        if rule in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL):
             return False
         load = self.loads.total[axis]
-        other = int((load.max(axis=1) if rule is HomeKind.NODE else load.ravel()).argmin())
+        other = int((load.max(axis=1) if rule is ShardingKind.TABLE_ROW_WISE else load.ravel()).argmin())
         place = int(self.place[at])
         if other == place:
             return False
-        same = np.array([o.rule is rule or {o.rule, rule} == {HomeKind.RANK, HomeKind.COLUMNS}
+        same = np.array([o.rule is rule or {o.rule, rule} == {ShardingKind.TABLE_WISE, ShardingKind.COLUMN_WISE}
                          for o in self.tables.options])[self.option]  # fmt: skip
         there = np.flatnonzero(same & (self.place == other))
         size = self.loads.option_loads[self.table, self.option, 1:, axis].sum(axis=1)

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import PlanError
-from flexd.core.home_rules import COPIED, SPREAD
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
+from flexd.core.sharding_types import DATA_PARALLEL as DATA_PARALLEL_TYPE
+from flexd.core.sharding_types import ROW_WISE as ROW_WISE_TYPE
 from flexd.planner.model.cost import LoadSums
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import ACCESSES, STATISTICS, make_table_loads
@@ -29,27 +30,27 @@ Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
-class HomeKind(StrEnum):
-    """Kinds of home rules (``flexd.core.home_rules``); columns are planned only."""
+class ShardingKind(StrEnum):
+    """Kinds of sharding types (``flexd.core.sharding_types``); columns are planned only."""
 
-    ALL = SPREAD
+    ROW_WISE = ROW_WISE_TYPE
     """Rows are spread over all ranks."""
-    NODE = "node"
+    TABLE_ROW_WISE = "table_row_wise"
     """Rows are spread over the ranks of one node."""
-    RANK = "rank"
+    TABLE_WISE = "table_wise"
     """All rows are on one rank."""
-    COLUMNS = "columns"
+    COLUMN_WISE = "column_wise"
     """Columns are cut into pieces, each whole on a rank of its own."""
-    COPIES = COPIED
+    DATA_PARALLEL = DATA_PARALLEL_TYPE
     """Every rank has all rows; gradients are summed."""
 
 
-class Answer(StrEnum):
-    """What a home sends back for a pooled feature."""
+class PoolingAt(StrEnum):
+    """Where the rows of a bag are added up."""
 
-    ROWS = "rows"
+    REQUESTER = "requester"
     """Each distinct row once; it is pooled where it is looked up."""
-    SUMS = "sums"
+    OWNER = "owner"
     """The sum of the bag's rows that are there."""
     NONE = "none"
     """Nothing: every rank has the rows, and the sums of their gradients travel."""
@@ -66,26 +67,26 @@ class Part(IntEnum):
 
 @dataclass(frozen=True)
 class Option:
-    """One way to hold and answer a table.
+    """One way to hold and pool a table.
 
     Attributes:
-        pieces: pieces of the table that are placed independently of each other: more than 1 for COLUMNS alone.
+        pieces: pieces of the table that are placed independently of each other: more than 1 for COLUMN_WISE alone.
     """
 
-    rule: HomeKind
-    answer: Answer
+    rule: ShardingKind
+    pooling_at: PoolingAt
     pieces: int = 1
 
     @property
     def name(self) -> str:
-        """``rule/answer``, with the number of column pieces."""
-        return f"{self.rule}{self.pieces if self.rule is HomeKind.COLUMNS else ''}/{self.answer}"
+        """``sharding/pooling``, with the number of column pieces."""
+        return f"{self.rule}{self.pieces if self.rule is ShardingKind.COLUMN_WISE else ''}/{self.pooling_at}"
 
     def places(self, layout: RankLayout) -> int:
         """Return how many places a piece can have: ranks, nodes, or the only one."""
-        if self.rule in (HomeKind.ALL, HomeKind.COPIES):
+        if self.rule in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL):
             return 1
-        return layout.nodes if self.rule is HomeKind.NODE else layout.world_size
+        return layout.nodes if self.rule is ShardingKind.TABLE_ROW_WISE else layout.world_size
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class TableOptions:
         loads: float64[T, O, 4, K], of one piece, by ``Part``.
         memory_bytes: float64[T, O, 4], of one piece, by ``Part``.
         allowed: bool[T, O].
-        answer_seconds: fixed seconds of a step as soon as any table has this answer.
+        pooling_seconds: fixed seconds of a step as soon as any table has this pooling place.
 
     Raises:
         PlanError: shapes differ, a table has no option that fits, or a figure is NaN or infinite.
@@ -115,7 +116,7 @@ class TableOptions:
     loads: Float64Array
     memory_bytes: Float64Array
     allowed: BoolArray
-    answer_seconds: tuple[tuple[Answer, float], ...] = ()
+    pooling_seconds: tuple[tuple[PoolingAt, float], ...] = ()
 
     def __post_init__(self) -> None:
         tables, options, axes = len(self.names), len(self.options), len(self.axis_phase)

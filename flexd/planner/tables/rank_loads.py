@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.options import HomeKind, Part, TableOptions
+from flexd.planner.tables.options import Part, ShardingKind, TableOptions
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ShardAssignment:
     """The pieces of all tables: column pieces of a table follow each other.
 
     Attributes:
@@ -44,7 +44,7 @@ class RankLoads:
         self._starts = np.flatnonzero(np.diff(tables.axis_phase, prepend=-1))
 
     @classmethod
-    def of(cls, tables: TableOptions, layout: RankLayout, capacity: Float64Array, pieces: Pieces) -> RankLoads:
+    def of(cls, tables: TableOptions, layout: RankLayout, capacity: Float64Array, pieces: ShardAssignment) -> RankLoads:
         """Return the loads of these pieces."""
         result = cls(tables, layout, capacity)
         every = result.option_loads[pieces.table, pieces.option]
@@ -53,14 +53,14 @@ class RankLoads:
         flat = result.total.reshape(axes, ranks)
         for at, option in enumerate(tables.options):
             mine = pieces.option == at
-            if option.rule in (HomeKind.ALL, HomeKind.COPIES) or not mine.any():
+            if option.rule in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL) or not mine.any():
                 continue
             parts, place = every[mine], pieces.place[mine]
-            node = place if option.rule is HomeKind.NODE else place // layout.local_ranks
+            node = place if option.rule is ShardingKind.TABLE_ROW_WISE else place // layout.local_ranks
             for axis in range(axes):
                 by_node = np.bincount(node, weights=parts[:, Part.HOME_NODE, axis], minlength=layout.nodes)
                 result.total[axis] += by_node[:, None]
-                if option.rule is HomeKind.NODE:
+                if option.rule is ShardingKind.TABLE_ROW_WISE:
                     continue
                 rail = place % layout.local_ranks
                 by_rail = np.bincount(rail, weights=parts[:, Part.HOME_RAIL, axis], minlength=layout.local_ranks)
@@ -73,9 +73,9 @@ class RankLoads:
         parts = sign * self.option_loads[table, option]
         rule = self.tables.options[option].rule
         self.total += parts[Part.EVERYWHERE][:, None, None]
-        if rule is HomeKind.NODE:
+        if rule is ShardingKind.TABLE_ROW_WISE:
             self.total[:, place] += parts[Part.HOME_NODE][:, None]
-        elif rule in (HomeKind.RANK, HomeKind.COLUMNS):
+        elif rule in (ShardingKind.TABLE_WISE, ShardingKind.COLUMN_WISE):
             node, local = divmod(place, self.layout.local_ranks)
             self.total[:, node] += parts[Part.HOME_NODE][:, None]
             self.total[:, :, local] += parts[Part.HOME_RAIL][:, None]
@@ -101,18 +101,18 @@ class RankLoads:
         """float64[P, n] maxima of float64[K, n]."""
         return np.asarray(np.maximum.reduceat(axes, self._starts, axis=0), dtype=np.float64)
 
-    def seconds_at(self, table: int, option: int, around: Surroundings) -> Float64Array:
+    def seconds_at(self, table: int, option: int, around: GroupMaxima) -> Float64Array:
         """Return float64[places]: seconds of a step with one more piece at each place, inf where the ranks that would
         hold it have no memory for it."""
         parts, rule = self.option_loads[table, option], self.tables.options[option].rule
         every = parts[Part.EVERYWHERE]
         total = self.total
-        if rule in (HomeKind.ALL, HomeKind.COPIES):
+        if rule in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL):
             most = total[:-1].max(axis=(1, 2)) + every[:-1]
             fits = bool((total[-1] + every[-1] <= self.capacity).all())
             return self.tables.seconds_per_unit @ self._by_phase(most[:, None]) if fits else np.full(1, np.inf)
         node = every + parts[Part.HOME_NODE]
-        if rule is HomeKind.NODE:
+        if rule is ShardingKind.TABLE_ROW_WISE:
             most = np.maximum(around.other_nodes + every[:-1, None], around.node + node[:-1, None])
             short = around.short_node + node[-1]
         else:
@@ -124,13 +124,13 @@ class RankLoads:
             short = (total[-1] - self.capacity + here[-1]).ravel()
         return np.where(short <= 0, self.tables.seconds_per_unit @ self._by_phase(most), np.inf)
 
-    def surroundings(self) -> Surroundings:
+    def group_maxima(self) -> GroupMaxima:
         """Return the maxima around every place."""
-        return Surroundings.of(self.total, self.capacity)
+        return GroupMaxima.of(self.total, self.capacity)
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class GroupMaxima:
     """Maxima over the ranks that share only a part of a place, -inf where there are none.
 
     Attributes:
@@ -148,7 +148,7 @@ class Surroundings:
     short_node: Float64Array
 
     @classmethod
-    def of(cls, total: Float64Array, capacity: Float64Array) -> Surroundings:
+    def of(cls, total: Float64Array, capacity: Float64Array) -> GroupMaxima:
         loads = total[:-1]
         node = loads.max(axis=2)
         rest_of_node = _of_others(loads, 2)

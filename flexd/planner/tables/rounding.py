@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.options import HomeKind, Part, TableOptions
-from flexd.planner.tables.rank_loads import Pieces
+from flexd.planner.tables.options import Part, ShardingKind, TableOptions
+from flexd.planner.tables.rank_loads import ShardAssignment
 from flexd.planner.tables.relaxation import Relaxation
 
 Float64Array = npt.NDArray[np.float64]
@@ -25,14 +25,16 @@ _MEMORY_WEIGHT = 0.1
 """Of memory against the average axis, so that it fills evenly before it binds."""
 
 
-def pieces_of(tables: TableOptions, chosen: Int64Array) -> Pieces:
+def pieces_of(tables: TableOptions, chosen: Int64Array) -> ShardAssignment:
     """Return the pieces of tables with these options, all at place 0."""
     number = tables.pieces[chosen]
     table = np.repeat(np.arange(len(chosen)), number)
-    return Pieces(table, chosen[table], np.zeros(len(table), np.int64))
+    return ShardAssignment(table, chosen[table], np.zeros(len(table), np.int64))
 
 
-def round_shares(tables: TableOptions, layout: RankLayout, capacity: Float64Array, relaxed: Relaxation) -> Pieces:
+def round_shares(
+    tables: TableOptions, layout: RankLayout, capacity: Float64Array, relaxed: Relaxation
+) -> ShardAssignment:
     """Return a placement near a relaxation.
 
     Tables that the relaxation spreads over all ranks are. The others are placed in descending order of what they
@@ -68,7 +70,7 @@ class _Rounding:
         self.rules = [option.rule for option in tables.options]
         self.load = np.zeros((len(self.goal), self.layout.nodes, self.layout.local_ranks))
 
-    def run(self) -> Pieces:
+    def run(self) -> ShardAssignment:
         tables, count = self.tables, len(self.tables.names)
         prices = np.where(tables.allowed, self.relaxed.reduced_seconds, np.inf)
         order = np.argsort(prices, axis=1, kind="stable")
@@ -76,7 +78,7 @@ class _Rounding:
         chosen = np.where(self.relaxed.shares.max(axis=1) > 0, self.relaxed.shares.argmax(axis=1), order[:, 0])
         near = prices <= (best + _REGRET * np.abs(best))[:, None]
         near[np.arange(count), chosen] = True
-        even = np.array([rule in (HomeKind.ALL, HomeKind.COPIES) for rule in self.rules])
+        even = np.array([rule in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL) for rule in self.rules])
         plain = even[chosen] & (self.relaxed.shares[np.arange(count), chosen] > _WHOLE)
         # What is known from the start: tables that every rank has a part of.
         for table in np.flatnonzero(plain).tolist():
@@ -88,7 +90,7 @@ class _Rounding:
             options = [int(chosen[table]), *(o for o in np.flatnonzero(near[table]).tolist() if o != chosen[table])]
             result.append((table, *self._place(table, options, order[table][prices[table][order[table]] < np.inf])))
         result.sort()
-        return Pieces(
+        return ShardAssignment(
             np.array([t for t, _, places in result for _ in places], np.int64),
             np.array([o for _, o, places in result for _ in places], np.int64),
             np.array([p for _, _, places in result for p in places], np.int64),
@@ -147,11 +149,11 @@ class _Rounding:
         # All ranks carry this part wherever the piece is.
         grown = _power(self.load + every[:, None, None]) - self.power if every.any() else np.zeros(1)
         total = float(self.weight @ grown.sum(axis=(1, 2))) if every.any() else 0.0
-        if rule in (HomeKind.ALL, HomeKind.COPIES):
+        if rule in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL):
             return total, 0 if (memory + every[-1] <= 0).all() else None
         here = every + node
         of_node = _power(self.load + here[:, None, None]) - self.power - grown if node.any() else np.zeros((1, 1, 1))
-        if rule is HomeKind.NODE:
+        if rule is ShardingKind.TABLE_ROW_WISE:
             worse = self.weight @ of_node.sum(axis=2) if node.any() else np.zeros(self.layout.nodes)
             fits = (memory + here[-1] <= 0).all(axis=1)
         else:
@@ -176,9 +178,9 @@ class _Rounding:
         rule = self.rules[option]
         if every.any():
             self.load += every[:, None, None]
-        if rule is HomeKind.NODE:
+        if rule is ShardingKind.TABLE_ROW_WISE:
             self.load[:, place] += node[:, None]
-        elif rule not in (HomeKind.ALL, HomeKind.COPIES):
+        elif rule not in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL):
             at, local = divmod(place, self.layout.local_ranks)
             self.load[:, at] += node[:, None]
             self.load[:, :, local] += rail[:, None]

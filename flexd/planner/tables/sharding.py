@@ -1,4 +1,5 @@
-"""Plans of a list of tables, and their documents: TorchRec's shardings, or flexd's home rules and answers."""
+"""Plans of a list of tables, and their documents: TorchRec's shardings, or flexd's sharding types and pooling
+places."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.tables.chain_costs import chain_options
-from flexd.planner.tables.options import Answer, HomeKind, Option, TableWork
-from flexd.planner.tables.rank_loads import Pieces, RankLoads
+from flexd.planner.tables.options import Option, PoolingAt, ShardingKind, TableWork
+from flexd.planner.tables.rank_loads import RankLoads, ShardAssignment
 from flexd.planner.tables.solve import EVALUATIONS, TablePlacement, place_tables
 from flexd.planner.tables.table_list import ListedTable, unique_names
 from flexd.planner.tables.torchrec_costs import OPTIONS, SHARDING_TYPES, torchrec_options
@@ -25,9 +26,10 @@ from flexd.topology.cluster import Cluster
 
 FORMAT = 1
 _KINDS = {kind: home for home, kind in SHARDING_TYPES.items()} | {
-    "TW": HomeKind.RANK, "RW": HomeKind.ALL, "CW": HomeKind.COLUMNS, "TWRW": HomeKind.NODE, "DP": HomeKind.COPIES,
+    "TW": ShardingKind.TABLE_WISE, "RW": ShardingKind.ROW_WISE, "CW": ShardingKind.COLUMN_WISE,
+    "TWRW": ShardingKind.TABLE_ROW_WISE, "DP": ShardingKind.DATA_PARALLEL,
     # Columns on the ranks of one node (torchrec.distributed.sharding.twcw_sharding); the list names them.
-    "table_column_wise": HomeKind.COLUMNS,
+    "table_column_wise": ShardingKind.COLUMN_WISE,
 }  # fmt: skip
 LISTED_ROWS = 1000
 """Most frequent rows of a table that a Zipf profile lists one by one."""
@@ -110,9 +112,9 @@ class Sharding:
         for first, end in pairwise(starts):
             kind = self.placement.tables.options[int(pieces.option[first])].rule
             places = pieces.place[first:end].tolist()
-            if kind is HomeKind.NODE:
+            if kind is ShardingKind.TABLE_ROW_WISE:
                 ranks = [places[0] * layout.local_ranks + at for at in range(layout.local_ranks)]
-            elif kind in (HomeKind.ALL, HomeKind.COPIES):
+            elif kind in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL):
                 ranks = list(range(layout.world_size))
             else:
                 ranks = places
@@ -205,7 +207,9 @@ def listed_seconds(
     return RankLoads.of(loads, layout, np.full(layout.world_size, np.inf), pieces).seconds()
 
 
-def listed_pieces(tables: Sequence[ListedTable], layout: RankLayout) -> tuple[tuple[Option, ...], Pieces] | None:
+def listed_pieces(
+    tables: Sequence[ListedTable], layout: RankLayout
+) -> tuple[tuple[Option, ...], ShardAssignment] | None:
     """Return the plan that the list itself has: options (``torchrec_costs.OPTIONS`` first), and the tables' pieces.
 
     Returns:
@@ -218,7 +222,7 @@ def listed_pieces(tables: Sequence[ListedTable], layout: RankLayout) -> tuple[tu
         return None
     held = [_listed_option(table, layout) for table in tables]
     options = (*OPTIONS, *dict.fromkeys(option for option, _ in held if option not in OPTIONS))
-    return options, Pieces(
+    return options, ShardAssignment(
         np.repeat(np.arange(len(tables)), [len(places) for _, places in held]),
         np.array([options.index(option) for option, places in held for _ in places]),
         np.array([place for _, places in held for place in places]),
@@ -235,18 +239,18 @@ def _listed_option(table: ListedTable, layout: RankLayout) -> tuple[Option, list
             remedy="give --nodes and --local-ranks of the list's plan",
         )
     kind = _KINDS[table.sharding]
-    if kind is HomeKind.NODE:
-        return Option(kind, Answer.SUMS), [table.ranks[0] // layout.local_ranks]
-    if kind in (HomeKind.ALL, HomeKind.COPIES):
-        return Option(kind, Answer.SUMS), [0]
+    if kind is ShardingKind.TABLE_ROW_WISE:
+        return Option(kind, PoolingAt.OWNER), [table.ranks[0] // layout.local_ranks]
+    if kind in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL):
+        return Option(kind, PoolingAt.OWNER), [0]
     if len(table.ranks) == 1:
-        return Option(HomeKind.RANK, Answer.SUMS), list(table.ranks)
-    return Option(HomeKind.COLUMNS, Answer.SUMS, len(table.ranks)), list(table.ranks)
+        return Option(ShardingKind.TABLE_WISE, PoolingAt.OWNER), list(table.ranks)
+    return Option(ShardingKind.COLUMN_WISE, PoolingAt.OWNER, len(table.ranks)), list(table.ranks)
 
 
 @dataclass(frozen=True)
 class RulePlan:
-    """Home rule and answer of every table.
+    """Sharding type and pooling place of every table.
 
     Attributes:
         tables: as listed.
@@ -258,10 +262,14 @@ class RulePlan:
 
     @property
     def chosen(self) -> list[tuple[str, str | None]]:
-        """(home rule, answer) by table; un-pooled tables have no answer, and copies are pooled where they are read."""
+        """(sharding type, pooling place) by table; un-pooled tables have no pooling place, and copies are pooled
+        where they are read."""
         return [
-            (rule, None if table.bags == 0 else str(Answer.ROWS if answer is Answer.NONE else answer))
-            for table, (rule, answer) in zip(self.tables, self.placement.rules(), strict=True)
+            (
+                rule,
+                None if table.bags == 0 else str(PoolingAt.REQUESTER if pooling_at is PoolingAt.NONE else pooling_at),
+            )
+            for table, (rule, pooling_at) in zip(self.tables, self.placement.rules(), strict=True)
         ]
 
     def document(self) -> dict[str, Any]:
@@ -276,9 +284,9 @@ class RulePlan:
             "tables": [
                 {
                     "name": short_name(table), "module": table.module, "rows": table.rows, "dim": table.dim,
-                    "homes": rule, "answer": answer,
+                    "sharding": rule, "pooling_at": pooling_at,
                 }
-                for table, (rule, answer) in zip(self.tables, self.chosen, strict=True)
+                for table, (rule, pooling_at) in zip(self.tables, self.chosen, strict=True)
             ],
         }  # fmt: skip
 
@@ -292,7 +300,8 @@ def plan_rules(
     evaluations: int = EVALUATIONS,
     without: Collection[str] = (),
 ) -> RulePlan:
-    """Choose home rule and answer of every table for the shortest step of the busiest rank in flexd's exchange.
+    """Choose sharding type and pooling place of every table for the shortest step of the busiest rank in flexd's
+    exchange.
 
     Args:
         memory_bytes: of a rank, for rows and optimizer state.

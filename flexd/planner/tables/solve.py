@@ -1,4 +1,5 @@
-"""Decide home rule and answer of every table: relaxation, rounding, local search, and what the result may miss."""
+"""Decide sharding type and pooling place of every table: relaxation, rounding, local search, and what the result may
+miss."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
 from flexd.planner.solver.relaxation import missed_share
 from flexd.planner.tables.local_search import LocalSearch
-from flexd.planner.tables.options import Answer, HomeKind, TableOptions
-from flexd.planner.tables.rank_loads import Pieces, RankLoads
+from flexd.planner.tables.options import PoolingAt, ShardingKind, TableOptions
+from flexd.planner.tables.rank_loads import RankLoads, ShardAssignment
 from flexd.planner.tables.relaxation import Relaxation, relax
 from flexd.planner.tables.rounding import pieces_of, round_shares
 
@@ -28,7 +29,7 @@ EVALUATIONS = 6000
 
 @dataclass(frozen=True)
 class TablePlacement:
-    """A home rule and an answer for every table.
+    """A sharding type and a pooling place for every table.
 
     Attributes:
         pieces: of all tables, in their order.
@@ -41,7 +42,7 @@ class TablePlacement:
 
     tables: TableOptions
     layout: RankLayout
-    pieces: Pieces
+    pieces: ShardAssignment
     seconds: float
     bound_seconds: float
     spread_seconds: float
@@ -59,15 +60,16 @@ class TablePlacement:
         of_rank = self.tables.axis_seconds @ self.loads
         return float(of_rank.min() / of_rank.max()) if of_rank.max() > 0 else 1.0
 
-    def rules(self) -> list[tuple[str, Answer]]:
-        """Return (rule, answer) of each table: "all", "node:3", "rank:12", "columns:4,12", "every rank"."""
+    def rules(self) -> list[tuple[str, PoolingAt]]:
+        """Return (sharding type, pooling place) of each table: "row_wise", "table_row_wise:3", "table_wise:12",
+        "column_wise:4,12", "data_parallel"."""
         result = []
         starts = np.searchsorted(self.pieces.table, np.arange(len(self.tables.names) + 1))
         for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
             option = self.tables.options[int(self.pieces.option[first])]
             places = ",".join(str(place) for place in self.pieces.place[first:end].tolist())
-            placed = option.rule not in (HomeKind.ALL, HomeKind.COPIES)
-            result.append((f"{option.rule}:{places}" if placed else str(option.rule), option.answer))
+            placed = option.rule not in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL)
+            result.append((f"{option.rule}:{places}" if placed else str(option.rule), option.pooling_at))
         return result
 
 
@@ -79,8 +81,8 @@ def place_tables(
 ) -> TablePlacement:
     """Return the placement of the shortest step that was found; deterministic.
 
-    Candidates are the rounded relaxation with all answers and with rows alone, improved by moves of single tables, and
-    the first option for every table.
+    Candidates are the rounded relaxation with all pooling places and with the requester alone, improved by moves of
+    single tables, and the first option for every table.
 
     Args:
         memory_bytes: of a rank, for the rows and optimizer state of these tables.
@@ -143,15 +145,15 @@ class _Solver:
     def _even(self) -> Int64Array:
         """int64[T]: of the options that load all ranks alike the one of least time."""
         tables = self.tables
-        alike = np.array([option.rule is HomeKind.ALL for option in tables.options])
+        alike = np.array([option.rule is ShardingKind.ROW_WISE for option in tables.options])
         alike[0] = True
         seconds = tables.mean(tables.loads, self.layout) @ tables.axis_seconds
         return np.asarray(np.where(tables.allowed & alike, seconds, np.inf).argmin(axis=1), dtype=np.int64)
 
-    def _rounded(self, tables: TableOptions, relaxed: Relaxation) -> Pieces:
+    def _rounded(self, tables: TableOptions, relaxed: Relaxation) -> ShardAssignment:
         """Round towards targets that move to what was reached: where no placement reaches the relaxation's, the axes
         that can still be lowered must decide."""
-        rounded: list[tuple[float, int, Pieces]] = []
+        rounded: list[tuple[float, int, ShardAssignment]] = []
         near = relaxed
         for number in range(_ROUNDINGS):
             placed = round_shares(tables, self.layout, self.capacity, near)
@@ -161,33 +163,33 @@ class _Solver:
             near = replace(near, target=0.5 * (near.target + np.maximum(most, relaxed.target)))
         return self._search(min(rounded)[2], tables, self.evaluations)
 
-    def _rounded_once(self, tables: TableOptions, relaxed: Relaxation) -> Pieces:
+    def _rounded_once(self, tables: TableOptions, relaxed: Relaxation) -> ShardAssignment:
         placed = round_shares(tables, self.layout, self.capacity, relaxed)
         return self._search(placed, tables, self.evaluations // _ROUNDINGS)
 
-    def seconds(self, pieces: Pieces, *, check_memory: bool = True) -> float:
+    def seconds(self, pieces: ShardAssignment, *, check_memory: bool = True) -> float:
         """Return the seconds of a step, inf if memory does not suffice."""
         loads = RankLoads.of(self.tables, self.layout, self.capacity, pieces)
         if check_memory and loads.over_memory() > 1e-9 * float(self.capacity.sum()):
             return float("inf")
-        used = {self.tables.options[option].answer for option in np.unique(pieces.option)}
-        fixed = sum(seconds for answer, seconds in self.tables.answer_seconds if answer in used)
+        used = {self.tables.options[option].pooling_at for option in np.unique(pieces.option)}
+        fixed = sum(seconds for pooling_at, seconds in self.tables.pooling_seconds if pooling_at in used)
         return loads.seconds() + fixed
 
     def _restricted(self) -> Sequence[tuple[TableOptions, float]]:
-        """(tables without some of the answers that cost fixed seconds, fixed seconds of the others)."""
-        fixed = {answer: seconds for answer, seconds in self.tables.answer_seconds if seconds > 0}
+        """(tables without some of the pooling places that cost fixed seconds, fixed seconds of the others)."""
+        fixed = {pooling_at: seconds for pooling_at, seconds in self.tables.pooling_seconds if seconds > 0}
         result = []
         for count in range(len(fixed) + 1):
             for left_out in combinations(fixed, count):
-                kept = np.array([option.answer not in left_out for option in self.tables.options])
+                kept = np.array([option.pooling_at not in left_out for option in self.tables.options])
                 allowed = self.tables.allowed & kept
                 if allowed[:, 0].all():
-                    rest = sum(seconds for answer, seconds in fixed.items() if answer not in left_out)
+                    rest = sum(seconds for pooling_at, seconds in fixed.items() if pooling_at not in left_out)
                     result.append((replace(self.tables, allowed=allowed), rest))
         return result
 
-    def _search(self, pieces: Pieces, tables: TableOptions, evaluations: int) -> Pieces:
+    def _search(self, pieces: ShardAssignment, tables: TableOptions, evaluations: int) -> ShardAssignment:
         return LocalSearch(tables, self.layout, self.capacity, pieces, evaluations).run()
 
     def _least_memory(self) -> float:
@@ -195,7 +197,7 @@ class _Solver:
         return float(np.where(self.tables.allowed, memory, np.inf).min(axis=1).sum())
 
 
-def step_seconds(tables: TableOptions, layout: RankLayout, pieces: Pieces) -> float:
+def step_seconds(tables: TableOptions, layout: RankLayout, pieces: ShardAssignment) -> float:
     """Return the seconds of a step under a placement, whatever memory it needs: what ``place_tables`` minimises."""
     capacity = np.full(layout.world_size, np.inf)
     return _Solver(tables, layout, capacity, 0).seconds(pieces, check_memory=False)

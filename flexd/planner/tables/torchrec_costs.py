@@ -18,7 +18,7 @@ from flexd.planner.model.prices import exposed_share
 from flexd.planner.model.row_bytes import Phase
 from flexd.planner.model.workload import ACCESSES
 from flexd.planner.tables.chain_costs import ROW_BYTES_PER_SECOND, kernel_bytes
-from flexd.planner.tables.options import Answer, HomeKind, Option, Part, TableOptions, TableWork
+from flexd.planner.tables.options import Option, Part, PoolingAt, ShardingKind, TableOptions, TableWork
 from flexd.topology.cluster import Cluster, Collective, Link
 
 Float64Array = npt.NDArray[np.float64]
@@ -26,20 +26,20 @@ Float64Array = npt.NDArray[np.float64]
 MIN_COLUMNS = 32
 """Narrower column shards are not made (TorchRec's planner: MIN_CW_DIM)."""
 OPTIONS = (
-    Option(HomeKind.ALL, Answer.SUMS),
-    Option(HomeKind.NODE, Answer.SUMS),
-    Option(HomeKind.RANK, Answer.SUMS),
-    Option(HomeKind.COPIES, Answer.SUMS),
-    Option(HomeKind.COLUMNS, Answer.SUMS, 2),
-    Option(HomeKind.COLUMNS, Answer.SUMS, 4),
+    Option(ShardingKind.ROW_WISE, PoolingAt.OWNER),
+    Option(ShardingKind.TABLE_ROW_WISE, PoolingAt.OWNER),
+    Option(ShardingKind.TABLE_WISE, PoolingAt.OWNER),
+    Option(ShardingKind.DATA_PARALLEL, PoolingAt.OWNER),
+    Option(ShardingKind.COLUMN_WISE, PoolingAt.OWNER, 2),
+    Option(ShardingKind.COLUMN_WISE, PoolingAt.OWNER, 4),
 )
 """What TorchRec can do with a table; un-pooled tables have no table-row-wise."""
 SHARDING_TYPES = {
-    HomeKind.ALL: "row_wise",
-    HomeKind.NODE: "table_row_wise",
-    HomeKind.RANK: "table_wise",
-    HomeKind.COPIES: "data_parallel",
-    HomeKind.COLUMNS: "column_wise",
+    ShardingKind.ROW_WISE: "row_wise",
+    ShardingKind.TABLE_ROW_WISE: "table_row_wise",
+    ShardingKind.TABLE_WISE: "table_wise",
+    ShardingKind.DATA_PARALLEL: "data_parallel",
+    ShardingKind.COLUMN_WISE: "column_wise",
 }
 """TorchRec's names (torchrec.distributed.types.ShardingType)."""
 _MESSAGES = (
@@ -74,11 +74,11 @@ def torchrec_options(
     for at, option in enumerate(options):
         part, share = _held(option, layout)
         memory[:, at, part] = work.stored_bytes / share
-        if option.rule is HomeKind.COPIES:
+        if option.rule is ShardingKind.DATA_PARALLEL:
             memory[:, at, part] += work.rows * work.row_bytes * work.trained  # the dense gradient
-        if option.rule is HomeKind.NODE:
+        if option.rule is ShardingKind.TABLE_ROW_WISE:
             allowed[:, at] = (work.bags > 0) & (layout.nodes > 1)
-        if option.rule is HomeKind.COLUMNS:
+        if option.rule is ShardingKind.COLUMN_WISE:
             columns = np.array(dims) / option.pieces
             allowed[:, at] = (columns >= MIN_COLUMNS) & (columns % 4 == 0) & (option.pieces <= layout.world_size)
     # Messages are priced at the size that they have when all tables are row-wise, or that of each if it is used alone.
@@ -100,11 +100,11 @@ def torchrec_options(
 def _held(option: Option, layout: RankLayout) -> tuple[Part, float]:
     """Who holds a piece of the table, and how many pieces of memory the table is cut into."""
     return {
-        HomeKind.ALL: (_EVERY, float(layout.world_size)),
-        HomeKind.NODE: (_NODE, float(layout.local_ranks)),
-        HomeKind.RANK: (_RANK, 1.0),
-        HomeKind.COPIES: (_EVERY, 1.0),
-        HomeKind.COLUMNS: (_RANK, float(option.pieces)),
+        ShardingKind.ROW_WISE: (_EVERY, float(layout.world_size)),
+        ShardingKind.TABLE_ROW_WISE: (_NODE, float(layout.local_ranks)),
+        ShardingKind.TABLE_WISE: (_RANK, 1.0),
+        ShardingKind.DATA_PARALLEL: (_EVERY, 1.0),
+        ShardingKind.COLUMN_WISE: (_RANK, float(option.pieces)),
     }[option.rule]
 
 
@@ -143,16 +143,16 @@ def _loads(work: TableWork, layout: RankLayout, option: Option) -> Float64Array:
     ids = accesses * work.id_bytes
     vectors = np.where(pooled, work.bags, accesses) * work.wire_bytes / option.pieces
     trained = vectors * work.trained
-    if option.rule in (HomeKind.RANK, HomeKind.COLUMNS):
+    if option.rule in (ShardingKind.TABLE_WISE, ShardingKind.COLUMN_WISE):
         for message, size in ((_IDS, ids), (_VALUES, vectors), (_GRADIENTS, trained)):
             bytes_.to_rank(message, layout, size)
-    elif option.rule is HomeKind.ALL:
+    elif option.rule is ShardingKind.ROW_WISE:
         for message, size in ((_IDS, ids), (_VALUES, vectors * ~pooled), (_GRADIENTS, trained * ~pooled)):
             bytes_.even(message, _INTRA, size * (local - 1) / world)
             bytes_.even(message, _INTER, size * (world - local) / world)
         for message, size in ((_SCATTERED, vectors * pooled), (_GATHERED, trained * pooled)):
             bytes_.ring(message, layout, size * (world - 1))
-    elif option.rule is HomeKind.NODE:
+    elif option.rule is ShardingKind.TABLE_ROW_WISE:
         of = bytes_.of
         of[:, _NODE, _IDS, _INTRA] += (ids * (local - 1) / local)[:, None]
         of[:, _EVERY, _IDS, _INTER, _SENT] += ids
@@ -168,10 +168,10 @@ def _loads(work: TableWork, layout: RankLayout, option: Option) -> Float64Array:
     else:
         bytes_.ring(_SUMMED, layout, 2 * (world - 1) / world * work.rows * work.row_bytes * work.trained)
     kernels = np.zeros((len(work.names), len(Part), 2))
-    if option.rule is HomeKind.COPIES:
+    if option.rule is ShardingKind.DATA_PARALLEL:
         kernels[:, _EVERY, 0] = accesses * work.row_bytes + vectors
         kernels[:, _EVERY, 1] = (2 * work.stored_bytes + 2 * work.rows * work.row_bytes) * work.trained
     else:
-        rule = HomeKind.RANK if option.rule is HomeKind.COLUMNS else option.rule
+        rule = ShardingKind.TABLE_WISE if option.rule is ShardingKind.COLUMN_WISE else option.rule
         kernels = kernel_bytes(work, layout, rule, sums=True) / option.pieces
     return np.concatenate([bytes_.of.reshape(len(work.names), len(Part), -1), kernels], axis=2)

@@ -1,4 +1,4 @@
-"""Count-min counters for tables too large for a counter a row: never too low, too high by a known bound."""
+"""Count-min counters for tables too large for a counter per row: never too low, too high by a known bound."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class CountMin:
             SketchError: ``units`` is out of range.
         """
         if not 0 <= units <= MAX_UNITS:
-            raise SketchError(f"{units} units an access", remedy="rescale the counter first")
+            raise SketchError(f"{units} units per access", remedy="rescale the counter first")
         readonly = rows.view()
         readonly.flags.writeable = False
         end, negative, outside, candidate_count, joined = kernels.add(

@@ -60,7 +60,7 @@ _UINT16, _UINT32, _INT32 = struct.Struct("<H"), struct.Struct("<I"), struct.Stru
 
 
 def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
-    """Encode one message: an Arrow IPC stream of one record batch, with one entry a batch.
+    """Encode one message: an Arrow IPC stream of one record batch, with one entry per batch.
 
     Columns: ``table`` utf8, ``rows`` list<int64> (list<int32> if all are), ``source_rank`` int32, ``event_time``
     float64 Unix seconds; ``sequence_lengths`` list<int32>, ``step`` int64, ``sample_ids`` and ``user_ids`` list<int64>
@@ -94,7 +94,7 @@ def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
 
 
 def encode_json(batches: Sequence[AccessBatch]) -> bytes:
-    """Encode one message as JSON lines, one object a batch, with the columns of ``encode_arrow`` as keys.
+    """Encode one message as JSON lines, one object per batch, with the columns of ``encode_arrow`` as keys.
 
     Raises:
         StreamError: no batches, or more entries or ids than a message can hold.
@@ -237,7 +237,7 @@ def _read_batch(payload: bytes | memoryview) -> tuple[_Schema, pa.RecordBatch]:
     _check_uncompressed(message)
     rest = bytes(payload[stream.tell() :][:9])
     if rest not in (b"", _CONTINUATION + bytes(4)):
-        _fail("wrong_schema", "bytes after the record batch: one batch a message")
+        _fail("wrong_schema", "bytes after the record batch: one batch per message")
     if dictionaries:
         return schema, pa.ipc.open_stream(buffer).read_next_batch()
     return schema, pa.ipc.read_record_batch(message, schema.schema)

@@ -233,7 +233,8 @@ def test_a_live_attempt_with_one_silent_rank_outlives_incomplete_attempts() -> N
     for second in range(1, 10):
         for rank in (0, 1, 3):
             ranks.mark_heard("live", rank, float(second))
-        # One other attempt registers a second: after the last message of rank 2 of the live attempt, before its others.
+        # One other attempt registers per second: after the last message of rank 2 of the live attempt, before its
+        # others.
         ranks.accept(hello(0, f"other{second}"), second - 0.5)
     assert len(ranks._attempts) == MAX_ATTEMPTS
     topology = ranks.complete()

@@ -19,13 +19,13 @@ def test_events_are_logged_and_passed_on() -> None:
         raise ValueError("a failing history stops nothing")
 
     log = EventLog(lambda name, fields: logged.append((name, fields)))
-    migration = Migration("p", [], origin=MigrationRecord(migration_id="m", who="ada"))
+    migration = Migration("p", [], origin=MigrationRecord(migration_id="m", requested_by="ada"))
     migration.fire(TransitionEvent.START)
     migration.fire(TransitionEvent.FAIL, "why")
     _, started, failed = migration.record.transitions
     events = [MigrationEvent(migration, started), MigrationEvent(migration, failed), MigrationEvent(migration, None)]
     dispatch(events, log, record)
-    assert [(name, fields["migration_id"], fields["who"], fields["reason"]) for name, fields in logged] == [
+    assert [(name, fields["migration_id"], fields["requested_by"], fields["reason"]) for name, fields in logged] == [
         ("migration_pushing", "m", "ada", ""), ("migration_failed", "m", "ada", "why"),
     ]  # fmt: skip
     assert recorded == events

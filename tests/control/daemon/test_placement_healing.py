@@ -39,7 +39,7 @@ def test_a_wrong_record_of_the_daemon_is_replaced_by_what_the_ranks_list(host: C
         assert same_content(ranks.history)
         assert hosted.coordinator.placement().digest() == target(3).digest()
         assert mismatches(hosted) == 1
-        assert (hosted.coordinator.distrust, hosted.coordinator.status().paused) == ("", False)
+        assert (hosted.coordinator.divergence, hosted.coordinator.status().paused) == ("", False)
 
 
 def test_pushing_pauses_after_a_repeat_until_an_operator_resumes(host: Callable[..., Any]) -> None:
@@ -47,8 +47,8 @@ def test_pushing_pauses_after_a_repeat_until_an_operator_resumes(host: Callable[
     with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
         until(hosted.ready)
         ranks.false_digests[1] = 12345
-        until(lambda: hosted.coordinator.distrust, what=lambda: hosted.events)
-        assert hosted.coordinator.distrust == (
+        until(lambda: hosted.coordinator.divergence, what=lambda: hosted.events)
+        assert hosted.coordinator.divergence == (
             "rank 1 reports another placement at version 0 than the daemon has recorded, again after the daemon has "
             "read the ranks' placement"
         )

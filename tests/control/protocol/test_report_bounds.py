@@ -22,7 +22,7 @@ from flexd.control.protocol.report import (
 )
 from flexd.control.protocol.wire_json import FieldType, wire_fields
 from flexd.core.bounds import Longest, Range
-from flexd.core.mistakes import MAX_TEXT, MistakeKind, MistakeReport
+from flexd.core.usage_warnings import MAX_TEXT, UsageWarningKind, UsageWarningReport
 from tests.support.report_values import Leaf, full_report, leaves, reports
 
 FENCE = ("job", "a" * 100, 2, 7, "token")
@@ -142,11 +142,13 @@ def test_a_bad_float_does_not_take_the_good_ones_with_it(leaf: Leaf, bad: float)
 def test_the_largest_report_fits_into_a_message() -> None:
     """Texts of control characters are six bytes each as JSON."""
     most = 2**53
-    mistakes = tuple(MistakeReport(kind.value, most, "\x00" * MAX_TEXT, 1e10 / 3) for kind in MistakeKind)
+    usage_warnings = tuple(
+        UsageWarningReport(kind.value, most, "\x00" * MAX_TEXT, 1e10 / 3) for kind in UsageWarningKind
+    )
     tables = tuple(SlowTableReport(10**4 + at, most, most, most, most) for at in range(MAX_NAMED_TABLES + 1))
     phases = tuple(PhaseReport("p" * 12, *[1e8 / 3] * 5, *[most] * 4) for _ in range(7))
     report = replace(
-        full_report(), slow_memory=SlowMemoryReport(tables, most, most, 1e8 / 3), mistakes=mistakes,
+        full_report(), slow_memory=SlowMemoryReport(tables, most, most, 1e8 / 3), usage_warnings=usage_warnings,
         phases=phases,
     )  # fmt: skip
     pending = PendingReports()

@@ -30,7 +30,7 @@ def differences(*trainer: TableSpec) -> str:
         ("dim", 8, 16),
         ("dtype", "float32", "float16"),
         ("optimizer", "sgd", "adam"),
-        ("homes", "node:1", "all"),
+        ("sharding", "table_row_wise:1", "row_wise"),
     ],
 )
 def test_a_differing_field_is_named_with_both_values(field: str, value: object, configured: object) -> None:

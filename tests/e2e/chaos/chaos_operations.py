@@ -13,7 +13,7 @@ from tests.e2e.chaos.chaos_world import ChaosWorld
 from tests.support.until import until
 
 _READ_SECONDS = 2.0
-"""Time within which a process reads a changed secret file (it looks once a second)."""
+"""Time within which a process reads a changed secret file (it looks once per second)."""
 _SECONDS = 60.0
 _EXTRA: dict[str, Any] = {"name": "extra", "rows": 300, "dim": 4, "dtype": "float64", "optimizer": "rowwise_adagrad"}
 

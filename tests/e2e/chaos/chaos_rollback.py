@@ -22,7 +22,7 @@ _SLOWLY = {
     "FLEXD__CONTROL__CHUNK_ROWS": str(_ROWS_A_CHUNK),
     "FLEXD__CONTROL__THROTTLE__BYTES_PER_SECOND": "300",
 }
-"""One plan in a life, of which four or five rows a second are copied: it is met in the middle."""
+"""One plan in a life, of which four or five rows per second are copied: it is met in the middle."""
 _PINNED_ROWS = 60
 
 

@@ -16,11 +16,11 @@ from flexd.core.layout import MOVED, RankLayout
 from flexd.core.placement import Placement
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
-from tests.support import run_ahead_jobs
+from tests.support import prefetch_pipeline_jobs
 from tests.support.collection_jobs import offer
 from tests.support.exactness import Scenario
+from tests.support.prefetch_pipeline_jobs import Loop
 from tests.support.rank_pool import RankPool
-from tests.support.run_ahead_jobs import Loop
 from tools.bench.sections.dispatch import Counting
 
 LAYOUT = RankLayout(2, 1)
@@ -112,8 +112,8 @@ def test_moved_rows_are_read_clipped_saved_and_loaded_as_all_others(ranks: Ranks
     """Losses hold what is read: norms, tables and evaluations too."""
     scenario = replace(REHOMED, passes=1)
     pool = ranks(4)
-    moved = pool.run(run_ahead_jobs.train, scenario, loop)
-    still = pool.run(run_ahead_jobs.train, replace(scenario, moved=False, replica_fraction=0.0), loop)
+    moved = pool.run(prefetch_pipeline_jobs.train, scenario, loop)
+    still = pool.run(prefetch_pipeline_jobs.train, replace(scenario, moved=False, replica_fraction=0.0), loop)
     for one, other in zip(moved, still, strict=True):
         assert one["most_moved"] > 5
         assert other["most_moved"] == 0

@@ -12,8 +12,8 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
+from tests.support.prefetch_pipeline_jobs import threads
 from tests.support.rank_pool import RankPool
-from tests.support.run_ahead_jobs import threads
 
 
 def looped(rank: int, layout: RankLayout, batches: list[int], failing: int = -1) -> tuple[int, str, list[str]]:

@@ -1,4 +1,4 @@
-"""Run-ahead in the training thread: one order of collectives on all ranks, and the same training."""
+"""Prefetch pipeline in the training thread: one order of collectives on all ranks, and the same training."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flexd.core.layout import RankLayout
 from flexd.embedding import devices
 from flexd.embedding.exchange import collectives, job_groups
 from tests.support.exactness import Scenario
+from tests.support.prefetch_pipeline_jobs import Loop, train
 from tests.support.rank_pool import RankPool
-from tests.support.run_ahead_jobs import Loop, train
 
 Issued = tuple[str, tuple[int, ...], str]
 

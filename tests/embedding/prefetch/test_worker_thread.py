@@ -1,4 +1,4 @@
-"""The thread of run-ahead: one job at a time, each with a deadline."""
+"""The thread of the prefetch pipeline: one job at a time, each with a deadline."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.embedding.store.store import DeviceHomes
 
-RULES = ["all", "node:0", "node:1", "rank:0", "rank:3"]
+RULES = ["row_wise", "table_row_wise:0", "table_row_wise:1", "table_wise:0", "table_wise:3"]
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30), st.sampled_from([4, 8]), st.sampled_from(RULES)), min_size=1, max_size=5))
 def test_it_is_the_map_of_the_host(tables: list[tuple[int, int, str]]) -> None:
-    specs = [TableSpec(f"t{i}", rows, dim, homes=rule) for i, (rows, dim, rule) in enumerate(tables)]
+    specs = [TableSpec(f"t{i}", rows, dim, sharding=rule) for i, (rows, dim, rule) in enumerate(tables)]
     homes = Homes(KeySpace(specs), RankLayout(2, 2))
     on_device = DeviceHomes(homes, torch.device("cpu"))
     keys = np.arange(homes.keyspace.total_rows)
@@ -44,8 +44,8 @@ class _Counter(TorchDispatchMode):
 @pytest.mark.parametrize("tables", [1, 7])
 def test_addresses_take_eight_kernels_for_any_number_of_tables_and_none_where_all_are_spread(tables: int) -> None:
     keys = torch.arange(10)
-    for rule, kernels in (("all", 0), ("node:1", 8)):
-        homes = Homes(KeySpace([TableSpec(f"t{i}", 10, 4, homes=rule) for i in range(tables)]), RankLayout(2, 2))
+    for rule, kernels in (("row_wise", 0), ("table_row_wise:1", 8)):
+        homes = Homes(KeySpace([TableSpec(f"t{i}", 10, 4, sharding=rule) for i in range(tables)]), RankLayout(2, 2))
         on_device = DeviceHomes(homes, torch.device("cpu"))
         with _Counter() as counter:
             on_device.addresses(keys)

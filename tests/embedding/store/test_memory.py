@@ -34,7 +34,7 @@ def memory_of(layout: RankLayout, slots: int = 5, pending: object = None, **byte
 @pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(1, 1), RankLayout(1, 3)], ids=str)
 def test_rows_and_replica_slots_count_values_and_optimizer_state(layout: RankLayout) -> None:
     memory = memory_of(layout)
-    narrow, wide = 2 * 4, 8 * 2 + 4  # row-wise Adagrad has one float32 a row
+    narrow, wide = 2 * 4, 8 * 2 + 4  # row-wise Adagrad has one float32 per row
     assert memory.home_bytes == -(-61 // layout.world_size) * narrow + sum(
         wide for key in range(61, 84) if key % layout.world_size == 0
     )

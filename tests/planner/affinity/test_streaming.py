@@ -57,9 +57,10 @@ def test_tables_of_a_sample_are_joined_and_the_newest_batches_are_whole() -> Non
     assert (window.user != NO_USER).any()
 
 
-def test_tables_with_a_home_rule_of_their_own_stay_out() -> None:
+def test_tables_with_a_sharding_type_of_their_own_stay_out() -> None:
     tables = [
-        dataclasses.replace(spec, homes="rank:0" if spec.name == "users" else spec.homes) for spec in KEYSPACE.tables
+        dataclasses.replace(spec, sharding="table_wise:0" if spec.name == "users" else spec.sharding)
+        for spec in KEYSPACE.tables
     ]
     window = sampled_window(sampled(2), KeySpace(tables), horizon_steps=1.0, batch_samples=SIZE)
     assert set(KeySpace(tables).table_of(window.rows.keys).tolist()) == {0}
@@ -102,8 +103,8 @@ def test_users_are_where_their_rows_live() -> None:
     assert by_rule.users is not None
     assert not_moved is not None
     assert np.array_equal(by_rule.users.nodes_of, not_moved.nodes_of)
-    words = AffinityOutlook.of(moved, 2_560).words
-    assert any("With each user's samples in her node (flexd affinity users -o FILE.npz)" in each for each in words)
+    messages = AffinityOutlook.of(moved, 2_560).messages
+    assert any("With each user's samples in her node (flexd affinity users -o FILE.npz)" in each for each in messages)
 
 
 def test_learnt_on_homes_stay_and_only_what_pays_moves() -> None:
@@ -158,12 +159,14 @@ def test_a_small_catalogue_is_not_here_and_a_small_sample_is_not_known() -> None
     window = sampled_window(read, KEYSPACE, horizon_steps=100.0, batch_samples=256)
     plan = plan_affinity(window, LAYOUT)
     assert not plan.pays()
-    words = AffinityOutlook.of(plan, read.samples).words
-    assert words[0].startswith("Not here")
+    messages = AffinityOutlook.of(plan, read.samples).messages
+    assert messages[0].startswith("No gain expected")
     few = plan_affinity(window_of(3), LAYOUT)
     assert few.loader is None
     assert not few.pays()
-    assert AffinityOutlook.of(few, 192).words[0].startswith("Affinity is not known: 192 samples are held, at least 256")
+    assert (
+        AffinityOutlook.of(few, 192).messages[0].startswith("Affinity is not known: 192 samples are held, at least 256")
+    )
 
 
 @settings(max_examples=50, deadline=None)

@@ -45,7 +45,7 @@ def test_latency_counts_the_collectives(layout: RankLayout, tiers: list[int], co
 def test_micro_batches_count_each_forward_pass_and_merged_gradients_once(
     layout: RankLayout, micro_batches: int, merged: bool, frozen: bool, backward: int
 ) -> None:
-    """Sizes, ids and rows travel in every forward pass, gradients once a backward pass, sums once a step."""
+    """Sizes, ids and rows travel in every forward pass, gradients once a backward pass, sums once per step."""
     problem = replace(
         load(np.full(2, A)), micro_batches=micro_batches, merged_backward=merged,
         trained=np.zeros(2) if frozen else None,

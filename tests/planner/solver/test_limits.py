@@ -150,14 +150,14 @@ def test_excluded_tables_stay_home_and_their_live_rows_come_down() -> None:
     assert second.demotions > 0
 
 
-def test_rows_of_tables_with_other_home_rules_are_not_copied() -> None:
+def test_rows_of_tables_with_other_sharding_types_are_not_copied() -> None:
     items, users, tags = KEYSPACE.tables
-    for rule in ("node:0", "rank:1", "every rank"):
-        ruled = KeySpace([items, replace(users, homes=rule), tags])
+    for rule in ("table_row_wise:0", "table_wise:1", "data_parallel"):
+        ruled = KeySpace([items, replace(users, sharding=rule), tags])
         tables = ruled.table_of(plan(keyspace=ruled).target.keys)
         assert (tables == 0).any()
         assert not (tables == 1).any()
-        with pytest.raises(PlanError, match="has a home rule"):
+        with pytest.raises(PlanError, match="has a sharding type"):
             plan(PlanLimits(pins=(RowPin("users", Tier.NODE),)), keyspace=ruled)
 
 
@@ -166,7 +166,7 @@ def test_the_direct_exchange_is_recommended_where_latency_decides() -> None:
     assert kept.exchange is Exchange.CHAIN
     assert kept.recommended_exchange is Exchange.DIRECT_DEDUP
     assert kept.summary()["exchange"]["recommended"] == "direct_dedup"
-    assert any("exchange 'direct'" in words for words in kept.summary()["replication"]["words"])
+    assert any("exchange 'direct'" in message for message in kept.summary()["replication"]["message"])
     assert kept.after.exposed_seconds <= kept.baselines["two_hop"].exposed_seconds
 
 

@@ -59,7 +59,7 @@ def options_of(
 
 
 def best_by_milp(tables: TableOptions, layout: RankLayout, memory: float) -> float:
-    """Seconds of the best placement of tables with one piece, without fixed seconds of answers."""
+    """Seconds of the best placement of tables with one piece, without fixed seconds of pooling places."""
     choices = [
         (table, option, place)
         for table in range(len(tables.names))

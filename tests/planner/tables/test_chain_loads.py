@@ -1,4 +1,4 @@
-"""Loads of every home rule and answer, against ids that are drawn and walked through the hops one by one."""
+"""Loads of every sharding type and pooling place, against ids that are drawn and walked through the hops one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexd.planner.model.workload import (
     SYNCED,
 )
 from flexd.planner.tables.chain_costs import copy_loads, row_loads, sum_loads
-from flexd.planner.tables.options import HomeKind, TableWork
+from flexd.planner.tables.options import ShardingKind, TableWork
 from tests.planner.tables.cases import work_of
 
 LAYOUTS = [RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1)]
@@ -39,15 +39,15 @@ def drawn(layout: RankLayout) -> tuple[TableWork, list[np.ndarray]]:
     return TableWork(("t",), statistics, BAGS * one, 2 * DIM * one, 4 * DIM * one, 4 * one, ROWS * one, one, 4), bags
 
 
-def home_of(rows: np.ndarray, rule: HomeKind, place: int, layout: RankLayout) -> np.ndarray:
-    if rule is HomeKind.ALL:
+def home_of(rows: np.ndarray, rule: ShardingKind, place: int, layout: RankLayout) -> np.ndarray:
+    if rule is ShardingKind.ROW_WISE:
         return rows % layout.world_size
-    if rule is HomeKind.NODE:
+    if rule is ShardingKind.TABLE_ROW_WISE:
         return place * layout.local_ranks + rows % layout.local_ranks
     return np.full_like(rows, place)
 
 
-def walked(bags: list[np.ndarray], rule: HomeKind, place: int, layout: RankLayout, *, sums: bool) -> np.ndarray:
+def walked(bags: list[np.ndarray], rule: ShardingKind, place: int, layout: RankLayout, *, sums: bool) -> np.ndarray:
     """float64[message, link, direction, W] of one table of rows with 2 DIM bytes."""
     result = np.zeros((3, 2, 2, layout.world_size))
 
@@ -86,25 +86,31 @@ def walked(bags: list[np.ndarray], rule: HomeKind, place: int, layout: RankLayou
     return result
 
 
-def placed(parts: np.ndarray, rule: HomeKind, place: int, layout: RankLayout) -> np.ndarray:
+def placed(parts: np.ndarray, rule: ShardingKind, place: int, layout: RankLayout) -> np.ndarray:
     """float64[axes, W] of float64[4, axes]."""
     rank = np.arange(layout.world_size)
     node, rail = rank // layout.local_ranks, rank % layout.local_ranks
     total = np.repeat(parts[0][:, None], layout.world_size, axis=1)
-    if rule is HomeKind.NODE:
+    if rule is ShardingKind.TABLE_ROW_WISE:
         total += parts[1][:, None] * (node == place)
-    elif rule is HomeKind.RANK:
+    elif rule is ShardingKind.TABLE_WISE:
         total += parts[1][:, None] * (node == place // layout.local_ranks)
         total += parts[2][:, None] * (rail == place % layout.local_ranks) + parts[3][:, None] * (rank == place)
     return total
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("rule", [HomeKind.ALL, HomeKind.NODE, HomeKind.RANK], ids=str)
+@pytest.mark.parametrize("rule", [ShardingKind.ROW_WISE, ShardingKind.TABLE_ROW_WISE, ShardingKind.TABLE_WISE], ids=str)
 @pytest.mark.parametrize("sums", [False, True], ids=["rows", "sums"])
 def test_loads_are_those_of_drawn_ids(layout, rule, sums):
     work, bags = drawn(layout)
-    place = 0 if rule is HomeKind.ALL else 1 % layout.nodes if rule is HomeKind.NODE else layout.world_size - 1
+    place = (
+        0
+        if rule is ShardingKind.ROW_WISE
+        else 1 % layout.nodes
+        if rule is ShardingKind.TABLE_ROW_WISE
+        else layout.world_size - 1
+    )
     predicted = placed((sum_loads if sums else row_loads)(work, layout, rule)[0], rule, place, layout)
     counted = walked(bags, rule, place, layout, sums=sums).reshape(12, -1)
     scale = counted.max(axis=1, keepdims=True)

@@ -8,18 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.rank_loads import Pieces, RankLoads
+from flexd.planner.tables.rank_loads import RankLoads, ShardAssignment
 from tests.planner.tables.cases import options_of
 
 LAYOUTS = [RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1), RankLayout(1, 1), RankLayout(2, 3)]
 
 
-def drawn(seed: int, layout: RankLayout) -> tuple[RankLoads, Pieces]:
+def drawn(seed: int, layout: RankLayout) -> tuple[RankLoads, ShardAssignment]:
     rng = np.random.default_rng(seed)
     tables = options_of(seed, 6, layout)
     option = np.array([rng.choice(np.flatnonzero(allowed)) for allowed in tables.allowed])
     place = np.array([rng.integers(0, tables.options[o].places(layout)) for o in option])
-    pieces = Pieces(np.arange(6), option, place)
+    pieces = ShardAssignment(np.arange(6), option, place)
     return RankLoads.of(tables, layout, np.full(layout.world_size, 1.5e6), pieces), pieces
 
 
@@ -27,7 +27,7 @@ def drawn(seed: int, layout: RankLayout) -> tuple[RankLoads, Pieces]:
 @given(seed=st.integers(0, 2**32 - 1), layout=st.sampled_from(LAYOUTS))
 def test_seconds_at_every_place_are_those_of_the_placement(seed, layout):
     loads, _ = drawn(seed, layout)
-    around = loads.surroundings()
+    around = loads.group_maxima()
     for option in np.flatnonzero(loads.tables.allowed[0]).tolist():
         predicted = loads.seconds_at(0, option, around)
         assert len(predicted) == loads.tables.options[option].places(layout)

@@ -11,7 +11,7 @@ import pytest
 
 from flexd.core.errors import ConfigError, PlanError
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.options import HomeKind, Part
+from flexd.planner.tables.options import Part, ShardingKind
 from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables, torchrec_work
 from flexd.planner.tables.table_list import ListedTable, read_tables
 from flexd.planner.tables.torchrec_costs import OPTIONS, PHASES, torchrec_options
@@ -40,16 +40,16 @@ def test_loads_are_the_bytes_of_the_collectives(layout: RankLayout):
     for table, vectors in enumerate((BATCH * 2 * DIM * 4, BATCH * LOOKUPS * DIM * 4)):
         for at, option in enumerate(OPTIONS):
             between = {name: value[table, at] * option.pieces for name, value in sent.items() if "inter" in name}
-            if option.rule in (HomeKind.RANK, HomeKind.COLUMNS):
+            if option.rule in (ShardingKind.TABLE_WISE, ShardingKind.COLUMN_WISE):
                 assert between["ids_inter_node"] == pytest.approx(ids * remote * option.pieces)
                 assert between["values_inter_node"] == pytest.approx(vectors * remote)
-            if option.rule is HomeKind.NODE and table == 0:
+            if option.rule is ShardingKind.TABLE_ROW_WISE and table == 0:
                 assert between["values_inter_node"] == pytest.approx(vectors * remote)
                 assert between["ids_inter_node"] == pytest.approx(ids * remote)
-            if option.rule is HomeKind.ALL:
+            if option.rule is ShardingKind.ROW_WISE:
                 kind, size = ("values", remote) if table else ("scattered_values", (world - 1) / local)
                 assert between[f"{kind}_inter_node"] == pytest.approx(vectors * size if nodes > 1 else 0)
-            if option.rule is HomeKind.COPIES:
+            if option.rule is ShardingKind.DATA_PARALLEL:
                 summed = 2 * (world - 1) / world * 4000 * DIM * 4
                 assert sum(between.values()) == pytest.approx(summed / local if nodes > 1 else 0)
     assert not options.allowed[1, 1]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
 from flexd.planner.tables.chain_costs import OPTIONS
-from flexd.planner.tables.options import Answer, HomeKind, Option, TableOptions
+from flexd.planner.tables.options import Option, PoolingAt, ShardingKind, TableOptions
 from flexd.planner.tables.rank_loads import RankLoads
 from flexd.planner.tables.solve import TablePlacement, place_tables
 from tests.planner.tables.cases import best_by_milp, options_of
@@ -25,22 +25,22 @@ def price_of(placed: TablePlacement) -> float:
     tables, layout = placed.tables, placed.layout
     loads = RankLoads(tables, layout, np.full(layout.world_size, ROOMY))
     seconds, answers = 0.0, set()
-    for table, (rule, answer) in enumerate(placed.rules()):
+    for table, (rule, pooling_at) in enumerate(placed.rules()):
         name, _, places = rule.partition(":")
         numbers = [int(place) for place in places.split(",")] if places else [0]
         option = next(
             at for at, one in enumerate(tables.options)
-            if one.rule == name and one.answer is answer and one.pieces == len(numbers)
+            if one.rule == name and one.pooling_at is pooling_at and one.pieces == len(numbers)
         )  # fmt: skip
         for place in numbers:
             loads.add(table, option, place)
-        answers.add(answer)
-    fixed = sum(of_answer for answer, of_answer in tables.answer_seconds if answer in answers)
+        answers.add(pooling_at)
+    fixed = sum(of_answer for pooling_at, of_answer in tables.pooling_seconds if pooling_at in answers)
     return loads.seconds() + seconds + fixed
 
 
 def with_sums_for_nothing(tables: TableOptions) -> TableOptions:
-    return replace(tables, answer_seconds=())
+    return replace(tables, pooling_seconds=())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -70,8 +70,10 @@ def test_a_placement_costs_what_it_says_fits_and_is_no_worse_than_spreading(seed
     assert placed.bound_seconds <= placed.seconds <= placed.spread_seconds * (1 + 1e-12)
     assert 0.0 <= placed.gap <= 1.0
     assert (placed.memory_bytes <= memory * (1 + 1e-9)).all()
-    answers = {answer for (_, answer), bags in zip(placed.rules(), tables.allowed[:, 1], strict=True) if not bags}
-    assert answers <= {Answer.ROWS, Answer.NONE}
+    answers = {
+        pooling_at for (_, pooling_at), bags in zip(placed.rules(), tables.allowed[:, 1], strict=True) if not bags
+    }
+    assert answers <= {PoolingAt.REQUESTER, PoolingAt.NONE}
     again = place_tables(tables, layout, memory, evaluations=400)
     assert again.rules() == placed.rules()
 
@@ -79,16 +81,16 @@ def test_a_placement_costs_what_it_says_fits_and_is_no_worse_than_spreading(seed
 def test_sums_only_if_they_pay_for_their_collectives():
     layout = RankLayout(2, 2)
     tables = options_of(3, 8, layout)
-    cheap = place_tables(replace(tables, answer_seconds=((Answer.SUMS, 0.0),)), layout, ROOMY, evaluations=400)
-    dear = place_tables(replace(tables, answer_seconds=((Answer.SUMS, 10.0),)), layout, ROOMY, evaluations=400)
-    assert Answer.SUMS in {answer for _, answer in cheap.rules()}
-    assert Answer.SUMS not in {answer for _, answer in dear.rules()}
+    cheap = place_tables(replace(tables, pooling_seconds=((PoolingAt.OWNER, 0.0),)), layout, ROOMY, evaluations=400)
+    dear = place_tables(replace(tables, pooling_seconds=((PoolingAt.OWNER, 10.0),)), layout, ROOMY, evaluations=400)
+    assert PoolingAt.OWNER in {pooling_at for _, pooling_at in cheap.rules()}
+    assert PoolingAt.OWNER not in {pooling_at for _, pooling_at in dear.rules()}
     assert dear.bound_seconds >= cheap.bound_seconds
 
 
 def test_columns_are_on_ranks_of_their_own():
     layout = RankLayout(2, 2)
-    whole, cut = Option(HomeKind.RANK, Answer.SUMS), Option(HomeKind.COLUMNS, Answer.SUMS, 4)
+    whole, cut = Option(ShardingKind.TABLE_WISE, PoolingAt.OWNER), Option(ShardingKind.COLUMN_WISE, PoolingAt.OWNER, 4)
     tables = with_sums_for_nothing(options_of(2, 5, layout, (OPTIONS[0], whole), pooled=1.1))
     # A piece has a quarter of a whole table.
     tables = replace(
@@ -98,7 +100,7 @@ def test_columns_are_on_ranks_of_their_own():
         memory_bytes=np.stack([tables.memory_bytes[:, 1], tables.memory_bytes[:, 1] / 4], axis=1),
     )
     placed = place_tables(tables, layout, ROOMY, evaluations=400)
-    ranks = [rule.partition(":")[2].split(",") for rule, _ in placed.rules() if rule.startswith("columns")]
+    ranks = [rule.partition(":")[2].split(",") for rule, _ in placed.rules() if rule.startswith("column_wise")]
     assert ranks
     assert all(sorted(of_table) == ["0", "1", "2", "3"] for of_table in ranks)
     assert price_of(placed) == pytest.approx(placed.seconds)

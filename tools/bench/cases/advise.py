@@ -29,8 +29,8 @@ MEASURED = "direct, dedup"
 PREDICTED = {
     "TorchRec row-wise": "row_wise",
     "chain": "two_hops",
-    "direct, dedup, run-ahead": "dedup_run_ahead",
-    "chain, run-ahead": "two_hops_run_ahead",
+    "direct, dedup, prefetch pipeline": "dedup_prefetch_pipeline",
+    "chain, prefetch pipeline": "two_hops_prefetch_pipeline",
 }
 """Strategies of the benchmark, and their names in the advice. Copies are left out: the benchmark makes a plan that the
 planner, which knows the latencies here, would not make."""

@@ -1,6 +1,6 @@
 """Rows and bytes between nodes with rows re-homed and samples dealt by affinity, over the chain's on the same batches.
 
-Four processes as 2 nodes of 2 ranks on an emulated cluster train the same global batches (32 samples a rank)
+Four processes as 2 nodes of 2 ranks on an emulated cluster train the same global batches (32 samples per rank)
 with the chain, with ``flexd.prefetch`` ("ahead"), and with a loader that deals (``flexd.affinity.NodeSampler``): with
 homes where the rule puts them, and with rows moved by chunks to homes learnt on up to 40 global batches before. Every
 byte that leaves a node is counted, and losses are compared; ``moving`` are the bytes of the chunks, sent once, over

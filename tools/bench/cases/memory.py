@@ -1,20 +1,21 @@
-"""A table larger than memory: flexd's frames and slow rows beside a memory map.
+"""A table larger than memory: flexd's cache slots and cold rows beside a memory map.
 
 ways: each trains the same batches with row-wise Adagrad in a memory cgroup (version 1) that holds everything its
 process has, page cache included; only "all fast" has no limit. Files are on this machine's disk. The ways of flexd are
-one process with one file, and begin with the most popular rows in frames; every way is warmed up before it is measured.
+one process with one file, and begin with the most popular rows in cache slots; every way is warmed up before it is
+measured.
 
 - all fast: tensors in memory, no limit.
 - memory map: ``torch.from_file``, the page cache as everyone's default. A step takes half a minute, so it is measured
   at Zipf 1.05 alone unless it is chosen by ``--ways``.
-- flexd: frames by decayed counts. flexd, run-ahead: with ``flexd.prefetch``.
+- flexd: cache slots by decayed counts. flexd, prefetch pipeline: with ``flexd.prefetch``.
 
 A dense part lies between the rows and their update: a device's, for which the host waits 1.25 times as long as a step
-of "flexd, run-ahead" without one; with run-ahead the rows of the next batch come in meanwhile. Needs root and a version
-1 memory cgroup; says so and goes on without. Checks: at Zipf 1.05 without a dense part at least 20 times faster than
-the memory map; with a dense part run-ahead at most 1.10 of all fast.
+of "flexd, prefetch pipeline" without one; with the prefetch pipeline the rows of the next batch come in meanwhile.
+Needs root and a version 1 memory cgroup; says so and goes on without. Checks: at Zipf 1.05 without a dense part at
+least 20 times faster than the memory map; with a dense part the prefetch pipeline at most 1.10 of all fast.
 
-misses: which rows fast memory should hold (``sections.frames``). billion: a table of 10^9 rows
+misses: which rows fast memory should hold (``sections.cache_slots``). billion: a table of 10^9 rows
 (``sections.billion_rows``). recshard: many tables, beside RecShard's split (``sections.recshard``).
 """
 
@@ -33,14 +34,14 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.harness import ROOT, Outcome, Skipped, at_least, at_most
-from tools.bench.sections import billion_rows, frames, recshard
+from tools.bench.sections import billion_rows, cache_slots, recshard
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
-OF_FLEXD = ("flexd, run-ahead", "flexd")
+OF_FLEXD = ("flexd, prefetch pipeline", "flexd")
 WAYS = (*OF_FLEXD, "all fast", "memory map")
-"""In this order: the dense part of "all fast" is as long as that of run-ahead."""
+"""In this order: the dense part of "all fast" is as long as that of the prefetch pipeline."""
 FAST_SHARE = 0.55
-"""Of the limit, for frames: the rest is the interpreter, torch and a step's own memory."""
+"""Of the limit, for cache slots: the rest is the interpreter, torch and a step's own memory."""
 JOB_SECONDS = 1500.0
 TARGETS_AT = "1.05"
 """The exponent that the target beside the memory map is for."""
@@ -99,10 +100,10 @@ def checks_of(answers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         ratio = theirs["step_seconds"] / ours["step_seconds"]
         checks.append(at_least(f"Zipf {TARGETS_AT}: memory map / flexd", ratio, 20.0))
     for zipf, fast in answers.get("all fast", {}).items():
-        behind = answers.get("flexd, run-ahead", {}).get(zipf)
+        behind = answers.get("flexd, prefetch pipeline", {}).get(zipf)
         if behind:
             ratio = behind["device_step_seconds"] / fast["device_step_seconds"]
-            checks.append(at_most(f"Zipf {zipf}: run-ahead / all fast, dense part", ratio, 1.1))
+            checks.append(at_most(f"Zipf {zipf}: prefetch pipeline / all fast, dense part", ratio, 1.1))
     return checks
 
 
@@ -129,7 +130,7 @@ def ways_section(options: Namespace) -> Outcome:
         if together != ["all fast"]:
             of_ways["dense_seconds"] = {}
         answers |= run(together, of_ways, None if together == ["all fast"] else limit, options.directory)
-        for zipf, found in answers.get("flexd, run-ahead", {}).items():
+        for zipf, found in answers.get("flexd, prefetch pipeline", {}).items():
             setting["dense_seconds"][zipf] = found["dense_seconds"]
     # A quick table fits in the page cache of any way: its steps are compared with nothing.
     checks = checks_of(answers) if not options.quick else [
@@ -140,7 +141,7 @@ def ways_section(options: Namespace) -> Outcome:
 
 SECTIONS = {
     "ways": ways_section,
-    "misses": frames.misses_section,
+    "misses": cache_slots.misses_section,
     "billion": billion_rows.section,
     "recshard": recshard.section,
 }

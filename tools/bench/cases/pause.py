@@ -72,7 +72,7 @@ def _offer(collection: EmbeddingCollection, first_version: int, chunks: list[Del
 
 
 def _case(case: Case) -> dict[str, Any]:
-    """Measure one rank: per stretch (kind, [wall seconds of each step], CPU seconds a step, apply seconds)."""
+    """Measure one rank: per stretch (kind, [wall seconds of each step], CPU seconds per step, apply seconds)."""
     import torch
 
     import flexd

@@ -27,7 +27,7 @@ from tools.bench.ranking_tables import Setting, scaled
 from tools.bench.ranks import training_ranks
 from tools.bench.strategies import SPREAD_OF, Bench, Effort
 
-OWN, FLEXD = "TorchRec, its own plan", ("flexd", "flexd, run-ahead")
+OWN, FLEXD = "TorchRec, its own plan", ("flexd", "flexd, prefetch pipeline")
 LOSS_TOLERANCE = 2e-3
 FASTER, NOT_SLOWER = 1.5, 1.0
 """Least step time of TorchRec by its own plan over flexd's, on the limited and on the unlimited link."""
@@ -77,7 +77,7 @@ def kinds_of(document: dict[str, Any]) -> str:
     """Return how many tables a plan holds in which way."""
     if "tables" in document:
         counts = Counter(
-            f"{entry['homes'].partition(':')[0]}{'' if entry['answer'] is None else ' by ' + entry['answer']}"
+            entry["sharding"].partition(":")[0] + (f", {entry['pooling_at']}" if entry["pooling_at"] else "")
             for entry in document["tables"]
         )
     else:

@@ -7,7 +7,7 @@ same batches. The ratio of the two is the median over the turns, with its 95 % i
 
 Jobs:
   ordinary   prices as probed, Zipf 1.05 and 1.2, with and without a dense part, three seeds: at most 1.02
-  winning    4 micro-batches a step, rows of 256 numbers, 50 Mbit/s: copies win, at most 0.90
+  winning    4 micro-batches per step, rows of 256 numbers, 50 Mbit/s: copies win, at most 0.90
 
 Needs root, ip, tc and setpriv; says so and ends well without. ``--quick``: one small job, of which only is checked that
 it trains.

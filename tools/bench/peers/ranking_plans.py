@@ -139,8 +139,10 @@ def flexds_for_torchrec(setting: Setting, rate_mbit: float) -> Document:
     ).document()
 
 
-def flexds(setting: Setting, rate_mbit: float, costs: StepCosts, *, run_ahead: bool) -> Document:
-    """As ``flexd shard --for flexd`` with the step costs that ``flexd probe`` writes; ``run_ahead``: rows are fetched
-    during the step before."""
-    cluster = replace(prices(setting, rate_mbit), step_costs=costs, exposed=Exposed(forward=0.0 if run_ahead else 1.0))
+def flexds(setting: Setting, rate_mbit: float, costs: StepCosts, *, prefetch_pipeline: bool) -> Document:
+    """As ``flexd shard --for flexd`` with the step costs that ``flexd probe`` writes; ``prefetch_pipeline``: rows are
+    fetched during the step before."""
+    cluster = replace(
+        prices(setting, rate_mbit), step_costs=costs, exposed=Exposed(forward=0.0 if prefetch_pipeline else 1.0)
+    )
     return plan_rules(setting.listed(), setting.layout, cluster, MEMORY_BYTES, TableStatistics(setting.zipf)).document()

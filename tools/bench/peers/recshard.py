@@ -80,7 +80,8 @@ def _sum(values: Float64Array, splits: dict[int, int]) -> float:
 
 
 def _split_rank(seconds: Float64Array, fast: Float64Array, tables: Int64Array, fast_bytes: float) -> dict[int, int]:
-    """Return the split of each of a rank's tables: steps by time saved a byte (each CDF is concave), while they fit."""
+    """Return the split of each of a rank's tables: steps by time saved per byte (each CDF is concave), while they
+    fit."""
     split = dict.fromkeys(tables.tolist(), 0)
     if not len(tables):
         return split

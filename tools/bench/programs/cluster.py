@@ -126,7 +126,7 @@ class FlexdTrainer:
     Args:
         target: the placement to train at; it is applied by the first step.
         comm_dtype: of rows and gradients on the wire, if not that of the tables.
-        run_ahead: batches come through ``flexd.prefetch``.
+        prefetch_pipeline: batches come through ``flexd.prefetch``.
         micro_batches: batches of an optimizer step.
     """
 
@@ -138,7 +138,7 @@ class FlexdTrainer:
         exchange: str = "chain",
         target: Placement | None = None,
         comm_dtype: str | None = None,
-        run_ahead: bool = False,
+        prefetch_pipeline: bool = False,
         micro_batches: int = 1,
     ) -> None:
         tables = setting.embedding_tables()
@@ -165,7 +165,7 @@ class FlexdTrainer:
             for batch in batches
         ]
         self._loader = forever(list(zip(batches, inputs, strict=True)))
-        if run_ahead:
+        if prefetch_pipeline:
             self._loader = iter(flexd.prefetch(self._loader, self.collection, features=lambda batch: batch[1]))
 
     def step(self, loss_of: Callable[[Batch, list[torch.Tensor]], torch.Tensor]) -> float:
@@ -218,7 +218,7 @@ class Rank:
         self._trainer.clear()
 
     def train(self, strategy: str, dense: bool, steps: int) -> dict[str, Any]:
-        """Return seconds of each step, processor seconds a step, and losses, of this rank."""
+        """Return seconds of each step, processor seconds per step, and losses, of this rank."""
         return trained(self._trainer[strategy], self._loss_of_sequences if dense else self._loss_of_rows, steps)
 
     def placement_version(self, strategy: str) -> int:
@@ -285,11 +285,11 @@ class Rank:
             "direct, dedup": own(exchange="direct"),
             "chain": own(),
             "tiers": own(target=target),
-            "direct, dedup, run-ahead": own(exchange="direct", run_ahead=True),
-            "chain, run-ahead": own(run_ahead=True),
-            "tiers, run-ahead": own(target=target, run_ahead=True),
+            "direct, dedup, prefetch pipeline": own(exchange="direct", prefetch_pipeline=True),
+            "chain, prefetch pipeline": own(prefetch_pipeline=True),
+            "tiers, prefetch pipeline": own(target=target, prefetch_pipeline=True),
             "tiers, bf16": own(target=target, comm_dtype="bfloat16"),
-            "tiers, run-ahead, bf16": own(target=target, run_ahead=True, comm_dtype="bfloat16"),
+            "tiers, prefetch pipeline, bf16": own(target=target, prefetch_pipeline=True, comm_dtype="bfloat16"),
         }
 
 

@@ -1,6 +1,6 @@
 """Ways to train a table larger than memory, for ``cases.memory``: prints one JSON object with the figures of each.
 
-Ways of flexd use one file one after the other; each begins with the most popular rows in frames, changed, which is
+Ways of flexd use one file one after the other; each begins with the most popular rows in cache slots, changed, which is
 where a long training would be. The step of all ways: the distinct rows of a batch are read, their gradients (of half
 the squared rows) summed, and rows and row-wise Adagrad state written.
 """
@@ -25,7 +25,7 @@ from tools.bench.harness import timed
 
 LEARNING_RATE = 0.05
 COVER = 1.25
-"""The wait for the dense part is as many times a step of flexd with run-ahead that has none."""
+"""The wait for the dense part is as many times a step of flexd with the prefetch pipeline that has none."""
 _SPREAD = 2_654_435_761
 _KEPT_ROWS = 1 << 16
 
@@ -117,26 +117,26 @@ class Flexd:
         self.begin(ahead=ahead)
 
     def begin(self, *, ahead: bool = False, zipf: float | None = None) -> None:
-        """Begin with empty frames, or with the rows that are popular by ``zipf``; rows are what the file has."""
-        from flexd.embedding.store.slow.frame_table import FrameTable, LookAhead
+        """Begin with empty cache slots, or with the rows that are popular by ``zipf``; rows are what the file has."""
+        from flexd.embedding.store.slow.cache_slot_table import CacheSlotTable, LookAhead
 
         self._stop()
         held, rows, ids = self._tier, self._setting["rows"], self._setting["ids"]
-        held._table = FrameTable(held.frames, held.home_rows - 1, held.rows.device, half_life=1.0)
-        held._ahead, held._half_life = LookAhead(held._table), HalfLife(held.frames, rows, held.rows.device)
+        held._table = CacheSlotTable(held.cache_slots, held.home_rows - 1, held.rows.device, half_life=1.0)
+        held._ahead, held._half_life = LookAhead(held._table), HalfLife(held.cache_slots, rows, held.rows.device)
         self._ahead, self._pending = ahead, list[dict[str, Any]]()
         if zipf is not None:
-            touched = popular_touches(rows, held.frames, ids, zipf)
-            fillings = len(next(batches(rows, ids, zipf, seed=0)).unique()) / held.frames  # of a step
+            touched = popular_touches(rows, held.cache_slots, ids, zipf)
+            fillings = len(next(batches(rows, ids, zipf, seed=0)).unique()) / held.cache_slots  # of a step
             counts = torch.log2(touched * HALF_LIVES[FIRST] / fillings / math.log(2))
             for slots, part in zip(
-                popular_rows(rows, held.frames).split(_KEPT_ROWS), counts.split(_KEPT_ROWS), strict=True
+                popular_rows(rows, held.cache_slots).split(_KEPT_ROWS), counts.split(_KEPT_ROWS), strict=True
             ):
-                frames = held._table.bring(slots).frames
-                held.rows[frames], held.state[frames] = 1.0, 0.0
-                held._table.remember(frames, part)
-                held._table.changed(frames)
-                held._table.release(frames)
+                cache_slots = held._table.bring(slots).cache_slots
+                held.rows[cache_slots], held.state[cache_slots] = 1.0, 0.0
+                held._table.remember(cache_slots, part)
+                held._table.changed(cache_slots)
+                held._table.release(cache_slots)
 
     def _stop(self) -> None:
         if self._loop is not None:
@@ -171,7 +171,7 @@ class Flexd:
         used, missed = self._tier.counts.by_table().sum(dim=0)[:2].tolist()
         traffic = self._tier.slow.traffic
         return {
-            "frames": self._tier.frames, "used": used, "missed": missed, "bytes_read": traffic.bytes_read,
+            "cache_slots": self._tier.cache_slots, "used": used, "missed": missed, "bytes_read": traffic.bytes_read,
             "bytes_written": traffic.bytes_written, "slow_seconds": traffic.seconds, "calls": traffic.operations,
         }  # fmt: skip
 
@@ -226,15 +226,15 @@ def run(way: Way, drawn: Iterator[torch.Tensor], seconds: float, least: int, den
 
 
 def answer(way: Way, setting: dict[str, Any], zipf: float, dense_seconds: float = 0.0) -> dict[str, float]:
-    """Return figures a step, measured after the warm-up."""
+    """Return figures per step, measured after the warm-up."""
     drawn = batches(setting["rows"], setting["ids"], zipf, seed=1)
     warmed = run(way, drawn, setting["warm_seconds"], 2, dense_seconds)
     before = way.figures() | process_figures()
     # A step of the memory map may take half a minute.
     took = run(way, drawn, setting["seconds"], 3 if max(warmed) < setting["seconds"] else 1, dense_seconds)
     after = way.figures() | process_figures()
-    found = {name: (after[name] - before[name]) / len(took) for name in after if name != "frames"}
-    found |= {"frames": after.get("frames", 0), "steps": len(took), "warm_steps": len(warmed)}
+    found = {name: (after[name] - before[name]) / len(took) for name in after if name != "cache_slots"}
+    found |= {"cache_slots": after.get("cache_slots", 0), "steps": len(took), "warm_steps": len(warmed)}
     return found | {"step_seconds": float(np.median(took)), "mean_step_seconds": float(np.mean(took))}
 
 
@@ -246,10 +246,10 @@ def main() -> None:
     for way in ways:
         for zipf in setting["zipfs"]:
             if isinstance(held, Flexd):
-                held.begin(ahead="run-ahead" in way, zipf=zipf)
+                held.begin(ahead="prefetch pipeline" in way, zipf=zipf)
             found = answer(held, setting, zipf)
             seconds = setting["dense_seconds"].get(str(zipf))
-            if way == "flexd, run-ahead":
+            if way == "flexd, prefetch pipeline":
                 seconds = COVER * found["step_seconds"]
             if seconds is not None:
                 found |= {"dense_seconds": seconds}

@@ -25,7 +25,7 @@ COST_SECONDS = 5.0
 LEARNING_RATE, EPS = 0.005, 1e-8
 HIDDEN = 128
 OWN, GREEDY, SHARD, FLEXD, AHEAD = (
-    "TorchRec, its own plan", "TorchRec, greedy", "TorchRec, flexd shard", "flexd", "flexd, run-ahead",
+    "TorchRec, its own plan", "TorchRec, greedy", "TorchRec, flexd shard", "flexd", "flexd, prefetch pipeline",
 )  # fmt: skip
 
 
@@ -121,7 +121,9 @@ class TorchRecTrainer:
 class FlexdTrainer:
     """A flexd collection of pooled and un-pooled tables, by the rules of ``flexd shard --for flexd``."""
 
-    def __init__(self, setting: Setting, batches: list[Batch], document: dict[str, Any], *, run_ahead: bool) -> None:
+    def __init__(
+        self, setting: Setting, batches: list[Batch], document: dict[str, Any], *, prefetch_pipeline: bool
+    ) -> None:
         tables = setting.embedding_tables()
         rules = flexd.TableRules.read(document)
         settings: dict[str, Any] = {
@@ -140,7 +142,7 @@ class FlexdTrainer:
             for batch in batches
         ]
         self._loader: Iterator[Any] = forever(list(zip(batches, inputs, strict=True)))
-        if run_ahead:
+        if prefetch_pipeline:
             self._loader = iter(flexd.prefetch(self._loader, self._collection, features=lambda batch: batch[1]))
 
     def step(self, dense: Dense) -> float:
@@ -170,8 +172,8 @@ class Rank:
         documents: dict[str, Any] = {}
         greedy = ""
         if dist.get_rank() == 0:
-            documents[FLEXD] = plans.flexds(setting, rate_mbit, costs, run_ahead=False)
-            documents[AHEAD] = plans.flexds(setting, rate_mbit, costs, run_ahead=True)
+            documents[FLEXD] = plans.flexds(setting, rate_mbit, costs, prefetch_pipeline=False)
+            documents[AHEAD] = plans.flexds(setting, rate_mbit, costs, prefetch_pipeline=True)
             if missing is None:
                 documents[OWN] = plans.torchrecs_own(setting, rate_mbit)
                 greedy, documents[GREEDY] = plans.greedy_best(setting, rate_mbit)
@@ -185,12 +187,12 @@ class Rank:
     def make(self, strategy: str) -> None:
         setting, batches, document = self._setting, self._batches, self._documents[strategy]
         if strategy in (FLEXD, AHEAD):
-            self._trainer[strategy] = FlexdTrainer(setting, batches, document, run_ahead=strategy == AHEAD)
+            self._trainer[strategy] = FlexdTrainer(setting, batches, document, prefetch_pipeline=strategy == AHEAD)
         else:
             self._trainer[strategy] = TorchRecTrainer(setting, batches, document)
 
     def train(self, strategy: str, dense: bool, steps: int) -> dict[str, Any]:
-        """Return seconds of each step, processor seconds a step, and losses, of this rank; the dense part always."""
+        """Return seconds of each step, processor seconds per step, and losses, of this rank; the dense part always."""
         return trained(self._trainer[strategy], self._dense, steps)
 
 

@@ -86,7 +86,7 @@ class VerifyingRank(Rank):
 
     def pause(self) -> None:
         """Stop planning for the comparison: the placement stays as it is."""
-        self._request("/v1/pause", {"reason": "comparison", "who": "bench_verify"})
+        self._request("/v1/pause", {"reason": "comparison", "requested_by": "bench_verify"})
 
     def wait_until_healthy(self, api: str, within: float) -> bool:
         """Wait at rank 0 until the daemon answers; the others return at once."""

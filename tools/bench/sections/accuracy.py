@@ -82,7 +82,7 @@ class Case:
 
     @property
     def dense_bytes(self) -> int:
-        """Return the memory of exact counters of all tables: 4 bytes a row."""
+        """Return the memory of exact counters of all tables: 4 bytes per row."""
         return 4 * self.rows
 
     def count(self, memory_bytes: int, **settings: Any) -> SketchSet:

@@ -11,9 +11,9 @@ LABELS = {
     "TorchRec row-wise, fp16": "TorchRec row-wise, fp16 wire",
     "direct, dedup": "flexd: dedup",
     "chain": "flexd: dedup + two hops",
-    "chain, run-ahead": "flexd: + run-ahead",
+    "chain, prefetch pipeline": "flexd: + prefetch pipeline",
     "tiers": "flexd: two hops + plan",
-    "tiers, run-ahead": "flexd: run-ahead + plan",
+    "tiers, prefetch pipeline": "flexd: prefetch pipeline + plan",
 }
 """Strategies that are drawn, from top to bottom."""
 

@@ -56,7 +56,7 @@ _WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_co
 
 @dataclass(frozen=True)
 class Case:
-    """A job. ``copies``: part of the rows with a NODE or DEVICE copy; ``sums``: of the tables, answered by sums."""
+    """A job. ``copies``: part of the rows with a NODE or DEVICE copy; ``sums``: of the tables, pooled at the owner."""
 
     name: str
     layout: RankLayout
@@ -149,8 +149,8 @@ def tables_of(case: Case) -> list[flexd.EmbeddingTable]:
         return [flexd.EmbeddingTable("t0", 200_000, 64)]
     make = flexd.EmbeddingBagTable if case.pooled else flexd.EmbeddingTable
     tables = [make(f"t{i}", int(n), DIMS[i % len(DIMS)]) for i, n in enumerate(rows)]
-    by_sums = range(round(case.sums * case.tables))
-    return [replace(table, answer="sums") if i in by_sums else table for i, table in enumerate(tables)]
+    at_owner = range(round(case.sums * case.tables))
+    return [replace(table, pooling_at="owner") if i in at_owner else table for i, table in enumerate(tables)]
 
 
 def keyspace_of(case: Case) -> KeySpace:
@@ -232,6 +232,6 @@ def section(options: Namespace) -> Outcome:
         for name, most in (("launches", MAX_LAUNCHES), ("host waits", MAX_WAITS)):
             checks.append(at_most(f"{case.name}: {name} a step", found[name], most))
         if case.layout.world_size > 1 and case.tables in MILLISECONDS:
-            name = f"{case.name}: processor ms a step"
+            name = f"{case.name}: processor ms per step"
             checks.append(at_most(name, found["processor ms"], MILLISECONDS[case.tables]))
     return Outcome(figures, checks)

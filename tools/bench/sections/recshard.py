@@ -1,20 +1,20 @@
 """RecShard's comparison: pooled tables of different skew in a fast memory that does not hold them, and after drift.
 
 RecShard's split (which rank a table belongs to and how many of its hottest rows are in fast memory, once), and flexd's
-rows at homes with frames, in fast memory for a quarter of the tables. Tables of a list (TorchRec's published one with
-``--tables``, otherwise one made up) with their rows and batch divided by a scale, each with a Zipf exponent of its own.
-All strategies are counted on the same drawn batches: accesses to rows in slow memory, as RecShard counts them; and
-distinct rows of a step read from slow memory, which is what a system needs that reads a row once a step, however many
-samples use it. flexd's are those of the frames of each rank and dim-group, replayed: divided by the ranks as they
-train, beside frames in proportion to rows.
+rows at homes with cache slots, in fast memory for a quarter of the tables. Tables of a list (TorchRec's published one
+with ``--tables``, otherwise one made up) with their rows and batch divided by a scale, each with a Zipf exponent of
+its own. All strategies are counted on the same drawn batches: accesses to rows in slow memory, as RecShard counts
+them; and distinct rows of a step read from slow memory, which is what a system needs that reads a row once per step,
+however many samples use it. flexd's are those of the cache slots of each rank and dim-group, replayed: divided by the
+ranks as they train, beside cache slots in proportion to rows.
 
-Half way the popularity of the rows in half of the tables moves. Counting begins when the frames are warm, and again
-right after the move.
+Half way the popularity of the rows in half of the tables moves. Counting begins when the cache slots are warm, and
+again right after the move.
 
 Balance: the slow accesses of the busiest rank over the mean. Reading: of the slowest rank, 1,555 GB/s and 32 GB/s.
 
 Checks, as planned and after the move: flexd reads fewer rows from slow memory than RecShard has slow accesses, and than
-it would have with a row read once a step; its busiest rank is nearer to the mean.
+it would have with a row read once per step; its busiest rank is nearer to the mean.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexd.core.fast_memory import FRAME_BYTES
-from flexd.embedding.store.slow.frame_division import FrameDivision
+from flexd.core.fast_memory import CACHE_SLOT_BYTES
+from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
+from flexd.embedding.store.slow.cold_rows import FreshRows
 from flexd.embedding.store.slow.host_rows import HostRows
-from flexd.embedding.store.slow.slow_rows import FreshRows
 from flexd.embedding.store.slow.tier import Tier
-from flexd.embedding.store.slow.two_memories import TwoMemories
+from flexd.embedding.store.slow.tiered_storage import TieredStorage
 from flexd.planner.tables.table_list import read_tables
 from tools.bench.harness import Outcome, check
 from tools.bench.peers.recshard import FAST_BYTES_PER_SECOND, SLOW_BYTES_PER_SECOND, split_tables
@@ -45,7 +45,7 @@ Int64Array = npt.NDArray[np.int64]
 Figures = dict[str, Any]
 
 FAST_SHARE, MOVED_SHARE = 0.25, 0.5
-FLEXD, BY_ROWS = "flexd", "frames by rows"
+FLEXD, BY_ROWS = "flexd", "cache slots by rows"
 
 
 class Static:
@@ -63,21 +63,21 @@ class Static:
         return self._rank[rows], counts * slow, slow.astype(np.float64)
 
 
-class Frames:
-    """Rows at homes by number, in frames of fast memory and slow memory behind them, as ranks have them.
+class CacheSlots:
+    """Rows at homes by number, in cache slots of fast memory and slow memory behind them, as ranks have them.
 
     Args:
-        divides: ranks divide their frames between dim-groups as they train.
+        divides: ranks divide their cache slots between dim-groups as they train.
     """
 
-    def __init__(self, tables: Tables, frames: Sequence[int], *, divides: bool) -> None:
+    def __init__(self, tables: Tables, cache_slots: Sequence[int], *, divides: bool) -> None:
         keyspace, world = tables.keyspace, LAYOUT.world_size
         number = np.diff(tables.first)
         group = np.zeros(len(number), dtype=np.int64)
         sizes = np.zeros(len(keyspace.groups), dtype=np.int64)
         for at, dim_group in enumerate(keyspace.groups):
             group[list(dim_group.tables)] = at
-            sizes[at] = int(tables.stored_bytes[dim_group.tables[0]]) + FRAME_BYTES
+            sizes[at] = int(tables.stored_bytes[dim_group.tables[0]]) + CACHE_SLOT_BYTES
         within = np.arange(tables.first[-1]) - np.repeat(tables.first[:-1], number)
         key = within + np.repeat(np.asarray(keyspace.first_key), number)
         self._group, self._rank = np.repeat(group, number), key % world
@@ -85,13 +85,13 @@ class Frames:
         self._slot = (key - np.repeat(first[group], number)) // world
         home_rows = [-(-dim_group.rows // world) for dim_group in keyspace.groups]
         self._tiers = [
-            [_tier(min(count, rows), rows) for count, rows in zip(frames, home_rows, strict=True)]
+            [_tier(min(count, rows), rows) for count, rows in zip(cache_slots, home_rows, strict=True)]
             for _ in range(world)
         ]  # fmt: skip
-        self._divisions = [FrameDivision(tiers, sizes.tolist()) for tiers in self._tiers] if divides else []
+        self._divisions = [CacheSlotDivision(tiers, sizes.tolist()) for tiers in self._tiers] if divides else []
 
     def step(self, rows: Int64Array, counts: Int64Array) -> tuple[Int64Array, Float64Array, Float64Array]:
-        """As ``Static.step``. A row that is read is in a frame for all its accesses of the step."""
+        """As ``Static.step``. A row that is read is in a cache slot for all its accesses of the step."""
         place = self._group[rows] * LAYOUT.world_size + self._rank[rows]
         order = np.argsort(place, kind="stable")
         missed = np.zeros(len(rows))
@@ -107,7 +107,7 @@ class Frames:
         return self._rank[rows], missed, missed
 
 
-class SlowRows(HostRows):
+class ColdRows(HostRows):
     """Notes the slots that are read."""
 
     def __init__(self, rows: int, row_bytes: int, fresh: FreshRows) -> None:
@@ -124,26 +124,26 @@ class SlowRows(HostRows):
         return found
 
 
-def _tier(frames: int, home_rows: int) -> Tier:
-    tier = Tier(torch.zeros(frames, 1), torch.zeros(frames, 0), frames, home_rows)
+def _tier(cache_slots: int, home_rows: int) -> Tier:
+    tier = Tier(torch.zeros(cache_slots, 1), torch.zeros(cache_slots, 0), cache_slots, home_rows)
     fresh = tier.packed_fresh(lambda slots: (torch.zeros(len(slots), 1), torch.zeros(len(slots), 0)))
-    tier.begin(lambda: SlowRows(home_rows, tier.packed_bytes, fresh))
+    tier.begin(lambda: ColdRows(home_rows, tier.packed_bytes, fresh))
     return tier
 
 
-def strategies(tables: Tables, memory_bytes: float) -> dict[str, Static | Frames]:
-    today = TwoMemories(int(memory_bytes), None).frames(tables.keyspace.groups, LAYOUT)
+def strategies(tables: Tables, memory_bytes: float) -> dict[str, Static | CacheSlots]:
+    today = TieredStorage(int(memory_bytes), None).cache_slots(tables.keyspace.groups, LAYOUT)
     return {
         "recshard": Static(tables, *split_tables(tables, memory_bytes)),
-        BY_ROWS: Frames(tables, today, divides=False),
-        FLEXD: Frames(tables, today, divides=True),
+        BY_ROWS: CacheSlots(tables, today, divides=False),
+        FLEXD: CacheSlots(tables, today, divides=True),
     }
 
 
 def replay(
-    tables: Tables, held: dict[str, Static | Frames], batches: Iterable[tuple[str, Int64Array]]
+    tables: Tables, held: dict[str, Static | CacheSlots], batches: Iterable[tuple[str, Int64Array]]
 ) -> dict[str, dict[str, Figures]]:
-    """Return figures a step by strategy and period, of batches with their periods; "" is not counted."""
+    """Return figures per step by strategy and period, of batches with their periods; "" is not counted."""
     world = LAYOUT.world_size
     row_bytes = np.repeat(tables.row_bytes, np.diff(tables.first))
     sums = {
@@ -159,8 +159,8 @@ def replay(
             rank, slow, read = strategy.step(rows, counts)
             if not period:
                 continue
-            # With frames every row is read once a step; without, one is read a sample.
-            reads = np.ones(len(rows)) if isinstance(strategy, Frames) else counts.astype(np.float64)
+            # With cache slots every row is read once per step; without, one is read a sample.
+            reads = np.ones(len(rows)) if isinstance(strategy, CacheSlots) else counts.astype(np.float64)
             seconds = (reads - slow) * size / FAST_BYTES_PER_SECOND
             seconds += slow * size / SLOW_BYTES_PER_SECOND
             total = sums[name, period]
@@ -187,7 +187,7 @@ def checks_of(answer: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
         ours, theirs = answer[FLEXD][period], answer["recshard"][period]
         for name, mine, least in (
             ("rows read / RecShard's slow accesses", "rows read", "slow accesses"),
-            ("rows read / RecShard's, each once a step", "rows read", "rows read"),
+            ("rows read / RecShard's, each once per step", "rows read", "rows read"),
             ("balance / RecShard's", "balance", "balance"),
         ):
             ratio = ours[mine] / max(theirs[least], 1e-300)
@@ -201,7 +201,7 @@ def section(options: Namespace) -> Outcome:
     pooled = [table for table in (read_tables(options.tables) if options.tables else made_up_tables()) if table.bags]
     tables = Tables.of([replace(table, batch=pooled[0].batch) for table in pooled[:number]], scale)
     answer = replay(tables, strategies(tables, memory_of(tables)), tables.periods(steps, MOVED_SHARE))
-    # Tables made so small are as small as the batches: frames do not get warm, and only the balance is judged.
+    # Tables made so small are as small as the batches: cache slots do not get warm, and only the balance is judged.
     checks = [entry for entry in checks_of(answer) if not options.quick or "balance" in entry["name"]]
     return Outcome({"strategies": answer}, checks)
 

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import SlowMemoryError
+from flexd.embedding.store.slow.cold_rows import FreshRows, SlowTraffic
 from flexd.embedding.store.slow.kernel_queue import KernelQueue
-from flexd.embedding.store.slow.slow_rows import FreshRows, SlowTraffic
 
 PAGE_BYTES = 4096
 """Unit of direct I/O: offsets, lengths and buffers are multiples of it."""
 MAX_CALL_BYTES = 1 << 20
-_MARK = b"flexd slow rows 1\n"
+_MARK = b"flexd cold rows 1\n"
 """Begins the first page, so that no other file is taken for one of these."""
 _SLOW_DISK = "look at the disk (iostat), or put the file on a faster one"
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -278,7 +278,7 @@ def _runs(blocks: Int64Array, most: int) -> tuple[Int64Array, Int64Array]:
 
 
 class BlockRows:
-    """Rows of a ``SlowRows`` in the checksummed blocks of a file.
+    """Rows of a ``ColdRows`` in the checksummed blocks of a file.
 
     The file holds nothing of worth beyond its process: a run begins with a new one (``BlockFile``), and its rows come
     from a checkpoint.

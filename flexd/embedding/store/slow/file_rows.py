@@ -1,4 +1,4 @@
-"""Slow rows in a file: packed into checksummed blocks, sparse, read and written in batches."""
+"""Cold rows in a file: packed into checksummed blocks, sparse, read and written in batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockRows, Bytes, Int64Array, aligned_bytes
-from flexd.embedding.store.slow.slow_rows import FreshRows
+from flexd.embedding.store.slow.cold_rows import FreshRows
 
 _HEAD_BYTES = 16
 """At the start of a block: uint64 checksum of the rest, uint64 mask of the rows that were written."""
@@ -28,7 +28,7 @@ def rows_per_block(row_bytes: int) -> tuple[int, int]:
 
 
 class FileRows(BlockRows):
-    """See ``SlowRows`` and ``BlockRows``. Row ``slot`` is in block ``slot // rows_per_block``.
+    """See ``ColdRows`` and ``BlockRows``. Row ``slot`` is in block ``slot // rows_per_block``.
 
     A block that was never written is a hole: it takes no room and is not read.
     """

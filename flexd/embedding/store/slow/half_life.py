@@ -1,4 +1,4 @@
-"""How long the counts of frames remember, chosen live from a sample of the rows.
+"""How long the counts of cache slots remember, chosen live from a sample of the rows.
 
 How long is best depends on how fast popularity moves, which differs by job and changes. So a sample of the home rows is
 counted with several half-lives at once, and the one by which the sample would have missed least is used: a cache is
@@ -11,14 +11,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from flexd.core.fast_memory import FrameCurve
+from flexd.core.fast_memory import CacheSlotCurve
 
 HALF_LIVES = (1.0, 4.0, 16.0, 64.0)
-"""In rows used for each frame, so that a larger fast memory, whose rows are used more rarely, remembers as much longer
-as it must (TinyLFU's sample is as many times its cache: Einziger, Friedman, Manes, ACM TOS 13(4), 2017)."""
+"""In rows used for each cache slot, so that a larger fast memory, whose rows are used more rarely, remembers as much
+longer as it must (TinyLFU's sample is as many times its cache: Einziger, Friedman, Manes, ACM TOS 13(4), 2017)."""
 FIRST = 2
 """The half-life of the beginning."""
-_SAMPLED_FRAMES = 2048
+_SAMPLED_CACHE_SLOTS = 2048
 _LEAST_SAMPLED_ROWS, _MAX_SAMPLED_ROWS = 1 << 8, 1 << 17
 _MEMORY = 16.0
 """Half-life of the misses that are compared, in the same unit."""
@@ -71,8 +71,8 @@ class UseRanks:
         self._uses.index_add_(0, between, torch.ones_like(between, dtype=torch.float32))
         self._rows += rows
 
-    def curve(self, steps: int, kept: float, frame_bytes: int) -> FrameCurve:
-        """Return the misses of a step by frames, and keep a share of what was counted for the next curve.
+    def curve(self, steps: int, kept: float, cache_slot_bytes: int) -> CacheSlotCurve:
+        """Return the misses of a step by cache slots, and keep a share of what was counted for the next curve.
 
         The host waits for the device.
 
@@ -88,22 +88,22 @@ class UseRanks:
         self._rows, self._steps = self._rows * kept, self._steps * kept
         bounds = np.minimum(self._ranks * self._stride, self._home_rows).astype(np.float64)
         bounds[-1] = self._home_rows
-        # The rows of a step that have no frame until its update are read again for it.
+        # The rows of a step that have no cache slot until its update are read again for it.
         at_once = min(rows, float(self._home_rows))
         bounds = np.union1d(bounds, [at_once] if at_once > 0 else [])
-        frames = np.diff(bounds, prepend=0.0)
-        middle = bounds - frames / 2
+        cache_slots = np.diff(bounds, prepend=0.0)
+        middle = bounds - cache_slots / 2
         of = np.searchsorted(self._ranks * self._stride, middle).clip(max=len(self._ranks) - 1)
         width = np.diff(np.append(0, np.minimum(self._ranks * self._stride, self._home_rows)))
         saved = uses[of] * each / np.maximum(width[of], 1.0) + (middle < at_once)
-        frames, saved = _descending(frames[frames > 0], saved[frames > 0])
-        return FrameCurve(frames, saved, self._home_rows, frame_bytes, float(uses[-1]) * each)
+        cache_slots, saved = _descending(cache_slots[cache_slots > 0], saved[cache_slots > 0])
+        return CacheSlotCurve(cache_slots, saved, self._home_rows, cache_slot_bytes, float(uses[-1]) * each)
 
 
-def _descending(frames: np.ndarray, saved: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _descending(cache_slots: np.ndarray, saved: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the least curve above these segments whose slopes descend: adjacent segments joined."""
     joined: list[list[float]] = []
-    for count, each in zip(frames.tolist(), saved.tolist(), strict=True):
+    for count, each in zip(cache_slots.tolist(), saved.tolist(), strict=True):
         joined.append([count, each * count])
         while len(joined) > 1 and joined[-1][1] * joined[-2][0] > joined[-2][1] * joined[-1][0]:
             last = joined.pop()
@@ -127,11 +127,11 @@ class HalfLife:
         ranks: uses by their ranks, by the counts with the chosen half-life.
     """
 
-    def __init__(self, frames: int, rows: int, device: torch.device) -> None:
+    def __init__(self, cache_slots: int, rows: int, device: torch.device) -> None:
         self.clock, self.chosen = 0.0, FIRST
-        self._frames = frames
-        most = max(_LEAST_SAMPLED_ROWS, min(frames // 4, _MAX_SAMPLED_ROWS))
-        self._stride = max(1, frames // _SAMPLED_FRAMES, -(-rows // most))
+        self._cache_slots = cache_slots
+        most = max(_LEAST_SAMPLED_ROWS, min(cache_slots // 4, _MAX_SAMPLED_ROWS))
+        self._stride = max(1, cache_slots // _SAMPLED_CACHE_SLOTS, -(-rows // most))
         sampled = -(-rows // self._stride)
         self._counts = torch.full((len(HALF_LIVES), sampled), -torch.inf, device=device)
         self._last = torch.full((sampled,), -(1 << 30), dtype=torch.int32, device=device)
@@ -150,9 +150,9 @@ class HalfLife:
     def half_life(self) -> float:
         return HALF_LIVES[self.chosen]
 
-    def resize(self, frames: int) -> None:
-        """Go on with another number of frames."""
-        self._frames = frames
+    def resize(self, cache_slots: int) -> None:
+        """Go on with another number of cache slots."""
+        self._cache_slots = cache_slots
 
     def use(self, slots: torch.Tensor, ahead: int) -> float:
         """Count one use of int64 [n] distinct home rows by a look-up; return the clock.
@@ -160,7 +160,7 @@ class HalfLife:
         Args:
             ahead: batches after this one that are known: rows used so shortly ago are kept whatever their count.
         """
-        fillings = len(slots) / self._frames
+        fillings = len(slots) / self._cache_slots
         self._filled += fillings
         self._step += 1
         block = slots.div(self._stride, rounding_mode="floor")
@@ -180,15 +180,16 @@ class HalfLife:
         return self.clock
 
     def _choose(self, ahead: int) -> None:
-        """Choose the half-life with the fewest misses, and find the counts of the rows that are in frames at last."""
+        """Choose the half-life with the fewest misses, and find the counts of the rows that are in cache slots at
+        last."""
         missed = self._missed.tolist()
         best = min(range(len(missed)), key=missed.__getitem__)
         if missed[best] < (1 - _GAIN) * missed[self.chosen]:
             self.chosen = best
         self.ranks.set_counts(self._counts[self.chosen])
-        frames = max(1, self._frames // self._stride)
-        if frames >= self._counts.shape[1]:
+        cache_slots = max(1, self._cache_slots // self._stride)
+        if cache_slots >= self._counts.shape[1]:
             self._limits.fill_(-torch.inf)
             return
         kept = torch.where(self._last >= self._step - ahead, torch.inf, self._counts)
-        self._limits = torch.topk(kept, frames, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+        self._limits = torch.topk(kept, cache_slots, dim=1, sorted=False).values.amin(dim=1, keepdim=True)

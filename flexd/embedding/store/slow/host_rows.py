@@ -1,4 +1,4 @@
-"""Slow rows in host memory, beside frames on an accelerator."""
+"""Cold rows in host memory, beside cache slots on an accelerator."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 
 import torch
 
-from flexd.embedding.store.slow.slow_rows import FreshRows, SlowTraffic
+from flexd.embedding.store.slow.cold_rows import FreshRows, SlowTraffic
 
 
 class HostRows:
-    """See ``SlowRows``. Pages of host memory are taken by the rows that are written.
+    """See ``ColdRows``. Pages of host memory are taken by the rows that are written.
 
     Args:
         pinned: page-locked, for copies to a device that do not wait; takes all pages at once. What ``read`` returns is

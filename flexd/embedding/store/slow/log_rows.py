@@ -1,4 +1,4 @@
-"""Slow rows in a file that is written in the order in which rows leave fast memory.
+"""Cold rows in a file that is written in the order in which rows leave fast memory.
 
 Rows that leave together fill whole blocks, so a write reads nothing before and seven rows of 512 bytes cost one
 operation; an index in memory finds them. Blocks whose rows were mostly written again elsewhere are cleaned: their other
@@ -29,7 +29,7 @@ from flexd.embedding.store.slow.block_file import (
     aligned_bytes,
 )
 from flexd.embedding.store.slow.block_space import BlockSpace
-from flexd.embedding.store.slow.slow_rows import FreshRows
+from flexd.embedding.store.slow.cold_rows import FreshRows
 
 INDEX_BYTES = 5
 """Of a row in memory: where it is, and its part of the counts of blocks."""
@@ -74,7 +74,7 @@ class _Fetch:
 
 
 class LogRows(BlockRows):
-    """See ``SlowRows`` and ``BlockRows``. ``write`` returns when the rows are in a buffer that a thread writes: an
+    """See ``ColdRows`` and ``BlockRows``. ``write`` returns when the rows are in a buffer that a thread writes: an
     error of the disk is raised by a later call, the first one that reads what may be lost at the latest.
 
     The file is sparse, and at most twice as large as its rows.

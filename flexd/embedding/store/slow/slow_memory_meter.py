@@ -1,4 +1,4 @@
-"""What the two memories of a rank did between two reports to the daemon."""
+"""What the tiered storage of a rank did between two reports to the daemon."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, named_tables
-from flexd.embedding.store.slow.slow_rows import SlowTraffic
+from flexd.embedding.store.slow.cold_rows import SlowTraffic
 from flexd.embedding.store.slow.tier import Tier
 from flexd.embedding.store.store import GroupStore
 
 
 class SlowMemoryMeter:
-    """What happened in the two memories of a rank between two reports.
+    """What happened in the tiered storage of a rank between two reports.
 
     Args:
         stores: of all dim-groups.

@@ -1,8 +1,8 @@
-"""Rows of a dim-group in two memories: frames in fast memory, and slow rows behind them.
+"""Rows of a dim-group in tiered storage: cache slots in fast memory, and cold rows behind them.
 
-Code that reads and writes rows by slot sees ``TieredColumn`` where it would see a tensor: rows come into frames for the
-time of one call and leave when others need the frames, so there is one authoritative copy of a row at any time and
-results do not depend on where it is. Replicas have slots of their own in fast memory.
+Code that reads and writes rows by slot sees ``TieredColumn`` where it would see a tensor: rows come into cache slots
+for the time of one call and leave when others need the cache slots, so there is one authoritative copy of a row at any
+time and results do not depend on where it is. Replicas have slots of their own in fast memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from flexd.core.errors import SlowMemoryError
-from flexd.core.fast_memory import FrameCurve
-from flexd.embedding.store.slow.frame_counts import EVICTED, MISSED, USED, WRITTEN, FrameCounts
-from flexd.embedding.store.slow.frame_table import FrameTable, LookAhead
+from flexd.core.fast_memory import CacheSlotCurve
+from flexd.embedding.store.slow.cache_slot_counts import EVICTED, MISSED, USED, WRITTEN, CacheSlotCounts
+from flexd.embedding.store.slow.cache_slot_table import CacheSlotTable, LookAhead
+from flexd.embedding.store.slow.cold_rows import ColdRows, FreshRows
 from flexd.embedding.store.slow.half_life import HalfLife
-from flexd.embedding.store.slow.slow_rows import FreshRows, SlowRows
 
 COUNT_BYTES = 8
 """A row's decayed count of uses (float64, log2) travels with it."""
@@ -28,32 +28,32 @@ _FILLED_ROWS = 1 << 16
 
 
 class Tier:
-    """Home rows of a dim-group in frames, and the slow rows behind them. Thread-safe.
+    """Home rows of a dim-group in cache slots, and the cold rows behind them. Thread-safe.
 
     Slots in [0, home_rows) are home rows, those after them replicas.
 
     Args:
-        rows, state: [frames + replica slots, width], the frames first.
-        frames, home_rows: numbers of them.
+        rows, state: [cache slots + replica slots, width], the cache slots first.
+        cache slots, home_rows: numbers of them.
 
     Attributes:
-        frames: number of them now.
+        cache slots: number of them now.
         counts: of what look-ups found since ``begin``.
         begun: calls of ``begin``.
         used_rows: rows that look-ups needed, each look-up's once.
     """
 
-    def __init__(self, rows: torch.Tensor, state: torch.Tensor, frames: int, home_rows: int) -> None:
+    def __init__(self, rows: torch.Tensor, state: torch.Tensor, cache_slots: int, home_rows: int) -> None:
         self.rows, self.state = rows, state
         self.home_rows = home_rows
-        self.frames = frames
-        self.counts = FrameCounts(rows.device)
+        self.cache_slots = cache_slots
+        self.counts = CacheSlotCounts(rows.device)
         self.begun = self.used_rows = 0
         self._lock = threading.RLock()
-        self._slow: SlowRows | None = None
+        self._slow: ColdRows | None = None
         self._table = self._new_table()
         self._ahead = LookAhead(self._table)
-        self._half_life = HalfLife(frames, home_rows, rows.device)
+        self._half_life = HalfLife(cache_slots, home_rows, rows.device)
         self._failure: SlowMemoryError | None = None
         self._row_bytes = rows.shape[1] * rows.element_size()
         self._state_bytes = state.shape[1] * state.element_size()
@@ -64,7 +64,7 @@ class Tier:
         return self._row_bytes + self._state_bytes + COUNT_BYTES
 
     @property
-    def slow(self) -> SlowRows:
+    def slow(self) -> ColdRows:
         if self._slow is None:
             raise SlowMemoryError("the rows of a closed collection", remedy="make a new collection")
         return self._slow
@@ -77,15 +77,15 @@ class Tier:
 
     def begin(
         self,
-        make: Callable[[], SlowRows],
+        make: Callable[[], ColdRows],
         tables: int = 1,
         first_slots: torch.Tensor | None = None,
         of_tables: torch.Tensor | None = None,
     ) -> None:
-        """Use new slow rows in place of those there are, and forget what is in the frames.
+        """Use new cold rows in place of those there are, and forget what is in the cache slots.
 
         Args:
-            tables, first_slots, of_tables: as ``FrameCounts.begin``; default: there is one table.
+            tables, first_slots, of_tables: as ``CacheSlotCounts.begin``; default: there is one table.
         """
         with self._lock:
             self.close()
@@ -95,7 +95,7 @@ class Tier:
                 tables, one if first_slots is None else first_slots, one if of_tables is None else of_tables
             )
             self._slow, self._table, self._failure = make(), self._new_table(), None
-            self._half_life = HalfLife(self.frames, self.home_rows, self.rows.device)
+            self._half_life = HalfLife(self.cache_slots, self.home_rows, self.rows.device)
             self._ahead = LookAhead(self._table)
 
     def packed_fresh(self, make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> FreshRows:
@@ -147,7 +147,7 @@ class Tier:
             replicas = slots >= self.home_rows
             if bool(replicas.any()):
                 at = replicas.nonzero().view(-1)
-                yield at, slots.index_select(0, at) - self.home_rows + self.frames
+                yield at, slots.index_select(0, at) - self.home_rows + self.cache_slots
                 homes = (~replicas).nonzero().view(-1)
             else:
                 homes = None
@@ -155,52 +155,52 @@ class Tier:
             if counts:
                 self.used_rows += number
                 self._half_life.use(slots if homes is None else slots.index_select(0, homes), self._ahead.known)
-            for first in range(0, number, self.frames):
-                block: Any = slice(first, min(number, first + self.frames))
+            for first in range(0, number, self.cache_slots):
+                block: Any = slice(first, min(number, first + self.cache_slots))
                 if homes is not None:
                     block = homes[block]
                 try:
-                    frames = self._bring(slots[block], counts=counts)
+                    cache_slots = self._bring(slots[block], counts=counts)
                 except SlowMemoryError as error:
                     self._failure = error
                     raise
                 try:
-                    yield block, frames
+                    yield block, cache_slots
                 finally:
                     if changes:
-                        self._table.changed(frames)
-                    self._table.release(frames)
+                        self._table.changed(cache_slots)
+                    self._table.release(cache_slots)
 
-    def miss_curve(self, steps: int, kept: float, frame_bytes: int) -> FrameCurve:
-        """Return the misses of a step by frames; arguments as ``UseRanks.curve``."""
+    def miss_curve(self, steps: int, kept: float, cache_slot_bytes: int) -> CacheSlotCurve:
+        """Return the misses of a step by cache slots; arguments as ``UseRanks.curve``."""
         with self._lock:
-            return self._half_life.ranks.curve(steps, kept, frame_bytes)
+            return self._half_life.ranks.curve(steps, kept, cache_slot_bytes)
 
-    def resize(self, frames: int) -> None:
-        """Change the number of frames, between two steps; the rows that would leave last keep theirs.
+    def resize(self, cache_slots: int) -> None:
+        """Change the number of cache slots, between two steps; the rows that would leave last keep theirs.
 
-        Changed rows that lose their frame are written to slow memory. Meanwhile there are the old and the new ``rows``
-        and ``state``, which keep their identity.
+        Changed rows that lose their cache slot are written to slow memory. Meanwhile there are the old and the new
+        ``rows`` and ``state``, which keep their identity.
 
         Args:
-            frames: held to at least 1 and at most one for each home row.
+            cache slots: held to at least 1 and at most one for each home row.
 
         Raises:
             SlowMemoryError: rows are in use: nothing has changed. Or slow memory failed, as in ``visit``.
         """
-        frames = max(1, min(frames, self.home_rows))
+        cache_slots = max(1, min(cache_slots, self.home_rows))
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            if frames == self.frames:
+            if cache_slots == self.cache_slots:
                 return
-            resized = self._table.resized(frames)
-            replicas = self.rows.shape[0] - self.frames
+            resized = self._table.resized(cache_slots)
+            replicas = self.rows.shape[0] - self.cache_slots
             # Both before anything changes: there may be no memory for them.
-            made = [column.new_zeros((frames + replicas, column.shape[1])) for column in (self.rows, self.state)]
+            made = [column.new_zeros((cache_slots + replicas, column.shape[1])) for column in (self.rows, self.state)]
             try:
                 if len(resized.evicted_slots):
-                    self._write(resized.evicted_slots, resized.evicted_frames, resized.evicted_counts)
+                    self._write(resized.evicted_slots, resized.evicted_cache_slots, resized.evicted_counts)
             except SlowMemoryError as error:
                 self._failure = error
                 raise
@@ -208,36 +208,37 @@ class Tier:
             self.counts.add(WRITTEN, resized.evicted_slots)
             for column, new in zip((self.rows, self.state), made, strict=True):
                 torch.index_select(column, 0, resized.kept, out=new[: len(resized.kept)])
-                new[frames:] = column[self.frames :]
+                new[cache_slots:] = column[self.cache_slots :]
                 if column.is_cuda:
                     torch.cuda.synchronize(column.device)  # other streams may still read what is freed here
                 column.set_(new)  # type: ignore[call-overload]
-            self._table, self.frames = resized.table, frames
+            self._table, self.cache_slots = resized.table, cache_slots
             self._ahead.use_table(resized.table)
-            self._half_life.resize(frames)
+            self._half_life.resize(cache_slots)
 
     def slots_at(self, places: torch.Tensor) -> torch.Tensor:
         """int64 [n] places of ``rows`` in use -> int64 [n] slots."""
-        frames = self._table.slots_at(places.clamp(max=self.frames - 1))
-        return torch.where(places < self.frames, frames, places - self.frames + self.home_rows)
+        cache_slots = self._table.slots_at(places.clamp(max=self.cache_slots - 1))
+        return torch.where(places < self.cache_slots, cache_slots, places - self.cache_slots + self.home_rows)
 
     def read_through(self, slots: torch.Tensor) -> torch.Tensor:
         """Return uint8 [n, bytes of rows and state] of int64 [n] distinct home slots, in host memory.
 
-        Rows that are in no frame are read past the frames, so that whatever reads a whole table moves nothing.
+        Rows that are in no cache slot are read past the cache slots, so that whatever reads a whole table moves
+        nothing.
 
         Raises:
             SlowMemoryError: as ``visit``.
         """
         with self._reading_through():
-            frames = self._table.find(slots)
+            cache_slots = self._table.find(slots)
             packed = torch.empty((len(slots), self._row_bytes + self._state_bytes), dtype=torch.uint8)
-            held = frames >= 0
+            held = cache_slots >= 0
             cold = ~held
             cold_slots = slots[cold]
             if len(cold_slots):
                 packed[cold.cpu()] = self.slow.read(cold_slots.to("cpu"))[:, : packed.shape[1]]
-            at = frames[held]
+            at = cache_slots[held]
             if len(at):
                 rows, state = self.rows.index_select(0, at), self.state.index_select(0, at)
                 packed[held.cpu()] = _packed(rows, state).to("cpu")
@@ -252,21 +253,22 @@ class Tier:
         return _numbers(of_column, column.dtype).to(column.device)
 
     def write_through(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
-        """Write uint8 [n, bytes of rows and state] to int64 [n] distinct home slots, those in no frame past the frames.
+        """Write uint8 [n, bytes of rows and state] to int64 [n] distinct home slots, those in no cache slot past the
+        cache slots.
 
         Raises:
             SlowMemoryError: as ``visit``.
         """
         with self._reading_through():
-            frames = self._table.find(slots)
-            held = frames >= 0
+            cache_slots = self._table.find(slots)
+            held = cache_slots >= 0
             cold = ~held
-            at = frames[held]
+            at = cache_slots[held]
             if len(at):
-                of_frames = packed[held.to(packed.device)].to(self.rows.device)
-                self.rows.index_copy_(0, at, _numbers(of_frames[:, : self._row_bytes], self.rows.dtype))
+                of_cache_slots = packed[held.to(packed.device)].to(self.rows.device)
+                self.rows.index_copy_(0, at, _numbers(of_cache_slots[:, : self._row_bytes], self.rows.dtype))
                 if self._state_bytes:
-                    self.state.index_copy_(0, at, _numbers(of_frames[:, self._row_bytes :], self.state.dtype))
+                    self.state.index_copy_(0, at, _numbers(of_cache_slots[:, self._row_bytes :], self.state.dtype))
                 self._table.changed(at)
             cold_slots = slots[cold].to("cpu")
             if len(cold_slots):
@@ -285,19 +287,19 @@ class Tier:
                 raise
 
     def close(self) -> None:
-        """Let go of the slow rows; reads and writes are refused until ``begin``."""
+        """Let go of the cold rows; reads and writes are refused until ``begin``."""
         with self._lock:
             if self._slow is not None:
                 self._slow.close()
             self._slow = None
 
-    def _new_table(self) -> FrameTable:
-        return FrameTable(self.frames, max(0, self.home_rows - 1), self.rows.device, half_life=1.0)
+    def _new_table(self) -> CacheSlotTable:
+        return CacheSlotTable(self.cache_slots, max(0, self.home_rows - 1), self.rows.device, half_life=1.0)
 
     def _bring(self, slots: torch.Tensor, *, counts: bool) -> torch.Tensor:
         arrivals = self._table.bring(slots)
         if len(arrivals.evicted_slots):
-            self._write(arrivals.evicted_slots, arrivals.evicted_frames, arrivals.evicted_counts)
+            self._write(arrivals.evicted_slots, arrivals.evicted_cache_slots, arrivals.evicted_counts)
         self.counts.add(EVICTED, arrivals.left_slots)
         self.counts.add(WRITTEN, arrivals.evicted_slots)
         missing = slots.index_select(0, arrivals.missing)
@@ -305,25 +307,27 @@ class Tier:
             self.counts.add(USED, slots)
             self.counts.add(MISSED, missing)
         if len(missing):
-            frames = arrivals.frames.index_select(0, arrivals.missing)
-            known = self._read(missing, frames)
-            self._table.remember(frames, known)
+            cache_slots = arrivals.cache_slots.index_select(0, arrivals.missing)
+            known = self._read(missing, cache_slots)
+            self._table.remember(cache_slots, known)
         if counts:
-            self._table.use(arrivals.frames, self._half_life.clock, ahead=self._ahead.use_of(slots))
-        return arrivals.frames
+            self._table.use(arrivals.cache_slots, self._half_life.clock, ahead=self._ahead.use_of(slots))
+        return arrivals.cache_slots
 
-    def _read(self, slots: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
-        """Read rows into frames, and return float64 [n] their counts."""
-        # From page-locked memory the host does not wait for the copy: the frames are read by the same stream.
+    def _read(self, slots: torch.Tensor, cache_slots: torch.Tensor) -> torch.Tensor:
+        """Read rows into cache slots, and return float64 [n] their counts."""
+        # From page-locked memory the host does not wait for the copy: the cache slots are read by the same stream.
         packed = self.slow.read(slots.to("cpu")).to(self.rows.device, non_blocking=True)
         ends = (self._row_bytes, self._row_bytes + self._state_bytes)
-        self.rows.index_copy_(0, frames, _numbers(packed[:, : ends[0]], self.rows.dtype))
+        self.rows.index_copy_(0, cache_slots, _numbers(packed[:, : ends[0]], self.rows.dtype))
         if self._state_bytes:
-            self.state.index_copy_(0, frames, _numbers(packed[:, ends[0] : ends[1]], self.state.dtype))
+            self.state.index_copy_(0, cache_slots, _numbers(packed[:, ends[0] : ends[1]], self.state.dtype))
         return _numbers(packed[:, ends[1] :], torch.float64).view(-1)
 
-    def _write(self, slots: torch.Tensor, frames: torch.Tensor, counts: torch.Tensor) -> None:
-        packed = _packed(self.rows.index_select(0, frames), self.state.index_select(0, frames), counts.view(-1, 1))
+    def _write(self, slots: torch.Tensor, cache_slots: torch.Tensor, counts: torch.Tensor) -> None:
+        packed = _packed(
+            self.rows.index_select(0, cache_slots), self.state.index_select(0, cache_slots), counts.view(-1, 1)
+        )
         self.slow.write(slots.to("cpu"), packed.to("cpu"))
 
 
@@ -333,7 +337,7 @@ class TieredColumn:
     def __init__(self, tier: Tier, column: torch.Tensor, first: int = 0, width: int | None = None) -> None:
         self._tier, self._column = tier, column
         self._part = slice(first, column.shape[1] if width is None else first + width)
-        replicas = column.shape[0] - tier.frames
+        replicas = column.shape[0] - tier.cache_slots
         self.shape = torch.Size((tier.home_rows + replicas, self._part.stop - self._part.start))
         self.dtype, self.device = column.dtype, column.device
 
@@ -384,13 +388,15 @@ class TieredColumn:
 
     def _read(self, slots: torch.Tensor, *, counts: bool = False) -> torch.Tensor:
         found = self._column.new_empty((len(slots), self.shape[1]))
-        by_frames: Any = slice(None)
+        by_cache_slots: Any = slice(None)
         if not counts:  # nothing that is used soon: a checkpoint, an export, a migration
             homes = slots < self._tier.home_rows
             found[homes] = self._tier.read_column(slots[homes], self._column)[:, self._part]
-            by_frames = (~homes).nonzero().view(-1)
-        for block, places in self._tier.visit(slots[by_frames], changes=False, counts=counts):
-            found[by_frames[block] if isinstance(by_frames, torch.Tensor) else block] = self._column[places, self._part]
+            by_cache_slots = (~homes).nonzero().view(-1)
+        for block, places in self._tier.visit(slots[by_cache_slots], changes=False, counts=counts):
+            found[by_cache_slots[block] if isinstance(by_cache_slots, torch.Tensor) else block] = self._column[
+                places, self._part
+            ]
         return found
 
     def _range(self, part: slice) -> torch.Tensor:
@@ -398,7 +404,7 @@ class TieredColumn:
 
 
 RowColumn = torch.Tensor | TieredColumn
-"""[slots, width]: a tensor, or what stands for it where rows are in two memories."""
+"""[slots, width]: a tensor, or what stands for it where rows are in tiered storage."""
 
 
 def _packed(*columns: torch.Tensor) -> torch.Tensor:

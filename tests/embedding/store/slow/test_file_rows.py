@@ -1,4 +1,4 @@
-"""Files of slow rows: what is found out after a crash or damage, and what a failing disk says."""
+"""Files of cold rows: what is found out after a crash or damage, and what a failing disk says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The half-life of counts follows how fast popularity moves, by a sample of the rows within a few bytes a frame."""
+"""The half-life of counts follows how fast popularity moves, by a sample of the rows within a few bytes a cache
+slot."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 
 from flexd.embedding.store.slow.half_life import FIRST, HalfLife
 
-ROWS, FRAMES, BATCH = 40_000, 4_000, 1_500
+ROWS, CACHE_SLOTS, BATCH = 40_000, 4_000, 1_500
 CPU = torch.device("cpu")
 
 
@@ -26,16 +27,16 @@ def trained(half_life: HalfLife, steps: int, moved_every: int | None) -> list[in
 
 
 def test_counts_remember_long_while_popularity_stays_and_short_while_it_moves() -> None:
-    stays = trained(HalfLife(FRAMES, ROWS, CPU), 300, None)
-    moves = trained(HalfLife(FRAMES, ROWS, CPU), 300, 12)
+    stays = trained(HalfLife(CACHE_SLOTS, ROWS, CPU), 300, None)
+    moves = trained(HalfLife(CACHE_SLOTS, ROWS, CPU), 300, 12)
     assert np.mean(stays[100:]) >= FIRST
     assert np.mean(moves[100:]) < FIRST - 0.5
 
 
-@pytest.mark.parametrize(("frames", "rows"), [(1, 3), (7, 7), (100, 10**6), (5_000, 6_000), (10**6, 10**7)])
-def test_a_sample_has_one_row_of_each_block_and_takes_few_bytes_a_frame(frames: int, rows: int) -> None:
-    half_life = HalfLife(frames, rows, CPU)
-    assert half_life.nbytes <= 5 * frames + 6_000, "a sample of 256 rows at least"
+@pytest.mark.parametrize(("cache_slots", "rows"), [(1, 3), (7, 7), (100, 10**6), (5_000, 6_000), (10**6, 10**7)])
+def test_a_sample_has_one_row_of_each_block_and_takes_few_bytes_a_cache_slot(cache_slots: int, rows: int) -> None:
+    half_life = HalfLife(cache_slots, rows, CPU)
+    assert half_life.nbytes <= 5 * cache_slots + 6_000, "a sample of 256 rows at least"
     half_life.use(torch.arange(min(rows, 50_000)), 0)
     seen = int((half_life._last > 0).sum())
     whole = min(rows, 50_000) // half_life._stride

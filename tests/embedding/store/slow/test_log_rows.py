@@ -1,4 +1,4 @@
-"""A log of slow rows: cleaning, and writing behind."""
+"""A log of cold rows: cleaning, and writing behind."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_emptiest_blocks_are_cleaned() -> None:
 
 
 def test_rows_stay_while_a_log_is_written_many_times_over(tmp_path: Path) -> None:
-    """Writing reads no block before, and cleans few: a file of fixed places reads and writes one a row."""
+    """Writing reads no block before, and cleans few: a file of fixed places reads and writes one per row."""
     slow, fixed = rows_in(tmp_path / "log"), FileRows(tmp_path / "fixed", ROWS, WIDTH, zeros)
     generator, whole = np.random.default_rng(1), of(torch.arange(ROWS), 0)
     for each in (slow, fixed):

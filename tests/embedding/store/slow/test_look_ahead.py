@@ -1,4 +1,4 @@
-"""What stays in frames while batches ahead are known."""
+"""What stays in cache slots while batches ahead are known."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.embedding.store.slow.frame_table import FrameTable, LookAhead
+from flexd.embedding.store.slow.cache_slot_table import CacheSlotTable, LookAhead
 
 CPU = torch.device("cpu")
 SLOTS = 40
@@ -16,17 +16,17 @@ def slots_of(numbers: set[int]) -> torch.Tensor:
     return torch.tensor(sorted(numbers), dtype=torch.int64)
 
 
-def fetch(table: FrameTable, ahead: LookAhead, slots: torch.Tensor, step: int) -> set[int]:
+def fetch(table: CacheSlotTable, ahead: LookAhead, slots: torch.Tensor, step: int) -> set[int]:
     """Look rows up, and return those that left."""
     arrivals = table.bring(slots)
-    new = arrivals.frames[arrivals.missing]
+    new = arrivals.cache_slots[arrivals.missing]
     table.remember(new, torch.full((len(new),), -torch.inf, dtype=torch.float64))
-    table.use(arrivals.frames, step, ahead=ahead.use_of(slots))
-    table.release(arrivals.frames)
+    table.use(arrivals.cache_slots, step, ahead=ahead.use_of(slots))
+    table.release(arrivals.cache_slots)
     return set(arrivals.left_slots.tolist())
 
 
-def held(table: FrameTable) -> set[int]:
+def held(table: CacheSlotTable) -> set[int]:
     return {slot for slot in range(SLOTS) if int(table.find(torch.tensor([slot]))) >= 0}
 
 
@@ -34,13 +34,13 @@ batches_of_rows = st.lists(st.sets(st.integers(0, SLOTS - 1), max_size=6), min_s
 
 
 @settings(max_examples=80, deadline=None)
-@given(batches=batches_of_rows, depth=st.integers(1, 5), frames=st.integers(12, 20), ends=st.integers(0, 13))
+@given(batches=batches_of_rows, depth=st.integers(1, 5), cache_slots=st.integers(12, 20), ends=st.integers(0, 13))
 def test_no_row_of_a_known_batch_leaves_for_one_that_is_not_known(
-    batches: list[set[int]], depth: int, frames: int, ends: int
+    batches: list[set[int]], depth: int, cache_slots: int, ends: int
 ) -> None:
     """Rows of the present batch, the one before it (whose update is to come) and known ones stay while others go; of
     the known ones the farthest go first. A loop may end at any batch: then rows stay by their counts alone."""
-    table = FrameTable(frames, SLOTS, CPU, half_life=5.0)
+    table = CacheSlotTable(cache_slots, SLOTS, CPU, half_life=5.0)
     ahead = LookAhead(table)
     for slots in batches[:depth]:
         ahead.add(slots_of(slots))
@@ -72,8 +72,8 @@ def test_no_row_of_a_known_batch_leaves_for_one_that_is_not_known(
 
 
 def test_a_row_that_a_batch_did_not_use_is_let_go() -> None:
-    """It was announced and then read from a copy, say. Its frame is free for others two batches later."""
-    table = FrameTable(3, SLOTS, CPU, half_life=5.0)
+    """It was announced and then read from a copy, say. Its cache slot is free for others two batches later."""
+    table = CacheSlotTable(3, SLOTS, CPU, half_life=5.0)
     ahead = LookAhead(table)
     fetch(table, ahead, slots_of({7}), 1)
     ahead.add(slots_of({7, 1}))

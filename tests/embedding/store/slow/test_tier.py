@@ -1,4 +1,4 @@
-"""Rows in two memories: code that reads and writes by slot sees one tensor."""
+"""Rows in tiered storage: code that reads and writes by slot sees one tensor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import SlowMemoryError
+from flexd.embedding.store.slow.cache_slot_counts import EVICTED, MISSED
+from flexd.embedding.store.slow.cold_rows import ColdRows
 from flexd.embedding.store.slow.file_rows import FileRows
-from flexd.embedding.store.slow.frame_counts import EVICTED, MISSED
 from flexd.embedding.store.slow.host_rows import HostRows
-from flexd.embedding.store.slow.slow_rows import SlowRows
 from flexd.embedding.store.slow.tier import Tier, TieredColumn
-from flexd.embedding.store.slow.two_memories import FRAME_BYTES
+from flexd.embedding.store.slow.tiered_storage import CACHE_SLOT_BYTES
 
 HOME, REPLICAS, DIM, STATE = 150, 10, 3, 1
 
@@ -28,15 +28,15 @@ def initial(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.to(torch.float16), torch.full((len(slots), STATE), 0.5)
 
 
-def made(frames: int, slow_rows: Callable[[Tier], SlowRows]) -> tuple[Tier, TieredColumn, TieredColumn]:
-    rows = torch.zeros(frames + REPLICAS, DIM, dtype=torch.float16)
-    state = torch.zeros(frames + REPLICAS, STATE)
-    tier = Tier(rows, state, frames, HOME)
-    tier.begin(lambda: slow_rows(tier))
+def made(cache_slots: int, cold_rows: Callable[[Tier], ColdRows]) -> tuple[Tier, TieredColumn, TieredColumn]:
+    rows = torch.zeros(cache_slots + REPLICAS, DIM, dtype=torch.float16)
+    state = torch.zeros(cache_slots + REPLICAS, STATE)
+    tier = Tier(rows, state, cache_slots, HOME)
+    tier.begin(lambda: cold_rows(tier))
     return tier, TieredColumn(tier, rows), TieredColumn(tier, state)
 
 
-def in_host_memory(tier: Tier) -> SlowRows:
+def in_host_memory(tier: Tier) -> ColdRows:
     return HostRows(HOME, tier.packed_bytes, tier.packed_fresh(initial))
 
 
@@ -50,14 +50,14 @@ def in_host_memory(tier: Tier) -> SlowRows:
     ),
 )
 def test_a_column_is_read_and_written_like_a_tensor(
-    tmp_path: Path, frames: int, medium: str, calls: list[tuple[str, int]]
+    tmp_path: Path, cache_slots: int, medium: str, calls: list[tuple[str, int]]
 ) -> None:
-    def slow_rows(tier: Tier) -> SlowRows:
+    def cold_rows(tier: Tier) -> ColdRows:
         if medium == "host":
             return in_host_memory(tier)
         return FileRows(tmp_path / "rows", HOME, tier.packed_bytes, tier.packed_fresh(initial), threads=2)
 
-    tier, rows, state = made(frames, slow_rows)
+    tier, rows, state = made(cache_slots, cold_rows)
     try:
         expected_rows, expected_state = initial(torch.arange(HOME + REPLICAS))
         for column, expected in ((rows, expected_rows), (state, expected_state)):
@@ -67,7 +67,7 @@ def test_a_column_is_read_and_written_like_a_tensor(
             slots = torch.from_numpy(generator.choice(HOME + REPLICAS, generator.integers(0, 60), replace=False))
             if what == "resize":
                 tier.resize(seed % (HOME + 20))
-                assert tier.frames == min(HOME, max(1, seed % (HOME + 20)))
+                assert tier.cache_slots == min(HOME, max(1, seed % (HOME + 20)))
             elif what == "read":
                 repeated = torch.cat([slots, slots[:5]])
                 assert torch.equal(rows.index_select(0, repeated), expected_rows[repeated])
@@ -102,7 +102,7 @@ def test_hits_misses_and_writes_are_counted() -> None:
     assert tier.counts.by_table().tolist() == [[5, 3, 0, 0]]
     rows.index_copy_(0, torch.tensor([1]), torch.ones(1, DIM))
     rows.index_select(0, torch.tensor([10, 11, 12, 13]), counts=True)
-    assert tier.counts.by_table().tolist() == [[9, 7, 3, 1]], "one frame was never used"
+    assert tier.counts.by_table().tolist() == [[9, 7, 3, 1]], "one cache slot was never used"
     assert tier.slow.traffic.bytes_written > 0
     assert tier.table_nbytes > 0
 
@@ -119,7 +119,7 @@ def test_a_rows_count_of_uses_leaves_and_comes_back_with_it() -> None:
     assert int(tier.counts.by_table()[0, MISSED]) == missed
 
 
-def test_reading_and_writing_a_whole_table_leaves_the_frames_as_they_are() -> None:
+def test_reading_and_writing_a_whole_table_leaves_the_cache_slots_as_they_are() -> None:
     tier, rows, state = made(4, in_host_memory)
     rows.index_select(0, torch.tensor([5, 70, 71]), counts=True)
     rows.index_copy_(0, torch.tensor([70]), torch.full((1, DIM), 9.0))
@@ -157,14 +157,14 @@ def test_after_a_failure_between_the_memories_no_row_is_given(monkeypatch: pytes
     assert torch.equal(rows[0:8], initial(torch.arange(8))[0])
 
 
-def test_what_finds_a_frame_takes_no_more_than_is_reckoned() -> None:
-    frames = 10_000
-    tier = Tier(torch.zeros(frames, DIM), torch.zeros(frames, STATE), frames, 10 * frames)
-    tier.begin(lambda: HostRows(10 * frames, tier.packed_bytes, tier.packed_fresh(float32_rows)))
+def test_what_finds_a_cache_slot_takes_no_more_than_is_reckoned() -> None:
+    cache_slots = 10_000
+    tier = Tier(torch.zeros(cache_slots, DIM), torch.zeros(cache_slots, STATE), cache_slots, 10 * cache_slots)
+    tier.begin(lambda: HostRows(10 * cache_slots, tier.packed_bytes, tier.packed_fresh(float32_rows)))
     rows = TieredColumn(tier, tier.rows)
     for first in range(0, 30_000, 5_000):
         rows.index_select(0, torch.arange(first, first + 5_000), counts=True)
-    assert 0 < tier.table_nbytes - tier.slow.fast_nbytes <= FRAME_BYTES * frames
+    assert 0 < tier.table_nbytes - tier.slow.fast_nbytes <= CACHE_SLOT_BYTES * cache_slots
 
 
 def float32_rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,18 +185,20 @@ def test_the_rows_that_would_leave_last_stay_and_changed_ones_are_written_first(
     )
     assert (tier.counts.by_table() - used)[0].tolist() == [3, 0, 0, 0], "none of the three was missed"
     assert tier.slow.traffic.bytes_read == read
-    assert tier.slow.traffic.bytes_written - written == 2 * tier.packed_bytes, "rows 3 and 4; row 2 keeps its frame"
+    assert tier.slow.traffic.bytes_written - written == 2 * tier.packed_bytes, (
+        "rows 3 and 4; row 2 keeps its cache slot"
+    )
     assert tier.rows.shape[0] == 3 + REPLICAS
     tier.resize(HOME)
     assert torch.equal(rows[2:5], torch.full((3, DIM), 7.0, dtype=torch.float16))
     tier.close()
 
 
-def test_frames_of_rows_in_use_are_not_changed() -> None:
+def test_cache_slots_of_rows_in_use_are_not_changed() -> None:
     tier, rows, _ = made(6, in_host_memory)
     for _ in tier.visit(torch.arange(3), changes=False):
         with pytest.raises(SlowMemoryError, match="change their number between two steps"):
             tier.resize(4)
-    assert tier.frames == 6
+    assert tier.cache_slots == 6
     assert torch.equal(rows[:3], initial(torch.arange(3))[0])
     tier.close()

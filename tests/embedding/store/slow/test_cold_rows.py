@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from flexd.embedding.store.slow.cold_rows import ColdRows
 from flexd.embedding.store.slow.file_rows import FileRows, rows_per_block
 from flexd.embedding.store.slow.host_rows import HostRows
 from flexd.embedding.store.slow.kernel_queue import KernelQueue
 from flexd.embedding.store.slow.log_rows import LogRows
-from flexd.embedding.store.slow.slow_rows import SlowRows
 
 ROWS = 2_000
 
@@ -30,14 +30,14 @@ def fresh(row_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.fixture(params=["host", "file", "file by threads", "log", "log by threads"])
 def make(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[int], SlowRows]]:
-    made: list[SlowRows] = []
+) -> Iterator[Callable[[int], ColdRows]]:
+    made: list[ColdRows] = []
     if "by threads" in request.param:
         monkeypatch.setattr(KernelQueue, "make", lambda: None)
 
-    def of_width(row_bytes: int) -> SlowRows:
+    def of_width(row_bytes: int) -> ColdRows:
         path = tmp_path / f"rows{len(made)}"
-        slow: SlowRows
+        slow: ColdRows
         if request.param == "host":
             slow = HostRows(ROWS, row_bytes, fresh(row_bytes))
         elif "log" in request.param:
@@ -58,7 +58,7 @@ def drawn(generator: np.random.Generator, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("row_bytes", [8, 68, 260, 4096, 5000])
-def test_rows_come_back_as_written(make: Callable[[int], SlowRows], row_bytes: int) -> None:
+def test_rows_come_back_as_written(make: Callable[[int], ColdRows], row_bytes: int) -> None:
     slow = make(row_bytes)
     whole = fresh(row_bytes)(torch.arange(ROWS))
     generator = np.random.default_rng(row_bytes)
@@ -89,7 +89,7 @@ def test_rows_beside_a_device_are_page_locked_from_end_to_end(monkeypatch: pytes
         slow.close()
 
 
-def test_traffic_counts_bytes_and_calls(make: Callable[[int], SlowRows]) -> None:
+def test_traffic_counts_bytes_and_calls(make: Callable[[int], ColdRows]) -> None:
     slow = make(100)
     slow.read(torch.tensor([1, 2]))
     assert slow.traffic.bytes_read == 0, "never written"

@@ -29,7 +29,7 @@ class SlowTraffic:
     seconds: float = 0.0
 
 
-class SlowRows(Protocol):
+class ColdRows(Protocol):
     """Packed rows of a dim-group that have their home on this rank, by slot.
 
     Sparse: a row that was never written costs nothing and is made by ``FreshRows`` when it is read. Calls come from one

@@ -1,11 +1,11 @@
-"""Frames beside an independent simulator: what is counted."""
+"""Cache slots beside an independent simulator: what is counted."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tools.bench.sections.frames import Steps, missed_by_frames
+from tools.bench.sections.cache_slots import Steps, missed_by_cache_slots
 
 KEYS = np.array([7, 7, 9, 5, 5, 9, 7, 8, 9, 9, 5, 7] * 20)
 
@@ -18,7 +18,7 @@ def test_a_step_uses_each_distinct_row_once_and_knows_its_next_use() -> None:
     assert (len(steps), steps.distinct, steps.first_counted) == (4, 4, 1)
 
 
-def missed_by_search(steps: Steps, frames: int, ahead: bool) -> float:
+def missed_by_search(steps: Steps, cache_slots: int, ahead: bool) -> float:
     """Belady's choice, or the least recently used, by a search of all rows; the rows of a batch stay."""
     held: dict[int, int] = {}
     missed = 0
@@ -27,7 +27,7 @@ def missed_by_search(steps: Steps, frames: int, ahead: bool) -> float:
         batch = {int(steps.rows[at]): int(steps.next_step[at]) for at in mine}
         for row in batch.keys() - held.keys():
             missed += step >= steps.first_counted
-            if len(held) == frames:
+            if len(held) == cache_slots:
                 free = held.keys() - batch.keys()
                 del held[max(free, key=lambda one: held[one] if ahead else -held[one])]
             held[row] = batch[row] if ahead else step
@@ -35,13 +35,17 @@ def missed_by_search(steps: Steps, frames: int, ahead: bool) -> float:
     return missed / int(steps.starts[-1] - steps.starts[steps.first_counted])
 
 
-@pytest.mark.parametrize("frames", [8, 20])
-def test_misses_are_those_of_a_search(frames: int) -> None:
+@pytest.mark.parametrize("cache_slots", [8, 20])
+def test_misses_are_those_of_a_search(cache_slots: int) -> None:
     weights = 1.0 / np.arange(1, 61)
     keys = np.random.default_rng(1).choice(60, 900, p=weights / weights.sum())
     steps, single = Steps.of(keys, 5), Steps.of(keys, 1)  # in single rows no two have the same last use
-    lru = missed_by_frames(single, frames, 0.0, 0)
-    assert lru == pytest.approx(missed_by_search(single, frames, ahead=False))
-    belady = missed_by_frames(steps, frames, 20.0, len(steps) + 1)
-    assert belady == pytest.approx(missed_by_search(steps, frames, ahead=True))
-    assert belady <= missed_by_frames(steps, frames, 20.0, 2) <= missed_by_frames(steps, frames, 20.0, 0)
+    lru = missed_by_cache_slots(single, cache_slots, 0.0, 0)
+    assert lru == pytest.approx(missed_by_search(single, cache_slots, ahead=False))
+    belady = missed_by_cache_slots(steps, cache_slots, 20.0, len(steps) + 1)
+    assert belady == pytest.approx(missed_by_search(steps, cache_slots, ahead=True))
+    assert (
+        belady
+        <= missed_by_cache_slots(steps, cache_slots, 20.0, 2)
+        <= missed_by_cache_slots(steps, cache_slots, 20.0, 0)
+    )

@@ -1,4 +1,5 @@
-"""Frames of a rank follow the misses of its dim-groups as it trains, and training goes on as with all rows fast."""
+"""Cache slots of a rank follow the misses of its dim-groups as it trains, and training goes on as with all rows
+fast."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ import torch
 
 import flexd
 from flexd.embedding.checkpoint import checkpoint
-from flexd.embedding.store.slow import frame_division
-from flexd.embedding.store.slow.frame_counts import MISSED
-from flexd.embedding.store.slow.frame_division import frame_bytes
+from flexd.embedding.store.slow import cache_slot_division
+from flexd.embedding.store.slow.cache_slot_counts import MISSED
+from flexd.embedding.store.slow.cache_slot_division import cache_slot_bytes
 from tests.support.checkpoint_jobs import as_numpy
 
 TABLES = [
@@ -36,41 +37,41 @@ def step(collection: flexd.EmbeddingCollection, seed: int, hot: str = "") -> flo
     return float(loss.detach())
 
 
-def frames_of(collection: flexd.EmbeddingCollection) -> list[int]:
-    return [store.tier.frames for store in collection.engine.stores if store.tier is not None]
+def cache_slots_of(collection: flexd.EmbeddingCollection) -> list[int]:
+    return [store.tier.cache_slots for store in collection.engine.stores if store.tier is not None]
 
 
 def used_bytes(collection: flexd.EmbeddingCollection) -> int:
-    sizes = [frame_bytes(store) for store in collection.engine.stores]
-    return int(np.dot(frames_of(collection), sizes))
+    sizes = [cache_slot_bytes(store) for store in collection.engine.stores]
+    return int(np.dot(cache_slots_of(collection), sizes))
 
 
-def test_frames_follow_the_use_and_rows_are_those_of_fast_rows() -> None:
+def test_cache_slots_follow_the_use_and_rows_are_those_of_fast_rows() -> None:
     slow, fast = made(12_000), made(None)
-    by_rows, budget = frames_of(slow), used_bytes(slow)
-    division = slow.engine.frame_division
+    by_rows, budget = cache_slots_of(slow), used_bytes(slow)
+    division = slow.engine.cache_slot_division
     assert division is not None
     seen = []
     for hot in ("item", "shop"):
         for seed in range(100):
             assert step(slow, seed, hot) == step(fast, seed, hot)
-        seen.append(frames_of(slow))
-        assert used_bytes(slow) <= budget + 3 * max(map(frame_bytes, slow.engine.stores))
-    assert seen[0][0] > 1.2 * by_rows[0], "frames for the table that is used"
+        seen.append(cache_slots_of(slow))
+        assert used_bytes(slow) <= budget + 3 * max(map(cache_slot_bytes, slow.engine.stores))
+    assert seen[0][0] > 1.2 * by_rows[0], "cache slots for the table that is used"
     assert seen[1][1] > 1.2 * seen[0][1], "and, after its use has moved, for the other one"
-    assert 2 <= division.changes <= 200 // frame_division.LEAST_STEPS
+    assert 2 <= division.changes <= 200 // cache_slot_division.LEAST_STEPS
     mine, theirs = (as_numpy(checkpoint.whole_state_dict(each)) for each in (slow, fast))
     assert {key: value.tobytes() for key, value in mine.items()} == {k: v.tobytes() for k, v in theirs.items()}
     slow.close()
     fast.close()
 
 
-def test_a_division_misses_less_than_frames_by_rows() -> None:
+def test_a_division_misses_less_than_cache_slots_by_rows() -> None:
     missed = []
     for divides in (False, True):
         slow = made(12_000)
         if not divides:
-            slow.engine.frame_division = None
+            slow.engine.cache_slot_division = None
         for seed in range(60):
             step(slow, seed, "item")
         tiers = [store.tier for store in slow.engine.stores if store.tier is not None]
@@ -82,11 +83,11 @@ def test_a_division_misses_less_than_frames_by_rows() -> None:
     assert missed[1] < 0.9 * missed[0]
 
 
-def test_frames_that_there_is_no_memory_to_copy_stay_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_slots_that_there_is_no_memory_to_copy_stay_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast = made(12_000), made(None)
     for seed in range(5):
         assert step(slow, seed) == step(fast, seed)
-    division, before = slow.engine.frame_division, frames_of(slow)
+    division, before = slow.engine.cache_slot_division, cache_slots_of(slow)
     assert division is not None
     changes = division.changes
 
@@ -96,7 +97,7 @@ def test_frames_that_there_is_no_memory_to_copy_stay_and_training_goes_on(monkey
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "new_zeros", full)
         assert not division.change([1, 1, 1])
-    assert frames_of(slow) == before
+    assert cache_slots_of(slow) == before
     assert division.changes == changes
     for seed in range(5, 9):
         assert step(slow, seed) == step(fast, seed)

@@ -1,4 +1,4 @@
-"""Run-ahead changes neither losses nor tables, with any other work in the loop."""
+"""Prefetch pipeline changes neither losses nor tables, with any other work in the loop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
-from tests.support import accelerator_jobs, changed_inputs, run_ahead_jobs
+from tests.support import accelerator_jobs, changed_inputs, prefetch_pipeline_jobs
 from tests.support.collection_jobs import some, tables
 from tests.support.exactness import (
     Scenario,
     train_alone,
 )
+from tests.support.prefetch_pipeline_jobs import Loop
 from tests.support.rank_pool import RankPool
-from tests.support.run_ahead_jobs import Loop
 
 
 def one_buffer(rank: int, one_thread: bool, depth: int) -> str:
@@ -50,7 +50,8 @@ def one_buffer(rank: int, one_thread: bool, depth: int) -> str:
 
 
 def masked_badly(rank: int, one_thread: bool | None, bad: int) -> str:
-    """Train; the loop of the last rank masks an id that no row has. Without run-ahead if ``one_thread`` is None."""
+    """Train; the loop of the last rank masks an id that no row has. Without the prefetch pipeline if ``one_thread``
+    is None."""
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=RankLayout(2, 1))
     loader: Any = [{"item": Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(4)]
     if one_thread is not None:
@@ -84,7 +85,7 @@ class Tower(nn.Module):
 
 
 def ddp(rank: int, layout: RankLayout, inside: bool, ahead: bool, steps: int) -> dict[str, np.ndarray]:
-    """Train beside DDP; with run-ahead two threads have collectives under way at the same time."""
+    """Train beside DDP; with the prefetch pipeline two threads have collectives under way at the same time."""
     collection = EmbeddingCollection(
         tables(names=("item",)), optimizer=flexd.SGD(0.05), layout=layout, replica_slots=[61]
     )
@@ -110,17 +111,17 @@ Ranks = Callable[[int], RankPool]
 def check(
     scenario: Scenario, ranks: Ranks, loop: Loop | None = None, tolerance: float = 1e-9, accelerator: bool = False
 ) -> list[dict]:
-    """Compare with training in one process or, if the loop does more, with training without run-ahead."""
+    """Compare with training in one process or, if the loop does more, with training without the prefetch pipeline."""
     loop = loop or Loop()
     pool = ranks(scenario.layout.world_size)
-    job = (accelerator_jobs.run, run_ahead_jobs.train) if accelerator else (run_ahead_jobs.train,)
+    job = (accelerator_jobs.run, prefetch_pipeline_jobs.train) if accelerator else (prefetch_pipeline_jobs.train,)
     results = pool.run(*job, scenario, loop)
     same = {"announced_passes": 0, "loops": 1, "break_at": -1, "changes": "", "one_thread": None, "depth": 1}
     if replace(loop, **same) == Loop():
         losses, tables = train_alone(scenario)
         expected = [(part, tables) for part in losses]
     else:
-        plain = pool.run(run_ahead_jobs.train, scenario, replace(loop, ahead=False, loops=1, break_at=-1))
+        plain = pool.run(prefetch_pipeline_jobs.train, scenario, replace(loop, ahead=False, loops=1, break_at=-1))
         assert [result["errors"] for result in plain] == [result["errors"] for result in results]
         expected = [(result["losses"], result["tables"]) for result in plain]
     for result, (losses, tables) in zip(results, expected, strict=True):
@@ -166,13 +167,13 @@ def test_other_work_in_the_loop_changes_nothing(ranks: Ranks, loop: Loop) -> Non
         assert all("rank 3 has input" in result["errors"][0] for result in results[:-1])
 
 
-@pytest.mark.parametrize(("answers", "one_thread"), [(None, False), (("sums", "rows"), True)])
+@pytest.mark.parametrize(("pooling_at", "one_thread"), [(None, False), (("owner", "requester"), True)])
 @pytest.mark.parametrize("way", changed_inputs.WAYS)
 def test_inputs_that_change_after_they_were_announced_train_equally(
-    ranks: Ranks, way: str, answers: tuple[str, str] | None, one_thread: bool
+    ranks: Ranks, way: str, pooling_at: tuple[str, str] | None, one_thread: bool
 ) -> None:
     """On the first rank alone. All ranks locate such a batch again, and count it."""
-    scenario = Scenario(2, 2, "rowwise_adagrad", steps=6, seed=6, answered_by=answers)
+    scenario = Scenario(2, 2, "rowwise_adagrad", steps=6, seed=6, pooling_at=pooling_at)
     results = check(scenario, ranks, Loop(changes=way, one_thread=one_thread))
     assert results[0]["unused"] > 0
 
@@ -188,7 +189,7 @@ def test_a_loader_that_fills_one_buffer_again_is_named(ranks: Ranks, one_thread:
 
 @pytest.mark.parametrize("one_thread", [False, True])
 @pytest.mark.parametrize("bad", [-1, 50])
-def test_ids_masked_out_of_range_raise_as_without_run_ahead(ranks: Ranks, one_thread: bool, bad: int) -> None:
+def test_ids_masked_out_of_range_raise_as_without_prefetch_pipeline(ranks: Ranks, one_thread: bool, bad: int) -> None:
     plain, ahead = (ranks(2).run(masked_badly, each, bad) for each in (None, one_thread))
     assert plain == ahead
     assert f"row {bad} of table 'item' is outside 0..49" in plain[1]
@@ -235,12 +236,13 @@ EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "5"))
 )
 @given(scenario=scenarios, loop=loops)
 def test_any_schedule_trains_equally(ranks: Ranks, scenario: Scenario, loop: Loop) -> None:
-    """Any schedule trains as without run-ahead. ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of examples."""
+    """Any schedule trains as without the prefetch pipeline. ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of
+    examples."""
     check(scenario, ranks, replace(loop, loops=1 if loop.break_at >= 0 else loop.loops))
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_run_ahead_beside_the_collectives_of_ddp_trains_equally(ranks: Ranks, inside: bool) -> None:
+def test_prefetch_pipeline_beside_the_collectives_of_ddp_trains_equally(ranks: Ranks, inside: bool) -> None:
     plain, ahead = (ranks(4).run(ddp, RankLayout(2, 2), inside, each, 6) for each in (False, True))
     for expected, result in zip(plain, ahead, strict=True):
         for name, values in expected.items():
@@ -269,4 +271,4 @@ def test_a_failed_job_is_raised_at_the_next_step_and_at_every_later_one() -> Non
         collection(features)
     with pytest.raises(EmbeddingError, match="start again from the last checkpoint"):
         next(batches)
-    assert run_ahead_jobs.threads() == []
+    assert prefetch_pipeline_jobs.threads() == []

@@ -1,4 +1,4 @@
-"""How a rank divides its rows over two memories, and where the slow ones are."""
+"""How a rank divides its rows over tiered storage, and where the slow ones are."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import numpy as np
 import torch
 
 from flexd.core.errors import EmbeddingError, SlowMemoryError
-from flexd.core.fast_memory import FRAME_BYTES, proportional_frames
+from flexd.core.fast_memory import CACHE_SLOT_BYTES, proportional_cache_slots
 from flexd.core.homes import Homes
 from flexd.core.keyspace import DimGroup, KeySpace, state_columns
 from flexd.core.layout import RankLayout
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.store.initial_values import fill_initial_rows
+from flexd.embedding.store.slow.cold_rows import ColdRows
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.host_rows import HostRows
 from flexd.embedding.store.slow.log_rows import INDEX_BYTES, LogRows
-from flexd.embedding.store.slow.slow_rows import SlowRows
 from flexd.embedding.store.slow.tier import Tier
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 MAX_INDEX_SHARE = 1 / 4
-"""Of fast memory, for the index of slow rows; rows of larger tables have fixed places in their file instead."""
+"""Of fast memory, for the index of cold rows; rows of larger tables have fixed places in their file instead."""
 
 
 @dataclass(frozen=True)
-class TwoMemories:
+class TieredStorage:
     """Settings of a rank's fast and slow memory. Ranks may differ in them.
 
     Attributes:
         fast_memory_bytes: of home rows in fast memory on each rank, with optimizer state and what finds them.
-        directory: of the files of slow rows; None: they are in host memory.
+        directory: of the files of cold rows; None: they are in host memory.
     """
 
     fast_memory_bytes: int
@@ -44,7 +44,7 @@ class TwoMemories:
     @classmethod
     def of(
         cls, fast_memory_bytes: int | None, directory: str | os.PathLike[str] | None, optimizers: Sequence[RowOptimizer]
-    ) -> TwoMemories | None:
+    ) -> TieredStorage | None:
         """Return None for rows that are all fast.
 
         Raises:
@@ -66,18 +66,18 @@ class TwoMemories:
             )
         return cls(fast_memory_bytes, None if directory is None else Path(directory))
 
-    def frames(self, groups: Sequence[DimGroup], layout: RankLayout) -> list[int]:
-        """Return the frames of each dim-group, in proportion to the bytes of its rows; at least one each.
+    def cache_slots(self, groups: Sequence[DimGroup], layout: RankLayout) -> list[int]:
+        """Return the cache slots of each dim-group, in proportion to the bytes of its rows; at least one each.
 
-        What an index of the slow rows takes is not given to frames.
+        What an index of the cold rows takes is not given to cache slots.
         """
-        row_bytes = [_row_bytes(group) + FRAME_BYTES for group in groups]
+        row_bytes = [_row_bytes(group) + CACHE_SLOT_BYTES for group in groups]
         rows = [-(-(group.end_key - group.first_key) // layout.world_size) for group in groups]
         index = INDEX_BYTES * sum(rows) if self._has_index(rows) else 0
-        return proportional_frames(self.fast_memory_bytes - index, rows, row_bytes)
+        return proportional_cache_slots(self.fast_memory_bytes - index, rows, row_bytes)
 
     def _has_index(self, home_rows: Sequence[int]) -> bool:
-        """Return whether slow rows of a file are found by an index: where it takes a quarter of fast memory at most."""
+        """Return whether cold rows of a file are found by an index: where it takes a quarter of fast memory at most."""
         return self.directory is not None and INDEX_BYTES * sum(home_rows) <= self.fast_memory_bytes * MAX_INDEX_SHARE
 
     def begin(
@@ -105,7 +105,7 @@ class TwoMemories:
             make_slow = partial(self._slow_rows, store, store.tier, number, make, has_index)
             store.tier.begin(make_slow, len(store.group.tables), first_slots, of_tables)
 
-    def _slow_rows(self, store: GroupStore, tier: Tier, number: int, make: InitialRows, has_index: bool) -> SlowRows:
+    def _slow_rows(self, store: GroupStore, tier: Tier, number: int, make: InitialRows, has_index: bool) -> ColdRows:
         fresh = tier.packed_fresh(make)
         if self.directory is None:
             return HostRows(store.home_rows, tier.packed_bytes, fresh, pinned=store.rows.device.type == "cuda")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import TransitionEvent
-from flexd.operations.autoplan import FIRST_SECONDS, HoldOff
+from flexd.operations.autoplan import FIRST_SECONDS, FailureBackoff
 
 
 def ended(event: TransitionEvent | None, generation: int | None = 3, chunks_applied: int = 0) -> Migration:
@@ -19,13 +19,13 @@ def ended(event: TransitionEvent | None, generation: int | None = 3, chunks_appl
 
 
 def test_progress_starts_the_waits_over() -> None:
-    hold_off = HoldOff()
+    failure_backoff = FailureBackoff()
     for now in (0.0, 100.0, 200.0):
-        hold_off.observe(ended(TransitionEvent.FAIL), now)
-    assert hold_off.seconds(200.0, 3) == 4 * FIRST_SECONDS
-    hold_off.observe(ended(TransitionEvent.FAIL, chunks_applied=2), 300.0)
-    assert hold_off.seconds(300.0, 3) == FIRST_SECONDS
-    hold_off.observe(ended(TransitionEvent.APPLIED), 301.0)
-    assert hold_off.seconds(301.0, 3) == 0.0
-    hold_off.observe(ended(TransitionEvent.FAIL), 400.0)
-    assert hold_off.seconds(400.0, 3) == FIRST_SECONDS
+        failure_backoff.observe(ended(TransitionEvent.FAIL), now)
+    assert failure_backoff.seconds(200.0, 3) == 4 * FIRST_SECONDS
+    failure_backoff.observe(ended(TransitionEvent.FAIL, chunks_applied=2), 300.0)
+    assert failure_backoff.seconds(300.0, 3) == FIRST_SECONDS
+    failure_backoff.observe(ended(TransitionEvent.APPLIED), 301.0)
+    assert failure_backoff.seconds(301.0, 3) == 0.0
+    failure_backoff.observe(ended(TransitionEvent.FAIL), 400.0)
+    assert failure_backoff.seconds(400.0, 3) == FIRST_SECONDS

@@ -1,4 +1,4 @@
-"""Counts of rows in two memories by table, against counting with a loop."""
+"""Counts of rows in tiered storage by table, against counting with a loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flexd.control.protocol.report import MAX_NAMED_TABLES, SlowTableReport, nam
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.embedding.store.slow.frame_counts import EVICTED, MISSED, USED, WRITTEN, FrameCounts
-from flexd.embedding.store.slow.two_memories import first_home_slots
+from flexd.embedding.store.slow.cache_slot_counts import EVICTED, MISSED, USED, WRITTEN, CacheSlotCounts
+from flexd.embedding.store.slow.tiered_storage import first_home_slots
 from flexd.embedding.store.store import GroupStore
 
 
@@ -25,7 +25,7 @@ def test_rows_are_counted_for_their_tables(rows: list[int], world_size: int, see
     rng = np.random.default_rng(seed)
     for rank in range(world_size):
         store = GroupStore(keyspace.groups[0], homes.layout, rank, 0, torch.device("cpu"))
-        counts = FrameCounts(torch.device("cpu"))
+        counts = CacheSlotCounts(torch.device("cpu"))
         counts.begin(len(rows), *first_home_slots(store, homes))
         expected = np.zeros((len(rows), 4), dtype=np.int64)
         for quantity in (USED, MISSED, EVICTED, WRITTEN):

@@ -1,4 +1,4 @@
-"""Bytes that steps wait for with run-ahead, and memory that it holds."""
+"""Bytes that steps wait for with the prefetch pipeline, and memory that it holds."""
 
 from __future__ import annotations
 

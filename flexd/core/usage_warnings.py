@@ -15,14 +15,14 @@ MAX_TEXT = 400
 """Characters of a text that are kept."""
 
 
-class MistakeKind(StrEnum):
+class UsageWarningKind(StrEnum):
     """What a trainer did wrong."""
 
     ROW_COUNTS = "row_counts"
     """Tables or loaded values have other row counts than on another rank, or than the table."""
     CHANGED_IDS = "changed_ids"
     """The loop changed ids that ``flexd.prefetch`` had located, so that they were located again."""
-    LONE_SAVE = "lone_save"
+    PARTIAL_STATE_DICT = "partial_state_dict"
     """``state_dict()`` was called on some ranks only."""
     DIFFERING_SEEDS = "differing_seeds"
     """Ranks have other seeds, or gave other values for the same rows."""
@@ -33,11 +33,11 @@ class MistakeKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class MistakeReport:
+class UsageWarningReport:
     """What one process of a rank has noted of one kind.
 
     Attributes:
-        kind: value of ``MistakeKind``; a rank of another version may have others.
+        kind: value of ``UsageWarningKind``; a rank of another version may have others.
         count: since the process began.
         text: the newest message.
         first_unix_seconds: time of the first one, by which a daemon knows a process again.
@@ -49,26 +49,26 @@ class MistakeReport:
     first_unix_seconds: UnixSeconds
 
 
-class MistakeLog:
+class UsageWarningLog:
     """Counts mistakes by kind. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._noted: dict[MistakeKind, MistakeReport] = {}
+        self._noted: dict[UsageWarningKind, UsageWarningReport] = {}
         self._listeners: list[Callable[[], None]] = []
 
-    def note(self, kind: MistakeKind, text: str) -> None:
+    def note(self, kind: UsageWarningKind, text: str) -> None:
         """Count a mistake, and call the listeners."""
         with self._lock:
             before = self._noted.get(kind)
             first = time.time() if before is None else before.first_unix_seconds
             count = 1 if before is None else before.count + 1
-            self._noted[kind] = MistakeReport(kind.value, count, text[:MAX_TEXT], first)
+            self._noted[kind] = UsageWarningReport(kind.value, count, text[:MAX_TEXT], first)
             listeners = tuple(self._listeners)
         for listener in listeners:
             listener()
 
-    def reports(self) -> tuple[MistakeReport, ...]:
+    def reports(self) -> tuple[UsageWarningReport, ...]:
         """Return what was noted, one report a kind."""
         with self._lock:
             return tuple(self._noted.values())
@@ -83,5 +83,5 @@ class MistakeLog:
                 self._listeners.remove(listener)
 
 
-MISTAKES = MistakeLog()
+USAGE_WARNINGS = UsageWarningLog()
 """Of this process."""

@@ -1,4 +1,4 @@
-"""Jobs of ranks: training with run-ahead in the scenarios of ``exactness``, and its failures."""
+"""Jobs of ranks: training with the prefetch pipeline in the scenarios of ``exactness``, and its failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.exchange_choice import ExchangeTrial
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.prefetch.run_ahead import RunAhead
+from flexd.embedding.prefetch.pipeline import PrefetchPipeline
 from tests.support import changed_inputs
 from tests.support.exactness import (
     Scenario,
@@ -46,7 +46,7 @@ class Loop:
         bad_at: index of a batch that cannot be looked up on the last rank, and is skipped; -1: none.
         loops: number of loops that share the batches.
         restarts: between two loops the job ends, as by a kill, and a new collection goes on from what was saved.
-        break_at: index of a batch after whose step the loop ends; the rest is trained on without run-ahead.
+        break_at: index of a batch after whose step the loop ends; the rest is trained on without the prefetch pipeline.
         changes: "any": what is announced is drawn batch by batch on each rank, and changed before it is looked up; or
             the one way of ``changed_inputs.WAYS`` in which the first rank changes each batch; "": nothing is changed.
         one_thread, depth: as in ``flexd.prefetch``.
@@ -178,7 +178,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             unequal += not collection.replicas_bit_equal()
             most_moved = max(most_moved, collection.engine.migrator.moved_rows)
             hooks = collection.engine.hooks
-            deferred += isinstance(hooks, RunAhead) and hooks.deferred is not None
+            deferred += isinstance(hooks, PrefetchPipeline) and hooks.deferred is not None
             if each(index, step, loop.between_every):
                 losses.append(backward(collection, batch(scenario, 30_000 + step, rank)))
                 collection.optimizer.step()

@@ -1,4 +1,4 @@
-"""Which rows are in the frames of fast memory, and which leave when others come in.
+"""Which rows are in the cache slots of fast memory, and which leave when others come in.
 
 Out goes the row whose next use is farthest, as far as batches ahead are known, and among the rows not seen ahead the
 one with the lowest decayed count of uses. Decay is *forward* (Cormode, Shkapenyuk, Srivastava, Xu: Forward decay, ICDE
@@ -20,67 +20,69 @@ from flexd.embedding.store.bucket_table import BucketTable
 _AHEAD = 1e12
 """Scores of rows with a known next use begin here, above every count."""
 _QUEUE_SHARE = 16
-"""The frames that leave next are found for so many parts of all frames at a time."""
+"""The cache slots that leave next are found for so many parts of all cache slots at a time."""
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Frames of the rows of one batch, and what must move before they can be read.
+    """Cache slots of the rows of one batch, and what must move before they can be read.
 
     Attributes:
-        frames: int64 [n] of the slots asked for.
-        missing: int64 [m] places among these whose rows must be read into their frames.
-        evicted_slots: int64 [e] slots of the rows that were in frames which the missing take over and were changed
+        cache slots: int64 [n] of the slots asked for.
+        missing: int64 [m] places among these whose rows must be read into their cache slots.
+        evicted_slots: int64 [e] slots of the rows that were in cache slots which the missing take over and were changed
             there: they must be written before.
-        evicted_frames: int64 [e], their frames.
+        evicted_cache_slots: int64 [e], their cache slots.
         evicted_counts: float64 [e], log2 of their decayed counts, to give back when they come in again.
         left_slots: int64 [l] slots of all rows that left, changed or not.
     """
 
-    frames: torch.Tensor
+    cache_slots: torch.Tensor
     missing: torch.Tensor
     evicted_slots: torch.Tensor
-    evicted_frames: torch.Tensor
+    evicted_cache_slots: torch.Tensor
     evicted_counts: torch.Tensor
     left_slots: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Resized:
-    """A table of another number of frames, and what must move before it is used.
+    """A table of another number of cache slots, and what must move before it is used.
 
     Attributes:
-        table: with the rows of the highest scores: its frame i has what frame ``kept[i]`` of the old table had.
+        table: with the rows of the highest scores: its cache slot i has what cache slot ``kept[i]`` of the old table
+            had.
         kept: int64 [k], ascending.
-        evicted_slots, evicted_frames, evicted_counts, left_slots: as in ``Arrivals``; frames of the old table.
+        evicted_slots, evicted_cache_slots, evicted_counts, left_slots: as in ``Arrivals``; cache slots of the old
+        table.
     """
 
-    table: FrameTable
+    table: CacheSlotTable
     kept: torch.Tensor
     evicted_slots: torch.Tensor
-    evicted_frames: torch.Tensor
+    evicted_cache_slots: torch.Tensor
     evicted_counts: torch.Tensor
     left_slots: torch.Tensor
 
 
-class FrameTable:
-    """Maps slots to frames. Not thread-safe.
+class CacheSlotTable:
+    """Maps slots to cache slots. Not thread-safe.
 
     Args:
-        frames: number of frames.
+        cache slots: number of cache slots.
         max_slot: slots lie in [0, max_slot].
         half_life: of counts, by the clock of ``use``; 0: only the last use counts (LRU).
     """
 
-    def __init__(self, frames: int, max_slot: int, device: torch.device, *, half_life: float) -> None:
-        self._table = BucketTable(frames, max_slot, device)
+    def __init__(self, cache_slots: int, max_slot: int, device: torch.device, *, half_life: float) -> None:
+        self._table = BucketTable(cache_slots, max_slot, device)
         self._max_slot = max_slot
         self._half_life = half_life
-        self._slots = torch.full((frames,), -1, dtype=torch.int64, device=device)
-        self._counts = torch.full((frames,), -math.inf, dtype=torch.float64, device=device)
-        self._scores = torch.full((frames,), -math.inf, dtype=torch.float64, device=device)
-        self._pins = torch.zeros(frames, dtype=torch.int16, device=device)
-        self._changed = torch.zeros(frames, dtype=torch.bool, device=device)
+        self._slots = torch.full((cache_slots,), -1, dtype=torch.int64, device=device)
+        self._counts = torch.full((cache_slots,), -math.inf, dtype=torch.float64, device=device)
+        self._scores = torch.full((cache_slots,), -math.inf, dtype=torch.float64, device=device)
+        self._pins = torch.zeros(cache_slots, dtype=torch.int16, device=device)
+        self._changed = torch.zeros(cache_slots, dtype=torch.bool, device=device)
         self._used = 0
         none = torch.empty(0, dtype=torch.int64, device=device)
         self._queue, self._queue_scores, self._head = none, none.to(torch.float64), 0
@@ -88,11 +90,11 @@ class FrameTable:
         self._rescored: list[torch.Tensor] = []
 
     def __len__(self) -> int:
-        """Number of rows in frames."""
+        """Number of rows in cache slots."""
         return len(self._table)
 
     @property
-    def frames(self) -> int:
+    def cache_slots(self) -> int:
         return len(self._slots)
 
     @property
@@ -101,24 +103,24 @@ class FrameTable:
         return self._table.nbytes + sum(tensor.nbytes for tensor in (*own, *self._rescored))
 
     def find(self, slots: torch.Tensor) -> torch.Tensor:
-        """int64 [n] slots -> int64 [n] frames, -1 where a row is in none."""
+        """int64 [n] slots -> int64 [n] cache slots, -1 where a row is in none."""
         return (
-            self._table.values_of(slots, torch.tensor(self.frames, dtype=torch.int32, device=slots.device))
+            self._table.values_of(slots, torch.tensor(self.cache_slots, dtype=torch.int32, device=slots.device))
             .to(torch.int64)
             .add_(1)
-            .remainder_(self.frames + 1)
+            .remainder_(self.cache_slots + 1)
             .sub_(1)
         )
 
     def bring(self, slots: torch.Tensor) -> Arrivals:
-        """Give int64 [n] distinct slots frames, and keep these until ``release``.
+        """Give int64 [n] distinct slots cache slots, and keep these until ``release``.
 
         Raises:
-            SlowMemoryError: fewer frames are free of kept rows than rows are missing; nothing has changed then.
+            SlowMemoryError: fewer cache slots are free of kept rows than rows are missing; nothing has changed then.
         """
-        frames = self.find(slots)
-        missing = (frames < 0).nonzero().view(-1)
-        held = frames[frames >= 0]
+        cache_slots = self.find(slots)
+        missing = (cache_slots < 0).nonzero().view(-1)
+        held = cache_slots[cache_slots >= 0]
         self._pins.index_add_(0, held, torch.ones_like(held, dtype=torch.int16))
         try:
             taken = self._take(len(missing))
@@ -133,7 +135,7 @@ class FrameTable:
             self._table.remove(cells)
         evicted = gone[self._changed.index_select(0, gone)]
         arrivals = Arrivals(
-            frames.index_copy_(0, missing, taken), missing, self._slots.index_select(0, evicted), evicted,
+            cache_slots.index_copy_(0, missing, taken), missing, self._slots.index_select(0, evicted), evicted,
             self._counts.index_select(0, evicted), left,
         )  # fmt: skip
         come = slots.index_select(0, missing)
@@ -144,23 +146,24 @@ class FrameTable:
         self._pins.index_fill_(0, taken, 1)
         return arrivals
 
-    def resized(self, frames: int) -> Resized:
-        """Return a table of so many frames with the rows that would leave last. This one must not be used any more.
+    def resized(self, cache_slots: int) -> Resized:
+        """Return a table of so many cache slots with the rows that would leave last. This one must not be used any
+        more.
 
         Raises:
             SlowMemoryError: rows are in use; nothing has changed then.
         """
         if bool(self._pins.any()):
-            raise SlowMemoryError("frames whose rows are in use", remedy="change their number between two steps")
+            raise SlowMemoryError("cache slots whose rows are in use", remedy="change their number between two steps")
         device, used = self._slots.device, self._used
-        if used > frames:
-            kept = torch.topk(self._scores[:used], frames, sorted=False).indices.sort().values
+        if used > cache_slots:
+            kept = torch.topk(self._scores[:used], cache_slots, sorted=False).indices.sort().values
         else:
             kept = torch.arange(used, device=device)
         goes = torch.ones(used, dtype=torch.bool, device=device).index_fill_(0, kept, False)
         gone = goes.nonzero().view(-1)
         evicted = gone[self._changed.index_select(0, gone)]
-        table = FrameTable(frames, self._max_slot, device, half_life=self._half_life)
+        table = CacheSlotTable(cache_slots, self._max_slot, device, half_life=self._half_life)
         table._used = len(kept)
         for of_old, of_new in (
             (self._slots, table._slots), (self._counts, table._counts), (self._scores, table._scores),
@@ -173,65 +176,68 @@ class FrameTable:
             self._slots.index_select(0, gone),
         )  # fmt: skip
 
-    def release(self, frames: torch.Tensor) -> None:
-        """Let the rows of int64 [n] distinct frames leave again; once for each ``bring`` of them."""
-        self._pins.index_add_(0, frames, torch.full_like(frames, -1, dtype=torch.int16))
+    def release(self, cache_slots: torch.Tensor) -> None:
+        """Let the rows of int64 [n] distinct cache slots leave again; once for each ``bring`` of them."""
+        self._pins.index_add_(0, cache_slots, torch.full_like(cache_slots, -1, dtype=torch.int16))
 
-    def changed(self, frames: torch.Tensor) -> None:
-        """Note that the rows in int64 [n] frames differ from what is in slow memory."""
-        self._changed.index_fill_(0, frames, True)
+    def changed(self, cache_slots: torch.Tensor) -> None:
+        """Note that the rows in int64 [n] cache slots differ from what is in slow memory."""
+        self._changed.index_fill_(0, cache_slots, True)
 
-    def slots_at(self, frames: torch.Tensor) -> torch.Tensor:
-        """int64 [n] frames in use -> int64 [n] slots."""
-        return self._slots.index_select(0, frames)
+    def slots_at(self, cache_slots: torch.Tensor) -> torch.Tensor:
+        """int64 [n] cache slots in use -> int64 [n] slots."""
+        return self._slots.index_select(0, cache_slots)
 
-    def remember(self, frames: torch.Tensor, counts: torch.Tensor) -> None:
-        """Give the rows in int64 [n] frames, which have just come in, the float64 [n] counts with which they left, -inf
-        where there is none."""
-        self._counts.index_copy_(0, frames, counts)
-        self._score(frames, counts)
+    def remember(self, cache_slots: torch.Tensor, counts: torch.Tensor) -> None:
+        """Give the rows in int64 [n] cache slots, which have just come in, the float64 [n] counts with which they
+        left, -inf where there is none."""
+        self._counts.index_copy_(0, cache_slots, counts)
+        self._score(cache_slots, counts)
 
-    def use(self, frames: torch.Tensor, clock: float, *, ahead: torch.Tensor | None = None) -> None:
-        """Count a use of the rows in int64 [n] distinct frames.
+    def use(self, cache_slots: torch.Tensor, clock: float, *, ahead: torch.Tensor | None = None) -> None:
+        """Count a use of the rows in int64 [n] distinct cache slots.
 
         Args:
             clock: never lower than before; by it counts decay.
             ahead: int64 [n], the step of the next use that is known, 0 where none is.
         """
-        old = self._counts.index_select(0, frames)
+        old = self._counts.index_select(0, cache_slots)
         if self._half_life:
-            now = torch.tensor(clock / self._half_life, dtype=torch.float64, device=frames.device)
+            now = torch.tensor(clock / self._half_life, dtype=torch.float64, device=cache_slots.device)
             count = torch.logaddexp2(old, now)
         else:
             count = torch.full_like(old, float(clock))
-        self._counts.index_copy_(0, frames, count)
-        self._score(frames, count if ahead is None else torch.where(ahead > 0, _AHEAD - ahead.to(torch.float64), count))
+        self._counts.index_copy_(0, cache_slots, count)
+        self._score(
+            cache_slots, count if ahead is None else torch.where(ahead > 0, _AHEAD - ahead.to(torch.float64), count)
+        )
 
-    def expect(self, frames: torch.Tensor, step: int) -> None:
-        """Note that the rows in int64 [n] distinct frames will be used at a step, farther than any noted before."""
-        of_now = self._scores.index_select(0, frames)
-        self._score(frames, torch.where(of_now > _AHEAD / 2, of_now, _AHEAD - step))
+    def expect(self, cache_slots: torch.Tensor, step: int) -> None:
+        """Note that the rows in int64 [n] distinct cache slots will be used at a step, farther than any noted
+        before."""
+        of_now = self._scores.index_select(0, cache_slots)
+        self._score(cache_slots, torch.where(of_now > _AHEAD / 2, of_now, _AHEAD - step))
 
-    def pass_over(self, frames: torch.Tensor, step: int, following: torch.Tensor) -> None:
-        """Note that the rows in int64 [n] distinct frames are not used at a step any more.
+    def pass_over(self, cache_slots: torch.Tensor, step: int, following: torch.Tensor) -> None:
+        """Note that the rows in int64 [n] distinct cache slots are not used at a step any more.
 
         Args:
             following: int64 [n], the step of the next use that is known, 0 where none is.
         """
-        noted = self._scores.index_select(0, frames) == _AHEAD - step
-        frames, following = frames[noted], following[noted]
-        counts = self._counts.index_select(0, frames)
-        self._score(frames, torch.where(following > 0, _AHEAD - following.to(torch.float64), counts))
+        noted = self._scores.index_select(0, cache_slots) == _AHEAD - step
+        cache_slots, following = cache_slots[noted], following[noted]
+        counts = self._counts.index_select(0, cache_slots)
+        self._score(cache_slots, torch.where(following > 0, _AHEAD - following.to(torch.float64), counts))
 
-    def _score(self, frames: torch.Tensor, scores: torch.Tensor) -> None:
-        self._scores.index_copy_(0, frames, scores)
-        low = frames[scores <= self._cut]
+    def _score(self, cache_slots: torch.Tensor, scores: torch.Tensor) -> None:
+        self._scores.index_copy_(0, cache_slots, scores)
+        low = cache_slots[scores <= self._cut]
         if len(low):
             self._rescored.append(low)
 
     def _take(self, count: int) -> torch.Tensor:
-        """Return int64 [count] frames: free ones, then those with the lowest scores."""
-        free = min(count, self.frames - self._used)
+        """Return int64 [count] cache slots: free ones, then those with the lowest scores."""
+        free = min(count, self.cache_slots - self._used)
         taken = torch.arange(self._used, self._used + free, device=self._slots.device)
         if free < count:
             taken = torch.cat([taken, self._lowest(count - free)])
@@ -239,7 +245,7 @@ class FrameTable:
         return taken
 
     def _lowest(self, count: int) -> torch.Tensor:
-        """Return the frames with the lowest scores that are not kept, ascending."""
+        """Return the cache slots with the lowest scores that are not kept, ascending."""
         found = self._from_queue(count)
         if found is None:
             self._rebuild(count)
@@ -247,13 +253,14 @@ class FrameTable:
         if found is None:
             kept = int((self._pins > 0).sum())
             raise SlowMemoryError(
-                f"of {self.frames} frames of fast memory {kept} hold rows in use: {count} more are not free",
+                f"of {self.cache_slots} cache slots of fast memory {kept} hold rows in use: {count} more are not free",
                 remedy="give fast_memory_bytes for the rows of one batch at least, or look fewer batches ahead",
             )
         return found
 
     def _from_queue(self, count: int) -> torch.Tensor | None:
-        """Return the lowest of the queue and of the frames that were rescored since it was made; None if too few."""
+        """Return the lowest of the queue and of the cache slots that were rescored since it was made; None if too
+        few."""
         rescored = _distinct(self._rescored) if self._rescored else self._queue[:0]
         rescored = rescored[self._scores.index_select(0, rescored) <= self._cut]
         candidates = rescored[self._pins.index_select(0, rescored) == 0]
@@ -266,11 +273,11 @@ class FrameTable:
                 break
             reach = head + 2 * (reach - head)
         queued = segment.index_select(0, places)
-        frames = _distinct([candidates, queued])
-        if len(frames) < count:
+        cache_slots = _distinct([candidates, queued])
+        if len(cache_slots) < count:
             return None
-        order = self._scores.index_select(0, frames).argsort(stable=True)
-        taken = frames.index_select(0, order[:count])
+        order = self._scores.index_select(0, cache_slots).argsort(stable=True)
+        taken = cache_slots.index_select(0, order[:count])
         self._scores.index_fill_(0, taken, math.inf)
         # What stays of the part of the queue that was looked through: kept rows, and those above what was taken.
         passed = int(places[-1]) + 1 if len(places) else 0
@@ -304,7 +311,7 @@ class LookAhead:
         present: number of the batch whose rows are being fetched; 0 before the first.
     """
 
-    def __init__(self, table: FrameTable) -> None:
+    def __init__(self, table: CacheSlotTable) -> None:
         self._table = table
         self._known: deque[tuple[int, torch.Tensor]] = deque()
         self._last = 0
@@ -319,7 +326,7 @@ class LookAhead:
     def nbytes(self) -> int:
         return sum(slots.nbytes for _, slots in self._known)
 
-    def use_table(self, table: FrameTable) -> None:
+    def use_table(self, table: CacheSlotTable) -> None:
         """Go on with a table that has the scores of the present one."""
         self._table = table
 
@@ -327,11 +334,11 @@ class LookAhead:
         """Add the batch after the last one that is known: int64 [n] ascending slots that it looks up."""
         self._last += 1
         self._known.append((self._last, slots))
-        frames = self._table.find(slots)
-        self._table.expect(frames[frames >= 0], self._last)
+        cache_slots = self._table.find(slots)
+        self._table.expect(cache_slots[cache_slots >= 0], self._last)
 
     def begin(self, passes_kept: int) -> None:
-        """Begin to fetch the next batch; rows of batches before it that no update needs any more are let go.
+        """Begin to fetch the next batch; rows of batches before it that no update needs any more are released.
 
         Args:
             passes_kept: batches before it whose rows an update still needs.
@@ -340,17 +347,17 @@ class LookAhead:
         self._last = max(self._last, self.present)
         while self._known and self._known[0][0] < self.present - passes_kept:
             number, slots = self._known.popleft()
-            frames = self._table.find(slots)
-            held = frames >= 0
-            self._table.pass_over(frames[held], number, self._next_use(slots[held]))
+            cache_slots = self._table.find(slots)
+            held = cache_slots >= 0
+            self._table.pass_over(cache_slots[held], number, self._next_use(slots[held]))
 
     def end(self) -> None:
         """Forget all batches."""
         while self._known:
             number, slots = self._known.popleft()
-            frames = self._table.find(slots)
-            frames = frames[frames >= 0]
-            self._table.pass_over(frames, number, torch.zeros_like(frames))
+            cache_slots = self._table.find(slots)
+            cache_slots = cache_slots[cache_slots >= 0]
+            self._table.pass_over(cache_slots, number, torch.zeros_like(cache_slots))
         self.present = self._last
 
     def use_of(self, slots: torch.Tensor) -> torch.Tensor | None:

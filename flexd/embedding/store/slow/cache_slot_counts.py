@@ -9,7 +9,7 @@ from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES
 USED, MISSED, EVICTED, WRITTEN = range(len(SLOW_TABLE_QUANTITIES))
 
 
-class FrameCounts:
+class CacheSlotCounts:
     """Home rows of a dim-group by table and by what became of them (``SlowTableReport``), since its tables were made.
 
     Counted on the device of the rows; the host reads them when it reports.
@@ -31,8 +31,8 @@ class FrameCounts:
         return self._counted.t().to("cpu", copy=True)
 
     def add(self, quantity: int, slots: torch.Tensor) -> None:
-        """Count int64 [n] distinct home slots: ``USED`` by a look-up, ``MISSED`` of those in no frame, ``EVICTED`` from
-        their frames, ``WRITTEN`` of those because they had changed."""
+        """Count int64 [n] distinct home slots: ``USED`` by a look-up, ``MISSED`` of those in no cache slot,
+        ``EVICTED`` from their cache slots, ``WRITTEN`` of those because they had changed."""
         if self._counted.shape[1] == 1:
             self._counted[quantity] += len(slots)
         elif len(slots):

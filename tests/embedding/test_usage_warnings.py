@@ -16,7 +16,7 @@ from flexd.control.daemon.journal import PlacementJournal
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.core.mistakes import MISTAKES
+from flexd.core.usage_warnings import USAGE_WARNINGS
 from flexd.embedding.jagged import Jagged
 from flexd.operations.training_monitor import TrainingMonitor
 from tests.cli.test_show_commands import text_of
@@ -50,7 +50,7 @@ def make_mistakes(rank: int, port: int) -> dict[str, str]:
         collection.optimizer.step()
     connection.close(5.0)
     collection.close()
-    return {report.kind: report.text for report in MISTAKES.reports()}
+    return {report.kind: report.text for report in USAGE_WARNINGS.reports()}
 
 
 Ranks = Callable[[int], RankPool]
@@ -63,27 +63,27 @@ def test_every_mistake_is_named_on_the_rank_and_in_the_status(ranks: Ranks, tmp_
         ControlOptions("job", timeout_seconds=5.0), KeySpace(specs), PlacementJournal(tmp_path), on_report=monitor.add
     )
     coordinator.start()
-    kinds = {"row_counts", "differing_seeds", "lone_save", "changed_ids"}
+    kinds = {"row_counts", "differing_seeds", "partial_state_dict", "changed_ids"}
     try:
         said, other = ranks(2).run(make_mistakes, coordinator.port)
         deadline = time.monotonic() + 20
-        while {each.kind for each in monitor.mistakes.totals()} != kinds and time.monotonic() < deadline:
+        while {each.kind for each in monitor.usage_warnings.totals()} != kinds and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:
         coordinator.stop(15)
     assert set(said) == kinds
-    assert set(other) == kinds - {"lone_save"}, "rank 1 did not save"
+    assert set(other) == kinds - {"partial_state_dict"}, "rank 1 did not save"
     assert "62" in said["row_counts"]
     assert "ranks [1] gave other values than rank 0" in said["differing_seeds"]
-    assert "state_dict() was called on rank 0 and not on ranks [1]" in said["lone_save"]
+    assert "state_dict() was called on rank 0 and not on ranks [1]" in said["partial_state_dict"]
     assert "changed or moved" in said["changed_ids"]
-    status = training_status(monitor.totals(), monitor.ranks(), monitor.phases(), monitor.mistakes.totals())
-    assert {each.kind: each.text for each in status.mistakes} == said
+    status = training_status(monitor.totals(), monitor.ranks(), monitor.phases(), monitor.usage_warnings.totals())
+    assert {each.kind: each.text for each in status.usage_warnings} == said
     shown = " ".join(text_of(HEALTHY.model_copy(update={"training": status})).split())
     for kind, text in said.items():
         assert kind in shown
         assert text[:40] in shown
     families = {family.name: family for family in status.metrics()}
-    counted = {sample.labels["kind"]: sample.value for sample in families["flexd_training_mistakes"].samples}
+    counted = {sample.labels["kind"]: sample.value for sample in families["flexd_training_usage_warnings"].samples}
     assert counted["numpy"] == 0
     assert all(counted[kind] > 0 for kind in kinds)

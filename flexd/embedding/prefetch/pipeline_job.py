@@ -1,4 +1,4 @@
-"""One job of run-ahead: push deferred gradients, then locate and fetch the rows of the next batch."""
+"""One job of the prefetch pipeline: push deferred gradients, then locate and fetch the rows of the next batch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class NextBatch:
 
 
 @dataclass(frozen=True)
-class RunAheadResult:
+class PrefetchPipelineResult:
     """Result of a job.
 
     Attributes:
@@ -168,7 +168,7 @@ class DeferredGradients:
             self._update(summed)
 
 
-class RunAheadJob:
+class PrefetchPipelineJob:
     """Runs in a separate thread, on separate process groups.
 
     Args:
@@ -216,7 +216,7 @@ class RunAheadJob:
         farther: Sequence[NextBatch] = (),
         passes_kept: int = 1,
         changed: torch.Tensor | None = None,
-    ) -> RunAheadResult:
+    ) -> PrefetchPipelineResult:
         """Collective.
 
         Args:
@@ -247,7 +247,7 @@ class RunAheadJob:
         self.input_changed = agreement.changed
         self._inbox.end_exchange(max(agreement.version, 0))
         self._exchange.agreed(agreement.exchange)
-        result = RunAheadResult(found.order, None, -1, None, None, passes, (), ())
+        result = PrefetchPipelineResult(found.order, None, -1, None, None, passes, (), ())
         if agreement.version < 0:
             failed, rank = divmod(-1 - agreement.version, _MAX_RANKS)
             if agreement.fault < 0 and not failed:
@@ -295,7 +295,7 @@ class RunAheadJob:
         fault = 0 if error is None else 1 + self._rank
         return Agreement(version, fault, call, call, (settings_digest,) * 2, self._exchange.proposed)
 
-    def _fetch_unchanged(self, result: RunAheadResult, forward_pass: ForwardPass) -> RunAheadResult:
+    def _fetch_unchanged(self, result: PrefetchPipelineResult, forward_pass: ForwardPass) -> PrefetchPipelineResult:
         """Collective. Fetch the rows that the passes of the step under way do not change."""
         passes, route = result.passes, forward_pass.route
         touched = tuple(self._sync.agree([(one.route, one.touched)]) for one in (*passes, forward_pass))

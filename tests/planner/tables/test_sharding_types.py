@@ -1,4 +1,4 @@
-"""``flexd shard --for flexd``: home rules and answers of a list, and the document that a trainer reads."""
+"""``flexd shard --for flexd``: sharding types and pooling places of a list, and the document that a trainer reads."""
 
 from __future__ import annotations
 
@@ -38,28 +38,33 @@ def planned(*without: str) -> RulePlan:
 def test_small_tables_are_copied_and_long_bags_answered_by_sums_at_single_places():
     found = planned()
     rules = dict(zip((table.name for table in found.tables), found.chosen, strict=True))
-    assert [rules[f"small{i}"] for i in range(3)] == [("every rank", "rows")] * 3
-    assert {rule.partition(":")[0] for rule, _ in list(rules.values())[:6]} <= {"node", "rank"}
-    assert {answer for _, answer in list(rules.values())[:6]} == {"sums"}
+    assert [rules[f"small{i}"] for i in range(3)] == [("data_parallel", "requester")] * 3
+    assert {rule.partition(":")[0] for rule, _ in list(rules.values())[:6]} <= {"table_row_wise", "table_wise"}
+    assert {pooling_at for _, pooling_at in list(rules.values())[:6]} == {"owner"}
     assert rules["history"][1] is None
     assert found.placement.seconds < found.placement.spread_seconds
 
 
 @pytest.mark.parametrize(
-    ("costs", "left_out"), [(StepCosts(1.0, 0.0, 1e12), "sums"), (StepCosts(0.0, 1.0, 1e12), "every rank")]
+    ("costs", "left_out"), [(StepCosts(1.0, 0.0, 1e12), "owner"), (StepCosts(0.0, 1.0, 1e12), "data_parallel")]
 )
 def test_what_takes_longer_beside_links_than_it_saves_is_not_planned(costs: StepCosts, left_out: str):
     cluster = replace(CLUSTER, step_costs=costs)
     chosen = plan_rules(listed(), LAYOUT, cluster, 4e9, evaluations=300).chosen
-    assert all(left_out not in (rule, answer) for rule, answer in chosen)
-    assert any(left_out in (rule, answer) for rule, answer in planned().chosen)
+    assert all(left_out not in (rule, pooling_at) for rule, pooling_at in chosen)
+    assert any(left_out in (rule, pooling_at) for rule, pooling_at in planned().chosen)
 
 
 def test_the_document_is_what_a_trainer_reads():
     found = planned()
     read = flexd.TableRules.read(json.loads(json.dumps(found.document())))
     assert read.layout == LAYOUT
-    for table, (rule, answer) in zip(found.tables, found.chosen, strict=True):
+    for table, (rule, pooling_at) in zip(found.tables, found.chosen, strict=True):
         of_table = read.by_name[table.name.removeprefix("sparse.")]
-        assert (of_table.rows, of_table.dim, of_table.homes, of_table.answer) == (table.rows, table.dim, rule, answer)
+        assert (of_table.rows, of_table.dim, of_table.sharding, of_table.pooling_at) == (
+            table.rows,
+            table.dim,
+            rule,
+            pooling_at,
+        )
     assert read.by_name["sparse/large0"] == read.by_name["large0"]

@@ -1,4 +1,4 @@
-"""Rows in two memories: training, migrations, checkpoints and errors are those of rows that are all fast."""
+"""Rows in tiered storage: training, migrations, checkpoints and errors are those of rows that are all fast."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.row_optimizers import SGD, Adam
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.log_rows import LogRows
-from tests.support import run_ahead_jobs
+from tests.support import prefetch_pipeline_jobs
 from tests.support.checkpoint_jobs import as_numpy, train_steps
 from tests.support.collection_jobs import tables
 from tests.support.exactness import Scenario
+from tests.support.prefetch_pipeline_jobs import Loop
 from tests.support.rank_pool import RankPool
-from tests.support.run_ahead_jobs import Loop
 
-FRAMES_OF_A_FEW = 2_000
-"""Bytes of frames for a few rows of each dim-group."""
+CACHE_SLOTS_OF_A_FEW = 2_000
+"""Bytes of cache slots for a few rows of each dim-group."""
 
 
 def made(
@@ -40,16 +40,18 @@ def made(
 
 
 def both(rank: int, layout: RankLayout, path: str, dtype: str) -> dict[str, Any]:
-    """Train, save and load with rows in two memories and with all rows fast; return what differs."""
+    """Train, save and load with rows in tiered storage and with all rows fast; return what differs."""
     with tempfile.TemporaryDirectory() as directory:
-        slow, fast = (made(layout, *where, dtype=dtype) for where in ((directory, FRAMES_OF_A_FEW), (None, None)))
-        frames = [(store.tier.frames, store.home_rows) for store in slow.engine.stores if store.tier is not None]
+        slow, fast = (made(layout, *where, dtype=dtype) for where in ((directory, CACHE_SLOTS_OF_A_FEW), (None, None)))
+        cache_slots = [
+            (store.tier.cache_slots, store.home_rows) for store in slow.engine.stores if store.tier is not None
+        ]
         for collection in (slow, fast):
             train_steps(collection, 0, 5)
         after = [as_numpy(checkpoint.whole_state_dict(each)) for each in (slow, fast)]
         dcp.save({"tables": checkpoint.ShardedState(slow)}, checkpoint_id=path)
         collections = [
-            made(layout, None, None, 8, dtype), made(layout, directory + "/again", FRAMES_OF_A_FEW, 9, dtype)
+            made(layout, None, None, 8, dtype), made(layout, directory + "/again", CACHE_SLOTS_OF_A_FEW, 9, dtype)
         ]  # fmt: skip
         loaded = []
         for collection in collections:
@@ -69,7 +71,7 @@ def both(rank: int, layout: RankLayout, path: str, dtype: str) -> dict[str, Any]
             each.close()
         left = [file.name for file in Path(directory).rglob("*") if file.is_file()]
     return {
-        "frames": frames, "after": _differ(*after), "loaded": [_differ(after[0], each) for each in loaded],
+        "cache_slots": cache_slots, "after": _differ(*after), "loaded": [_differ(after[0], each) for each in loaded],
         "pretrained": not np.array_equal(*pretrained), "again": _differ(after[0], again), "memory": memory,
         "initial": not all(torch.equal(*each) for each in initial), "left": left,
     }  # fmt: skip
@@ -82,7 +84,7 @@ def _differ(some: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> list[
 def damage_the_disk(rank: int, layout: RankLayout, failing: int) -> tuple[str, str]:
     """Train until the disk of one rank fails; return the type and the text of the error."""
     with tempfile.TemporaryDirectory() as directory:
-        collection = made(layout, directory, FRAMES_OF_A_FEW)
+        collection = made(layout, directory, CACHE_SLOTS_OF_A_FEW)
         try:
             with collection:
                 train_steps(collection, 0, 4)
@@ -103,14 +105,17 @@ Ranks = Callable[[int], RankPool]
         ({"optimizer": "adam", "passes": 3}, Loop(ahead=False, max_norm=0.5, evaluate_every=2, read_every=3)),
         ({"comm_dtype": "float16", "slow_file": True}, Loop(depth=4, max_norm=0.5, save_every=3, evaluate_every=3)),
         ({"slow_file": True, "optimizer": "adagrad", "two_dims": True}, Loop(depth=2, loops=3, restarts=True)),
-        ({"answered_by": ("sums", "rows"), "slow_file": True}, Loop(depth=3, loops=2, restarts=True, save_every=2)),
+        (
+            {"pooling_at": ("owner", "requester"), "slow_file": True},
+            Loop(depth=3, loops=2, restarts=True, save_every=2),
+        ),
     ],
 )
 def test_float32_is_bit_equal_to_rows_that_are_all_fast(ranks: Ranks, more: dict[str, Any], loop: Loop) -> None:
     """Clipping, accumulation, a narrower wire, evaluation, reading, saves, loads, kills."""
     both = [
         ranks(2).run(
-            run_ahead_jobs.train,
+            prefetch_pipeline_jobs.train,
             Scenario(nodes=1, local_ranks=2, dtype="float32", seed=3, fast_memory_bytes=fast_memory_bytes, **more),
             loop,
         )
@@ -133,7 +138,7 @@ def test_slow_rows_are_a_log_where_its_index_fits_and_its_bytes_are_of_the_budge
         assert tier is not None
         assert isinstance(tier.slow, kind)
         left = fast_memory_bytes - (5_000 if kind is LogRows else 0)
-        assert tier.frames == left // (128 + 64)
+        assert tier.cache_slots == left // (128 + 64)
         collection.close()
 
 
@@ -141,8 +146,8 @@ def test_slow_rows_are_a_log_where_its_index_fits_and_its_bytes_are_of_the_budge
 def test_checkpoints_loads_and_resets_are_those_of_fast_rows(ranks: Ranks, tmp_path: Path, dtype: str) -> None:
     """Of rows that are rounded at random by their keys too."""
     for result in ranks(4).run(both, RankLayout(2, 2), str(tmp_path / "saved"), dtype):
-        assert result["frames"]
-        assert all(frames < rows for frames, rows in result["frames"])
+        assert result["cache_slots"]
+        assert all(cache_slots < rows for cache_slots, rows in result["cache_slots"])
         assert result["after"] == [], "bit for bit"
         assert result["loaded"] == [[], []]
         assert not result["pretrained"]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from flexd.core.errors import CollectiveError
-from flexd.core.mistakes import MISTAKES, MistakeKind
+from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.exchange.fault_notice import BoundedStore, Store
 from flexd.embedding.exchange.process_groups import ChainGroups
 
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.05
 _WARNING_SECONDS = 10.0
 
 
-class LoneSaves:
+class PartialStateDictDetector:
     """Notes calls of ``state_dict()``. Every rank makes it at the same point of the program.
 
     Args:
@@ -96,7 +96,10 @@ class LoneSaves:
             time.sleep(_POLL_SECONDS)
 
     def _note(self, missing: list[int]) -> None:
-        MISTAKES.note(MistakeKind.LONE_SAVE, f"state_dict() was called on rank {self._rank} and not on ranks {missing}")
+        USAGE_WARNINGS.note(
+            UsageWarningKind.PARTIAL_STATE_DICT,
+            f"state_dict() was called on rank {self._rank} and not on ranks {missing}",
+        )
 
     def _missing(self, place: str) -> list[int]:
         def find(store: Store) -> list[int]:

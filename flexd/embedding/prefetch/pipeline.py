@@ -1,24 +1,24 @@
-"""Run-ahead: exchange rows of batch t+1, and deferred gradients of step t-1, while step t computes.
+"""Prefetch pipeline: exchange rows of batch t+1, and deferred gradients of step t-1, while step t computes.
 
 While step t computes batch t, one job runs::
 
     1. push the gradients that step t-1 deferred, and update their rows
     2. find the route of batch t+1, and agree which replicated rows it reads on any rank
-    3. send back, one bit a row, which rows of batch t+1 step t changes (the holder of a row has received all requests
+    3. send back, one bit per row, which rows of batch t+1 step t changes (the holder of a row has received all requests
        of both batches), and which rows of step t batch t+1 reads
     4. fetch the rows of batch t+1 that step t does not change
 
 ``optimizer.step`` then pushes the gradients of rows that batch t+1 reads and defers the others to the next job; the
 forward pass of batch t+1 fetches the rows that the step has changed. The synchronisation of replicated rows is split in
 the same way. So every row is read after the last update before its batch, and updated once a step with the whole sum of
-its gradients: losses and tables are those of training without run-ahead.
+its gradients: losses and tables are those of training without the prefetch pipeline.
 
 The job runs in a second thread, on process groups of its own, or, with ``one_thread``, in the training thread: as the
 forward pass of batch t ends, on the process groups of the step. Collectives of several threads have no common order
 over ranks, which NCCL needs, so an accelerator always uses the second mode. Its job is queued on a stream of its own.
 
 The training thread waits for the job before any collective of its own on rows, and every decision depends only on what
-all ranks have, so ranks cannot diverge. ``RunAhead`` implements ``StepHooks``; the events of one batch::
+all ranks have, so ranks cannot diverge. ``PrefetchPipeline`` implements ``StepHooks``; the events of one batch::
 
     announce -> start -> (job) -> claim -> fetch                by forward passes
                           |-> split_gradients -> after_update   by ``optimizer.step``; deferred: to the next start
@@ -44,14 +44,19 @@ from dataclasses import replace
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.mistakes import MISTAKES, MistakeKind
+from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding import devices
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Peers, Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, ChangeNotice, may_be_input
-from flexd.embedding.prefetch.run_ahead_job import DeferredGradients, NextBatch, RunAheadJob, RunAheadResult
+from flexd.embedding.prefetch.pipeline_job import (
+    DeferredGradients,
+    NextBatch,
+    PrefetchPipelineJob,
+    PrefetchPipelineResult,
+)
 from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.replicas.replica_sync import RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
@@ -63,7 +68,7 @@ from flexd.embedding.store.memory import iterate_tensors
 logger = logging.getLogger(__name__)
 
 
-class RunAhead(StepHooks):
+class PrefetchPipeline(StepHooks):
     """Runs the jobs of an engine. Called by the training thread, at the same points on every rank.
 
     Collective: without ``one_thread`` it takes process groups that no other thread uses, and makes them the first
@@ -92,14 +97,14 @@ class RunAhead(StepHooks):
         self._timeout_seconds = groups.timeout_seconds
         router, sync = engine.new_exchange(groups, self._traffic)
         self.exchanges = ((groups, router),)
-        self._job = RunAheadJob(engine.stores, router, sync, engine.inbox, engine.exchange, self._rank)
-        self._thread: WorkerThread[RunAheadResult | None] = WorkerThread(
+        self._job = PrefetchPipelineJob(engine.stores, router, sync, engine.inbox, engine.exchange, self._rank)
+        self._thread: WorkerThread[PrefetchPipelineResult | None] = WorkerThread(
             f"flexd-ahead-{self._rank}", self._device, inline=one_thread
         )
         self._announced: NextBatch | None = None
         self._farther: Sequence[NextBatch] = ()
         self._started: NextBatch | None = None
-        self._result: RunAheadResult | None = None
+        self._result: PrefetchPipelineResult | None = None
         self._splitting: DeferredGradients | None = None
         self.deferred: DeferredGradients | None = None
         self._looping = False
@@ -113,7 +118,9 @@ class RunAhead(StepHooks):
         self._failure: BaseException | None = None
 
     @staticmethod
-    def begin(engine: RowEngine, passes_per_step: int, one_thread: bool | None = None, depth: int = 1) -> RunAhead:
+    def begin(
+        engine: RowEngine, passes_per_step: int, one_thread: bool | None = None, depth: int = 1
+    ) -> PrefetchPipeline:
         """Collective. Begin a loop that announces its batches, ``depth`` batches before they are trained on.
 
         Raises:
@@ -128,16 +135,16 @@ class RunAhead(StepHooks):
             )
         one_thread = not on_host if one_thread is None else one_thread
         hooks = engine.hooks
-        if isinstance(hooks, RunAhead) and hooks._looping:
+        if isinstance(hooks, PrefetchPipeline) and hooks._looping:
             raise EmbeddingError(
                 "another loop over prefetched batches of this collection has not ended",
                 remedy="leave it first, or close() its iterator",
             )
         engine.agree_on_loop(f"one_thread={one_thread}, passes_per_step={passes_per_step}, depth={depth}")
-        if not isinstance(hooks, RunAhead) or hooks.one_thread != one_thread:
+        if not isinstance(hooks, PrefetchPipeline) or hooks.one_thread != one_thread:
             engine.settle()
             engine.hooks.end()
-            engine.hooks = hooks = RunAhead(engine, one_thread=one_thread)
+            engine.hooks = hooks = PrefetchPipeline(engine, one_thread=one_thread)
         hooks._looping = True
         hooks.passes_per_step = passes_per_step
         hooks._job.world = hooks._world_of_slow_rows() if depth > 1 else None
@@ -162,8 +169,8 @@ class RunAhead(StepHooks):
         self._announced, self._farther = batch, farther
         self._announced_with_grad = torch.is_grad_enabled()
 
-    def _submit(self, job: Callable[[], RunAheadResult | None]) -> None:
-        def guarded() -> RunAheadResult | None:
+    def _submit(self, job: Callable[[], PrefetchPipelineResult | None]) -> None:
+        def guarded() -> PrefetchPipelineResult | None:
             with self._engine.guard.publishing():
                 return job()
 
@@ -176,7 +183,7 @@ class RunAhead(StepHooks):
         """Collective. Start the job of the announced batch unless a forward pass has.
 
         Args:
-            changed: as in ``RunAheadJob.run``.
+            changed: as in ``PrefetchPipelineJob.run``.
         """
         self._check_failure()
         if self._announced is None:
@@ -199,7 +206,7 @@ class RunAhead(StepHooks):
         step_expected = len(passes) % self.passes_per_step == 0
         digest = self._engine.settings_digest
 
-        def job() -> RunAheadResult | None:
+        def job() -> PrefetchPipelineResult | None:
             return self._job.run(
                 batch, deferred, passes,
                 step_expected=step_expected, locate=locate, fetch=self.fetches_rows, settings_digest=digest,
@@ -421,8 +428,8 @@ class RunAhead(StepHooks):
         self.unused_batches += 1
         if not here:
             return
-        MISTAKES.note(
-            MistakeKind.CHANGED_IDS, "ids were changed or moved after features= of flexd.prefetch returned them"
+        USAGE_WARNINGS.note(
+            UsageWarningKind.CHANGED_IDS, "ids were changed or moved after features= of flexd.prefetch returned them"
         )
         if not self._warned:
             self._warned = True

@@ -1,4 +1,5 @@
-"""Tables of every home rule train as one process does, with copies, sums, two memories and run-ahead."""
+"""Tables of every sharding type train as one process does, with copies, sums, tiered storage and the prefetch
+pipeline."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ SHAPES = (("item", 61, 8), ("shop", 17, 8), ("city", 23, 5))
 
 def collection(layout: RankLayout, rules: Rules, seed: int = 0, fast: int | None = None) -> flexd.EmbeddingCollection:
     tables = [
-        flexd.EmbeddingTable(name, rows, dim, dtype="float64", init_scale=0.5, homes=rule)
+        flexd.EmbeddingTable(name, rows, dim, dtype="float64", init_scale=0.5, sharding=rule)
         for (name, rows, dim), rule in zip(SHAPES, rules, strict=True)
     ]
     return flexd.EmbeddingCollection(
@@ -81,7 +82,10 @@ def load(rank: int, layout: RankLayout, rules: Rules, directory: str, form: str,
 def copied(rank: int, layout: RankLayout, exchange: str) -> dict[str, Any]:
     """Train a table that every rank has copies of, and offer a chunk of its rows."""
     tables = flexd.EmbeddingCollection(
-        [flexd.EmbeddingTable("item", 61, 8, homes="every rank")], layout=layout, exchange=exchange, replica_slots=[5]
+        [flexd.EmbeddingTable("item", 61, 8, sharding="data_parallel")],
+        layout=layout,
+        exchange=exchange,
+        replica_slots=[5],
     )
     for step in range(4):
         ids = torch.from_numpy(np.random.default_rng([step, rank]).integers(0, 61, 9))
@@ -123,9 +127,12 @@ def test_checkpoints_load_into_any_other_rules_and_number_of_ranks(
     ranks: Ranks, tmp_path: Path, form: str, window_bytes: int
 ) -> None:
     """In windows of a few rows, saved in blocks by all ranks, or whole by an owner."""
-    rules = ("node:1", "all", "rank:2")
+    rules = ("table_row_wise:1", "row_wise", "table_wise:2")
     saved = ranks(4).run(save, PAIRS, rules, str(tmp_path), window_bytes)[0]
-    jobs = [(PAIRS, ("rank:1", "node:0", "all")), (RankLayout(1, 2), ("all", "rank:1", "node:0"))]
+    jobs = [
+        (PAIRS, ("table_wise:1", "table_row_wise:0", "row_wise")),
+        (RankLayout(1, 2), ("row_wise", "table_wise:1", "table_row_wise:0")),
+    ]
     for layout, others in jobs:
         job = (load, layout, others, str(tmp_path), form, window_bytes)
         for result in ranks(layout.world_size).run(*job):

@@ -1,4 +1,5 @@
-"""Which rows fast memory should hold: misses of flexd's frames, counted on steps; nothing here depends on the clock.
+"""Which rows fast memory should hold: misses of flexd's cache slots, counted on steps; nothing here depends on the
+clock.
 
 A step uses each distinct row of its batch once, so a distinct row is the unit. Misses are counted over the last three
 quarters of the steps, fast memory holds a share of the rows that are ever used. ``ahead K`` knows the K batches after
@@ -18,17 +19,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexd.embedding.store.slow.frame_table import FrameTable
+from flexd.embedding.store.slow.cache_slot_table import CacheSlotTable
 from flexd.embedding.store.slow.half_life import HalfLife
 from tools.bench.harness import Outcome, at_most, check
 from tools.bench.programs.memory import batches
 
 Int64Array = npt.NDArray[np.int64]
 ROWS_DIVIDED, IDS_DIVIDED = 100, 10
-"""Table and look-ups of a step are made smaller by these, so that some hundred steps fill the frames many times over:
-before that every policy misses alike."""
+"""Table and look-ups of a step are made smaller by these, so that some hundred steps fill the cache slots many times
+over: before that every policy misses alike."""
 SHARE = 0.05
-"""Of the rows, in frames."""
+"""Of the rows, in cache slots."""
 AHEAD = 4
 
 
@@ -67,15 +68,15 @@ class Steps:
         return len(self) // 4
 
 
-def missed_by_frames(steps: Steps, frames: int, half_life: float | None, ahead: int) -> float:
+def missed_by_cache_slots(steps: Steps, cache_slots: int, half_life: float | None, ahead: int) -> float:
     """Return misses a distinct row.
 
     Args:
-        half_life: of counts, in rows used for each frame; 0: the last use counts (LRU); None: chosen live (flexd).
+        half_life: of counts, in rows used for each cache slot; 0: the last use counts (LRU); None: chosen live (flexd).
     """
     device = torch.device("cpu")
-    table = FrameTable(frames, steps.distinct, device, half_life=1.0 if half_life is None else half_life)
-    live = HalfLife(frames, steps.distinct, device) if half_life is None else None
+    table = CacheSlotTable(cache_slots, steps.distinct, device, half_life=1.0 if half_life is None else half_life)
+    live = HalfLife(cache_slots, steps.distinct, device) if half_life is None else None
     kept = torch.full((steps.distinct,), -math.inf, dtype=torch.float64)
     rows, next_step = torch.from_numpy(steps.rows), torch.from_numpy(steps.next_step)
     missed, began, clock_of_uses = 0, steps.first_counted, 0.0
@@ -86,11 +87,11 @@ def missed_by_frames(steps: Steps, frames: int, half_life: float | None, ahead: 
         kept[arrivals.evicted_slots] = arrivals.evicted_counts
         known = torch.where(following <= step + ahead, following, 0) if ahead else None
         come = arrivals.missing
-        table.remember(arrivals.frames[come], kept[batch[come]])
-        clock_of_uses = clock_of_uses + len(batch) / frames if live is None else live.use(batch, ahead)
-        table.use(arrivals.frames, clock_of_uses, ahead=known)
-        table.changed(arrivals.frames)
-        table.release(arrivals.frames)
+        table.remember(arrivals.cache_slots[come], kept[batch[come]])
+        clock_of_uses = clock_of_uses + len(batch) / cache_slots if live is None else live.use(batch, ahead)
+        table.use(arrivals.cache_slots, clock_of_uses, ahead=known)
+        table.changed(arrivals.cache_slots)
+        table.release(arrivals.cache_slots)
         if 0 < ahead < len(steps) and step + ahead + 1 < len(steps):
             # The batch that is known from now on: those of its rows that are not used before it.
             entering = rows[steps.starts[step + ahead + 1] : steps.starts[step + ahead + 2]]
@@ -112,16 +113,16 @@ def checks_of_misses(zipf: float, of: dict[str, float]) -> list[dict[str, Any]]:
 
 
 def misses(rows: int, ids: int, zipf: float, steps: int) -> dict[str, float]:
-    """Return misses a distinct row with 5 % of the rows in frames, over the last three quarters of the steps."""
+    """Return misses a distinct row with 5 % of the rows in cache slots, over the last three quarters of the steps."""
     rows, ids = rows // ROWS_DIVIDED, ids // IDS_DIVIDED
     drawn = batches(rows, ids, zipf, seed=2)
     steps_of = Steps.of(np.concatenate([next(drawn).numpy() for _ in range(steps)]), ids)
-    frames = max(int(np.diff(steps_of.starts).max()) + 1, int(rows * SHARE))
+    cache_slots = max(int(np.diff(steps_of.starts).max()) + 1, int(rows * SHARE))
     return {
-        "LRU": missed_by_frames(steps_of, frames, 0.0, 0),
-        "flexd": missed_by_frames(steps_of, frames, None, 0),
-        f"flexd, {AHEAD} ahead": missed_by_frames(steps_of, frames, None, AHEAD),
-        "Belady": missed_by_frames(steps_of, frames, 1.0, len(steps_of) + 1),
+        "LRU": missed_by_cache_slots(steps_of, cache_slots, 0.0, 0),
+        "flexd": missed_by_cache_slots(steps_of, cache_slots, None, 0),
+        f"flexd, {AHEAD} ahead": missed_by_cache_slots(steps_of, cache_slots, None, AHEAD),
+        "Belady": missed_by_cache_slots(steps_of, cache_slots, 1.0, len(steps_of) + 1),
     }
 
 
