@@ -34,7 +34,10 @@ def run_python(page: Path, directory: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page, "python")], ids=page_name)
+OWN_TESTS = {ROOT / "README.md", ROOT / "docs" / "tutorial.md"}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and p not in OWN_TESTS], ids=page_name)
 def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     run_python(page, tmp_path)
 

@@ -157,7 +157,7 @@ class Plan:
             },
             "baselines": {name: cost.to_dict() for name, cost in self.baselines.items()},
             "replication": {
-                "message": replication_words(
+                "messages": replication_words(
                     self.baselines["two_hop" if self.exchange is Exchange.CHAIN else "row_wise_dedup"],
                     self.after,
                     self.cluster,

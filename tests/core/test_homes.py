@@ -43,7 +43,7 @@ def test_every_row_has_an_address_of_its_own_on_the_ranks_of_its_rule(found: Hom
         ranks = rule.ranks(found.layout)
         mine = keys[of_table == table]
         np.testing.assert_array_equal(found.home_rank(mine), ranks.start + mine % len(ranks))
-        if rule.kind != "rank":  # a node rule keeps the rail, so that rows move to a node over it
+        if rule.kind != "table_wise":  # a node rule keeps the rail, so that rows move to a node over it
             np.testing.assert_array_equal(found.rail(mine), mine % found.layout.local_ranks)
 
 

@@ -17,7 +17,7 @@ from tests.support.fake_planning import USERS
 
 def test_every_verb_reaches_the_daemon(client, daemon):
     assert Status.model_validate(client.get("/v1/status").json()).job == "job"
-    assert PlanReport.model_validate(client.post("/v1/plan").json()).replication.words == ("because",)
+    assert PlanReport.model_validate(client.post("/v1/plan").json()).replication.messages == ("because",)
     replanned = client.post("/v1/replan", json={"reason": "new item launch", "wait_seconds": 2.5})
     assert (replanned.status_code, replanned.json()["outcome"]) == (200, "committed")
     assert client.post("/v1/pause", json={"reason": "maintenance", "requested_by": "ann"}).json()["changed"] is True

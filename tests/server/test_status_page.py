@@ -60,7 +60,7 @@ class BusyDaemon(FakeDaemon):
             planning=PlanningStatus(
                 verification=VerificationStatus(
                     newest=VerificationReport(
-                        migration_id="m0", state="slower", rolled_back=True, words=f"1.5 % slower {STRANGE}"
+                        migration_id="m0", state="slower", rolled_back=True, message=f"1.5 % slower {STRANGE}"
                     ),
                     held=(f"m0 measured slower {STRANGE}; plans for NODE wait",),
                 )

@@ -48,7 +48,7 @@ def test_under_drift_re_planning_beats_one_plan_and_trails_the_oracle(simulation
     assert saved["replanned"]["critical_inter_node_bytes"] > saved["static"]["critical_inter_node_bytes"]
     assert summary["strategies"]["replanned"]["bytes"]["inter_node"]["migration"] > 0
     assert summary["strategies"]["oracle"]["bytes"]["inter_node"]["migration"] == 0
-    assert any("re-planning saves" in line for line in summary["words"])
+    assert any("re-planning saves" in line for line in summary["messages"])
 
 
 def test_the_oracle_plans_for_the_passes_of_a_step() -> None:

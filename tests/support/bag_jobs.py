@@ -27,8 +27,8 @@ ROW_WISE = ("row_wise", "row_wise")
 
 def tables(pooling_at: PoolingPlaces = ROWS, homes: tuple[str, str] = ROW_WISE) -> list[flexd.EmbeddingTable]:
     (first, second), (of_item, of_shop) = pooling_at, homes
-    item = flexd.EmbeddingBagTable("item", 61, 8, ("history", "basket"), "float64", init_scale=0.5, answer=first)
-    shop = flexd.EmbeddingBagTable("shop", 17, 5, (), "float64", init_scale=0.5, pooling="mean", answer=second)
+    item = flexd.EmbeddingBagTable("item", 61, 8, ("history", "basket"), "float64", init_scale=0.5, pooling_at=first)
+    shop = flexd.EmbeddingBagTable("shop", 17, 5, (), "float64", init_scale=0.5, pooling="mean", pooling_at=second)
     return [replace(item, sharding=of_item), replace(shop, sharding=of_shop)]
 
 

@@ -15,7 +15,7 @@ from torchrec.models.dlrm import DenseArch, InteractionArch, SparseArch
 from flexd.core.placement import Delta
 
 ROWS = {"user": 41, "shop": 17, "tag": 23, "item": 61, "word": 29}
-KEYS = ["user", "shops", "tags", "history", "clicked", "message"]
+KEYS = ["user", "shops", "tags", "history", "clicked", "words"]
 ROWS_OF_KEY = dict(zip(KEYS, (41, 17, 23, 61, 61, 29), strict=True))
 DIM = 8
 DENSE = 3
@@ -59,8 +59,8 @@ class Ranker(nn.Module):
             ],
             **on,
         )
-        self.message = torchrec.EmbeddingCollection(
-            tables=[EmbeddingConfig(name="word", num_embeddings=29, embedding_dim=4, feature_names=["messages"])],
+        self.words = torchrec.EmbeddingCollection(
+            tables=[EmbeddingConfig(name="word", num_embeddings=29, embedding_dim=4, feature_names=["words"])],
             need_indices=True,
             **on,
         )
@@ -72,8 +72,8 @@ class Ranker(nn.Module):
         """Return the loss, and beside it a term of the sequences."""
         joined = torch.cat([self.interaction(self.dense(dense), self.sparse(kjt)), self.tags(kjt).values()], dim=1)
         of_samples = nn.functional.binary_cross_entropy_with_logits(self.over(joined).squeeze(1), labels)
-        rows, message = self.items(kjt), self.message(kjt)["messages"]
-        of_words = (message.values().sum(dim=1) * (1 + message.weights() % 3)).square().sum()
+        rows, words = self.items(kjt), self.words(kjt)["words"]
+        of_words = (words.values().sum(dim=1) * (1 + words.weights() % 3)).square().sum()
         sums = [
             torch.segment_reduce(rows[k].values(), "sum", lengths=rows[k].lengths()) for k in ("history", "clicked")
         ]
@@ -103,7 +103,7 @@ def every_second_row() -> Delta:
 
 
 def collections(model: Any) -> list[Any]:
-    return [model.sparse.embedding_bag_collection, model.tags, model.items, model.message]
+    return [model.sparse.embedding_bag_collection, model.tags, model.items, model.words]
 
 
 def plain_tables(model: Any) -> dict[str, torch.Tensor]:
