@@ -185,7 +185,7 @@ class DriftStatus(Model):
         ),
         gauge(
             "flexd_table_exposed_seconds",
-            "Exposed communication of each table's bytes a step at the live placement, now, without latencies.",
+            "Exposed communication of each table's bytes per step at the live placement, now, without latencies.",
             by_table("exposed_seconds"), ("table",),
         ),
         summary(

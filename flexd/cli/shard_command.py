@@ -82,7 +82,7 @@ def shard(
     ] = None,
     without: Annotated[
         list[ShardingKind] | None,
-        typer.Option("--without", help="A sharding (or flexd's rule for it) that no table may get; repeatable."),
+        typer.Option("--without", help="A sharding type that no table may get; repeatable."),
     ] = None,
     batch: Annotated[
         int, typer.Option("--batch", help="Samples of a rank, of a function's tables without batch_sizes.", min=1)
@@ -165,7 +165,7 @@ def rule_blocks(found: RulePlan, plan: Path, cluster: Cluster) -> list[Block]:
     counts = Counter(
         rule
         if rule == DATA_PARALLEL
-        else f"{rule.partition(':')[0]}, {f'by {pooling_at}' if pooling_at else 'un-pooled'}"
+        else f"{rule.partition(':')[0]}, {f'pooled at the {pooling_at}' if pooling_at else 'un-pooled'}"
         for rule, pooling_at in found.chosen
     )
     columns = ("table", "rows", "dim", "sharding", "pooling_at")

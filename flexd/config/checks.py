@@ -67,7 +67,7 @@ def _table_faults(config: Config) -> Iterator[str]:
         if pin.table in planner.exclude_tables and pin.tier != "HOME":
             yield f"{key}.tier: {pin.table!r} is in planner.exclude_tables, so it must be HOME (got {pin.tier!r})"
         if pin.table in ruled and pin.tier != "HOME":
-            yield f"{key}.tier: {pin.table!r} has a sharding type other than all, so it must be HOME (got {pin.tier!r})"
+            yield f"{key}.tier: {pin.table!r} is not sharded {ROW_WISE}, so it must be HOME (got {pin.tier!r})"
         rows = rows_of[pin.table]
         outside = [row for row in pin.rows or () if not 0 <= row < rows]
         if outside:

@@ -35,7 +35,7 @@ class TableConfig(Section):
     sharding: str = ROW_WISE
     """Sharding type, as the trainer has it: ``row_wise`` (rows spread over all ranks), ``table_row_wise:N`` (over the
     ranks of node N), ``table_wise:R`` (whole on rank R) or ``data_parallel`` (spread, with copies of all rows
-    everywhere). Plans copy rows of tables with the rule ``row_wise`` alone."""
+    everywhere). Plans copy rows of ``row_wise`` tables alone."""
 
     @field_validator("sharding")
     @classmethod

@@ -129,8 +129,8 @@ class PlannerConfig(Section):
     """Triggers, gates and options of planning."""
 
     auto: bool = True
-    """Carry out automatic plans. With false they are only proposed: ``flexd plan latest`` shows a proposal, ``flexd
-    apply PLAN_ID`` carries it out."""
+    """Carry out automatic plans. With false they are only proposed: ``flexd describe plan latest`` shows a
+    proposal, ``flexd apply PLAN_ID`` carries it out."""
     maintenance: Annotated[list[WindowConfig], Field(max_length=64)] = []
     """Windows in which automatic migrations may start; without any they may always start."""
     interval_seconds: Seconds = 300.0

@@ -37,7 +37,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "tables": [{"name": "items", "rows": 10, "dim": 4, "sharding": "table_row_wise:0"}],
             "planner": {"pins": [{"table": "items", "tier": "NODE"}]},
         },
-        "planner.pins[0].tier: 'items' has a sharding type other than all",
+        "planner.pins[0].tier: 'items' is not sharded row_wise",
     ),
     ({"planner": {"pins": [{"table": "item", "tier": "NODE"}]}}, "planner.pins[0].table: no table in tables is named"),
     (
