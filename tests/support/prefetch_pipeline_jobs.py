@@ -117,7 +117,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
 
     def divide() -> None:
         if collection.steps % scenario.divide_every == 0:
-            division = collection.engine.frame_division
+            division = collection.engine.cache_slot_division
             if division is not None:
                 division.change([int(drawn.integers(1, 40)) for store in collection.engine.stores if store.tier])
 

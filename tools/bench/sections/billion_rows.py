@@ -45,7 +45,7 @@ def run(rows: int, dim: int, ids: int, fast_bytes: int, seconds: float, director
     after = held.figures() | process_figures()
     (path,) = directory.glob("*.rows")
     figures |= {
-        "step_seconds": float(np.median(took)), "steps": len(took), "frames": after["frames"],
+        "step_seconds": float(np.median(took)), "steps": len(took), "cache_slots": after["cache_slots"],
         "misses": (after["missed"] - before["missed"]) / (after["used"] - before["used"]),
         "resident_bytes": float(peak_resident_bytes()), "resident_bytes_before": float(resident_before),
         "file_bytes": float(path.stat().st_size), "file_bytes_on_disk": float(path.stat().st_blocks) * 512,
