@@ -26,7 +26,7 @@ class CacheSlotCurve:
     """Misses of a dim-group's home rows on a rank, by their cache slots.
 
     Attributes:
-        cache slots: float64[s], of each segment, above 0; together at most ``home_rows``.
+        cache_slots: float64[s], of each segment, above 0; together at most ``home_rows``.
         saved: float64[s], misses of a step that each cache slot of the segment saves, descending, at least 0.
         home_rows: most cache slots that there is a row for.
         cache_slot_bytes: of one cache slot.

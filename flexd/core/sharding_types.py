@@ -1,4 +1,4 @@
-"""Sharding types, which ranks share the rows of a table, and answers, rows or sums of bags, which homes send back."""
+"""Sharding types, which ranks share the rows of a table, and whether the requester or the owner of rows pools bags."""
 
 from __future__ import annotations
 

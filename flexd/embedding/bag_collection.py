@@ -1,7 +1,7 @@
 """``flexd.EmbeddingBagCollection``: pooled look-ups with the rows, exchange and tiers of ``EmbeddingCollection``.
 
-An ``EmbeddingTable`` among the tables is looked up un-pooled, in the same exchange. A pooled table
-is pooled at the requester or at the owner of its rows:
+An ``EmbeddingTable`` among the tables is looked up un-pooled, in the same exchange. A table is pooled at
+the requester or at the owner of its rows:
 
 - *rows* are pooled on the requesting rank, from the distinct rows of the exchange and without expanding them. So a row
   crosses the network once per node and step for any number of bags, or not at all if it has copies.
@@ -40,9 +40,8 @@ class EmbeddingBagTable(EmbeddingTable):
     Attributes:
         pooling: "sum" or "mean"; a bag without ids is zero in both.
         pooling_at: "requester" (each distinct row is sent once, and pooled where it is requested) or "owner" (added up
-            at the
-            homes: fewer bytes for bags of many ids, see docs/training.md). The result is the same. Plans list no rows
-            of a table that is pooled at the owner.
+            at the homes: fewer bytes for bags of many ids, see docs/training.md; not those with a weight for each id).
+            The result is the same. Plans list no rows of a table that is pooled at the owner.
 
     Raises:
         EmbeddingError: the pooling or its place is unknown.

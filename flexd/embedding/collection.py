@@ -421,7 +421,7 @@ class EmbeddingCollection(TableAccess):
             raise EmbeddingError(
                 f"replica budget: fraction {fraction}, slots {slots if slots is None else list(slots)} for "
                 f"{len(groups)} dim-groups",
-                remedy="a fraction of 0 to 1, or one number of slots a dim-group",
+                remedy="a fraction of 0 to 1, or one number of slots per dim-group",
             )
         return tuple(int(fraction * group.rows) for group in groups) if slots is None else tuple(map(int, slots))
 

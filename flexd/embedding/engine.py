@@ -87,6 +87,7 @@ class RowEngine:
         self._tiered_storage = tiered_storage
         self.groups = groups
         self.passes: list[ForwardPass] = []
+        """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
         self.summed_passes = 0
         """Passes so far whose gradients were summed at their rows."""
         self.guard = StepGuard(groups.rank, groups.notices, self.passes)
@@ -119,7 +120,6 @@ class RowEngine:
         self.cache_slot_division = None if tiered_storage is None else _cache_slot_division(self.stores)
         """None where fewer than two dim-groups are in tiered storage."""
         self.hooks = StepHooks()
-        """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
         self.steps = self.row_changes = self._changes_at_home = 0
         self.settings = ""
         """Settings of the optimizer in the last update, and their digest (``SETTINGS_BITS``)."""

@@ -86,7 +86,7 @@ class GroupUpdate:
     Attributes:
         rows: [slots, dim], changed in place.
         state: [slots, s] float32 (float64 beside float64 rows), changed in place.
-        gradients: (int64 [n] unique slots, [n, dim] gradients, not changed); no two of them share per row.
+        gradients: (int64 [n] unique slots, [n, dim] gradients, not changed); no two of them share a row.
         keys_of: keys of the rows at slots, for stochastic rounding; None: round to the nearest.
         rates_of: int64 [n] slots -> float64 [n, 1] by which the changes of their rows are multiplied, and a decoupled
             weight decay; None: 1.

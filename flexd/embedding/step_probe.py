@@ -28,7 +28,7 @@ Float64Array = npt.NDArray[np.float64]
 TABLES, ROWS, DIM, BAGS, BAG_LENGTH = 8, 512, 16, 32, 2
 """So small that bytes take no time beside launches and latencies."""
 KINDS = (("requester", ROW_WISE), ("owner", ROW_WISE), ("requester", DATA_PARALLEL))
-"""Answer and sharding type of half of the tables; the other half is spread and is pooled at the requester."""
+"""Place of pooling and sharding type of half of the tables; the other half is as the first."""
 WARM_UP, FEWEST_TURNS, MOST_TURNS = 2, 5, 200
 _KERNEL_SHARE = 0.25
 """Of the budget, for rows in memory."""
@@ -170,7 +170,7 @@ def _kernels(device: torch.device, goes_on: Callable[[int], bool]) -> tuple[Floa
             break
         turns.append(_timed(step, device))
     row_bytes, state_bytes = 4.0 * _KERNEL_DIM, 4.0
-    # As ``kernel_bytes`` of a home that is pooled at the owner.
+    # As ``kernel_bytes`` of a home that adds bags up.
     return np.array(turns), 2 * _KERNEL_IDS * row_bytes + 2 * len(slots) * (row_bytes + state_bytes)
 
 

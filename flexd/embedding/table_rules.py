@@ -45,7 +45,7 @@ class TableRules:
 
     Attributes:
         layout: of the job that the plan is for.
-        by_name: of each table by its name, and by ``module/name`` as ``flexd.torchrec.replace`` calls per table whose
+        by_name: of each table by its name, and by ``module/name`` as ``flexd.torchrec.replace`` calls a table whose
             name another module before has.
         source: file, for messages.
     """

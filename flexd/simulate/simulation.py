@@ -220,7 +220,7 @@ class _StrategyRunner:
         self._shared = shared
         self._slots = shared.settings.slots(shared.keyspace)
         self._placement = Placement.empty()
-        self._messages = BitWords(shared.keyspace, shared.layout)
+        self._words = BitWords(shared.keyspace, shared.layout)
         self._pending_chunks: deque[Delta] = deque()
         self._new_plan = False
         steps, world = shared.steps, shared.layout.world_size
@@ -243,7 +243,7 @@ class _StrategyRunner:
         )  # fmt: skip
         if free:
             self._placement = plan.target
-            self._messages = BitWords.of(shared.keyspace, shared.layout, plan.target)
+            self._words = BitWords.of(shared.keyspace, shared.layout, plan.target)
             return
         self._pending_chunks = deque(
             delta_chunks(plan.delta, shared.keyspace, shared.layout, settings.chunk_rows, settings.chunk_bytes)
@@ -253,7 +253,7 @@ class _StrategyRunner:
     def step(self, step: int, keys: StepPasses) -> None:
         collectives = self._migrate(step)
         collectives += self._shared.counter.step(
-            keys, self._placement, self.strategy.exchange, self._messages, merges_passes=self.strategy.merges_passes,
+            keys, self._placement, self.strategy.exchange, self._words, merges_passes=self.strategy.merges_passes,
             dedup=self.strategy.dedup,
         )  # fmt: skip
         self._sent[step] = sent_bytes(collectives, self._shared.layout.world_size)
@@ -271,7 +271,7 @@ class _StrategyRunner:
             chunk = self._pending_chunks.popleft()
             spent += cost
             self._placement = self._placement.apply(chunk)
-            self._messages.apply(chunk)
+            self._words.apply(chunk)
             self._migrated[step] += len(chunk)
             found += counter.migration(chunk)
         if self._migrated[step] and self._new_plan:

@@ -122,7 +122,7 @@ class FaultNotices:
         return self._store.request(lambda store: store.compare_set(self._key, "", notice)) is not None
 
     def named_barrier(self, rank: int, world_size: int, what: str, timeout_seconds: float) -> None:
-        """Wait until all ranks are in this call; see ``named_barrier``."""
+        """Wait until all ranks are in this call, at a barrier of its own in the store; arguments as the function's."""
         self._meetings += 1
         if world_size > 1:
             named_barrier(self._store, f"{self._key}/meeting/{self._meetings}", rank, world_size, what, timeout_seconds)

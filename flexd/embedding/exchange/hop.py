@@ -106,7 +106,7 @@ class Agreement:
             raise EmbeddingError(
                 f"ranks make different calls: {self.first}; {self.last}",
                 remedy="train() or eval(), backward passes, steps and loops of flexd.prefetch at the same points on "
-                "data_parallel",
+                "every rank",
             )
 
     @property

@@ -143,6 +143,6 @@ def prefetch(
     Raises:
         EmbeddingError: an argument is not positive. While iterating: another such loop runs; on every rank: another
             rank has more or fewer batches, the loader of another rank raised an error, or a job did not end
-        within the timeout of the process group. The rank whose loader raised raises that error.
+            within the timeout of the process group. The rank whose loader raised raises that error.
     """
     return Prefetch(loader, collection, features, passes_per_step, one_thread, depth)

@@ -129,9 +129,8 @@ class GroupStore:
     Args:
         group: with a range of addresses.
         directory: of all dim-groups; None: the dim-group has one of its own.
-        cache slots: of fast memory; with fewer than there are home rows these are in tiered storage (``tier``), and
-        ``rows``
-            and ``state`` stand for tensors.
+        cache_slots: of fast memory; with fewer than there are home rows these are in tiered storage (``tier``), and
+            ``rows`` and ``state`` stand for tensors.
         keep_keys: of replicas, of every dtype.
         homes: map of addresses to keys; None: addresses are keys.
         home_rows: slots for home rows; None: one for each address of this rank.
@@ -275,7 +274,7 @@ def make_stores(
 
     Args:
         groups: with ranges of addresses.
-        cache slots: of each dim-group, as in ``GroupStore``.
+        cache_slots: of each dim-group, as in ``GroupStore``.
         keep_keys: of replicas, of every dtype.
         homes: None: addresses are keys.
     """

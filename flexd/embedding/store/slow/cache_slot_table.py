@@ -28,7 +28,7 @@ class Arrivals:
     """Cache slots of the rows of one batch, and what must move before they can be read.
 
     Attributes:
-        cache slots: int64 [n] of the slots asked for.
+        cache_slots: int64 [n] of the slots asked for.
         missing: int64 [m] places among these whose rows must be read into their cache slots.
         evicted_slots: int64 [e] slots of the rows that were in cache slots which the missing take over and were changed
             there: they must be written before.
@@ -54,7 +54,7 @@ class Resized:
             had.
         kept: int64 [k], ascending.
         evicted_slots, evicted_cache_slots, evicted_counts, left_slots: as in ``Arrivals``; cache slots of the old
-        table.
+            table.
     """
 
     table: CacheSlotTable
@@ -69,7 +69,7 @@ class CacheSlotTable:
     """Maps slots to cache slots. Not thread-safe.
 
     Args:
-        cache slots: number of cache slots.
+        cache_slots: number of cache slots.
         max_slot: slots lie in [0, max_slot].
         half_life: of counts, by the clock of ``use``; 0: only the last use counts (LRU).
     """

@@ -34,10 +34,10 @@ class Tier:
 
     Args:
         rows, state: [cache slots + replica slots, width], the cache slots first.
-        cache slots, home_rows: numbers of them.
+        cache_slots, home_rows: numbers of them.
 
     Attributes:
-        cache slots: number of them now.
+        cache_slots: number of them now.
         counts: of what look-ups found since ``begin``.
         begun: calls of ``begin``.
         used_rows: rows that look-ups needed, each look-up's once.
@@ -183,7 +183,7 @@ class Tier:
         ``rows`` and ``state``, which keep their identity.
 
         Args:
-            cache slots: held to at least 1 and at most one for each home row.
+            cache_slots: held to at least 1 and at most one for each home row.
 
         Raises:
             SlowMemoryError: rows are in use: nothing has changed. Or slow memory failed, as in ``visit``.

@@ -1,4 +1,4 @@
-"""How a rank divides its rows over tiered storage, and where the slow ones are."""
+"""How a rank divides its rows over fast and slow memory, and where the cold ones are."""
 
 from __future__ import annotations
 
