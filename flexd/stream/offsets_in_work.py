@@ -118,7 +118,7 @@ def _read(path: Path) -> dict[str, int]:
         return {str(name): int(deaths) for name, deaths in json.loads(path.read_bytes()).items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         _log.warning("%s is not used: %r", path, error)
         return {}
 

@@ -61,7 +61,7 @@ def test_a_batch_that_is_read_does_not_hide_its_message_that_kills(tmp_path):
     assert not work.begin("t/0", 5, 5, counting=True)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"t/0 5 9 read": {}}'])
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"t/0 5 9 read": {}}', b'{"t/0 5 9 read": Infinity}'])
 def test_a_damaged_record_and_a_directory_that_cannot_be_written_skip_nothing(tmp_path, text):
     (tmp_path / RECORD_NAME).write_bytes(text)
     for work in (OffsetsInWork(tmp_path), OffsetsInWork(), OffsetsInWork(tmp_path / "missing")):

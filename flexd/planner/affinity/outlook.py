@@ -1,4 +1,4 @@
-"""What homes and dealing by affinity would win, in numbers and message."""
+"""What homes and dealing by affinity would win, in numbers and sentences."""
 
 from __future__ import annotations
 

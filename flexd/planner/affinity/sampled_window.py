@@ -62,7 +62,7 @@ def sampled_window(
     coaccess: CoAccess, keyspace: KeySpace, *, horizon_steps: float, batch_samples: int | None = None,
     accesses_per_step: float | None = None,
 ) -> SampledWindow:  # fmt: skip
-    """Return the sampled window in batches of the job's size, without tables that have a sharding type of their own.
+    """Return the sampled window in batches of the job's size, of row-wise tables alone.
 
     Args:
         horizon_steps: steps over which moving a row must pay for itself.
@@ -79,7 +79,7 @@ def sampled_window(
         batch_samples = max(1, round(accesses_per_step / max(1.0, mean)))
     if batch_samples < 1 or not horizon_steps > 0:
         raise ValueError(f"{batch_samples} samples per batch, a horizon of {horizon_steps} steps")
-    # A table with a sharding type of its own keeps it.
+    # A table with another sharding type keeps it.
     spread = np.array([keyspace.tables[keyspace.index[name]].sharding == ROW_WISE for name in coaccess.tables])
     lengths = np.where(spread[coaccess.table], np.diff(coaccess.offsets), 0)
     kept = np.repeat(spread[coaccess.table], np.diff(coaccess.offsets))

@@ -57,8 +57,8 @@ class PlanLimits:
                 )
             if keyspace.tables[keyspace.index[pin.table]].sharding != ROW_WISE and pin.tier != Tier.HOME:
                 raise PlanError(
-                    f"table {pin.table!r} has a sharding type and is pinned to {pin.tier.name}",
-                    remedy=f"plans copy rows of tables with the rule {ROW_WISE!r} alone",
+                    f"table {pin.table!r} is not {ROW_WISE} and is pinned to {pin.tier.name}",
+                    remedy=f"plans copy rows of {ROW_WISE} tables alone",
                 )
             rows = keyspace.tables[keyspace.index[pin.table]].rows
             if pin.rows is not None and len(pin.rows) and not 0 <= int(pin.rows.min()) <= int(pin.rows.max()) < rows:

@@ -16,19 +16,24 @@ _log = logging.getLogger(__name__)
 
 Client = TypeVar("Client")
 
+MAX_HUNG = 4
+"""Attempts without a result that are left behind."""
+
 
 class Connector(Generic[Client]):
     """Own at most one client. Belongs to one thread; ``client`` and ``problem`` may be read from any.
 
-    One attempt runs at a time. A client that is built after ``close`` is disposed of.
+    An attempt without a result in time is left behind, because it may hang for ever (kafka-python waits so for a TLS
+    handshake), and another one follows; once ``MAX_HUNG`` are, the last is waited for. A client that is built after
+    that, or after ``close``, is disposed of.
 
     Args:
         name: of the peer, for messages.
         make: build the client; may block.
         dispose: close a client; may block.
-        timeout_seconds: time after which an attempt without a result is a problem.
+        timeout_seconds: time in which an attempt has a result.
         fatal: exceptions of ``make`` that no retry can fix.
-        backoff_seconds: shortest and longest wait after a failed attempt.
+        backoff_seconds: shortest and longest wait after an attempt that failed or was left behind.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Connector(Generic[Client]):
         self._fatal = fatal
         self._backoff = Backoff(*backoff_seconds)
         self._attempt: Future[Client] | None = None
+        self._hung: list[Future[Client]] = []
         self._next_attempt = self._late_at = 0.0
         self._closed = False
         self.client: Client | None = None
@@ -75,6 +81,7 @@ class Connector(Generic[Client]):
                 self._end(self._attempt)
             elif time.monotonic() >= self._late_at:
                 self.problem = f"{self._name}: no answer within {self._timeout_seconds:g} s"
+                self._leave_behind(self._attempt)
             else:
                 self.problem = self.problem or f"{self._name}: connecting"
             if time.monotonic() >= deadline:
@@ -109,6 +116,13 @@ class Connector(Generic[Client]):
             attempt.set_result(self._make())
         except BaseException as error:
             attempt.set_exception(error)
+
+    def _leave_behind(self, attempt: Future[Client]) -> None:
+        self._hung = [each for each in self._hung if not each.done()]
+        if len(self._hung) < MAX_HUNG:
+            self._hung.append(attempt)
+            self.discard()
+            self._next_attempt = time.monotonic() + self._backoff.seconds()
 
     def _end(self, attempt: Future[Client]) -> None:
         self._attempt = None

@@ -157,7 +157,7 @@ def test_rows_of_tables_with_other_sharding_types_are_not_copied() -> None:
         tables = ruled.table_of(plan(keyspace=ruled).target.keys)
         assert (tables == 0).any()
         assert not (tables == 1).any()
-        with pytest.raises(PlanError, match="has a sharding type"):
+        with pytest.raises(PlanError, match="is not row_wise"):
             plan(PlanLimits(pins=(RowPin("users", Tier.NODE),)), keyspace=ruled)
 
 
@@ -166,7 +166,7 @@ def test_the_direct_exchange_is_recommended_where_latency_decides() -> None:
     assert kept.exchange is Exchange.CHAIN
     assert kept.recommended_exchange is Exchange.DIRECT_DEDUP
     assert kept.summary()["exchange"]["recommended"] == "direct_dedup"
-    assert any("exchange 'direct'" in message for message in kept.summary()["replication"]["message"])
+    assert any("exchange 'direct'" in message for message in kept.summary()["replication"]["messages"])
     assert kept.after.exposed_seconds <= kept.baselines["two_hop"].exposed_seconds
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from flexd.core.errors import StreamError
-from flexd.stream.kafka.connector import Connector
+from flexd.stream.kafka.connector import MAX_HUNG, Connector
 from tests.support.until import until
 
 
@@ -54,7 +54,7 @@ def test_wrong_arguments_are_not_retried():
     assert peer.made == 1
 
 
-def test_an_attempt_that_hangs_is_a_problem_until_it_ends():
+def test_an_attempt_that_hangs_is_a_problem_and_is_replaced_a_few_times():
     peer = Peer()
     peer.gate.clear()
     connector = peer.connector(timeout_seconds=0.05)
@@ -62,9 +62,25 @@ def test_an_attempt_that_hangs_is_a_problem_until_it_ends():
     assert "connecting" in connector.problem
     assert connector.get(0.1) is None
     assert "no answer within 0.05 s" in connector.problem
+    until(lambda: connector.get(0.1) is not None or peer.made == 1 + MAX_HUNG)
+    for _ in range(3):
+        assert connector.get(0.1) is None
+    assert peer.made == 1 + MAX_HUNG, "no more threads, however long the peer is silent"
     peer.gate.set()
-    assert connector.get(5.0) == 1
-    assert (peer.made, connector.problem) == (1, None)
+    assert connector.get(5.0) == 1 + MAX_HUNG
+    assert connector.problem is None
+    until(lambda: sorted(peer.disposed) == list(range(1, 1 + MAX_HUNG)))
+
+
+def test_a_peer_that_answers_again_is_connected_to_though_an_attempt_still_hangs():
+    peer = Peer()
+    gate = peer.gate = threading.Event()
+    connector = peer.connector(timeout_seconds=0.05)
+    assert connector.get(0.1) is None
+    peer.gate = threading.Event()
+    peer.gate.set()
+    assert connector.get(5.0) is not None
+    gate.set()
 
 
 def test_closing_during_an_attempt_disposes_of_its_client():
