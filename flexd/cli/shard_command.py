@@ -168,7 +168,7 @@ def rule_blocks(found: RulePlan, plan: Path, cluster: Cluster) -> list[Block]:
         else f"{rule.partition(':')[0]}, {f'pooled at the {pooling_at}' if pooling_at else 'un-pooled'}"
         for rule, pooling_at in found.chosen
     )
-    columns = ("table", "rows", "dim", "sharding", "pooling_at")
+    columns = ("table", "rows", "dim", "sharding", "pooled at")
     rows = tuple(
         (table.name, units.count(table.rows), str(table.dim), rule, pooling_at or "un-pooled")
         for table, (rule, pooling_at) in zip(found.tables, found.chosen, strict=True)

@@ -1,7 +1,7 @@
 """Division of a rank's fast memory, in cache slots of home rows, between its dim-groups.
 
 The misses of a dim-group are a convex curve of its cache slots, so the best division gives each dim-group the cache
-slots that save more than one price a byte, at which the budget is spent (Everett: Generalized Lagrange multiplier
+slots that save more than one price per byte, at which the budget is spent (Everett: Generalized Lagrange multiplier
 method, Operations Research 11(3), 1963). The curves are made of straight segments: taken in the order of their slopes
 until the bytes are spent they give that price exactly, without a search.
 """
@@ -112,7 +112,7 @@ def _filled(curves: Sequence[CacheSlotCurve], unit: Float64Array, most: Int64Arr
 def _round_up(
     curves: Sequence[CacheSlotCurve], whole: Int64Array, most: Int64Array, unit: Float64Array, left: float
 ) -> float:
-    """Add single cache slots where they save most a byte, as long as one fits. In place; return the bytes left."""
+    """Add single cache slots where they save most per byte, as long as one fits. In place; return the bytes left."""
 
     def worth(group: int) -> float:
         count = int(whole[group])

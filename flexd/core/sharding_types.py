@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # it imports numpy, which would double the time of a client c
     from flexd.core.layout import RankLayout
 
 ROW_WISE = "row_wise"
-"""The rule of a table that names none."""
+"""The type of a table that names none."""
 DATA_PARALLEL = "data_parallel"
 """Rows are spread over all ranks, and every rank has a copy of each."""
 _REMEDY = (
@@ -72,7 +72,7 @@ class ShardingType:
         if self.number >= most:
             raise TopologyError(
                 f"sharding type {self} in a job of {layout.nodes} nodes x {layout.local_ranks} ranks",
-                remedy=f"a {self.kind} below {most}",
+                remedy=f"give {self.kind}:N with N below {most}",
             )
         first = self.number * layout.local_ranks if self.kind == "table_row_wise" else self.number
         return range(first, first + (layout.local_ranks if self.kind == "table_row_wise" else 1))

@@ -1,4 +1,4 @@
-"""Mistakes of trainers that flexd recognises, noted in the process of a rank and reported to the daemon."""
+"""Usage warnings: mistakes of a trainer that flexd recognises, noted in a rank's process and reported to the daemon."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class UsageWarningLog:
             listener()
 
     def reports(self) -> tuple[UsageWarningReport, ...]:
-        """Return what was noted, one report a kind."""
+        """Return what was noted, one report per kind."""
         with self._lock:
             return tuple(self._noted.values())
 

@@ -226,7 +226,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
             record[name].append(after[name] - before[name])
         progress = {"step": step, "loss": record["loss"][-1], "version": collection.placement_version}
         print(json.dumps(progress), flush=True)
-    next(loaded, None)  # prefetch pipeline ends its last step
+    next(loaded, None)  # the prefetch pipeline ends its last step
     dropped = 0 if tap is None else tap.counters.dropped
     if publisher is not None:
         publisher.close(5.0)

@@ -21,7 +21,7 @@ def describe(newest: list[dict[str, Any]], status: dict[str, Any] | None) -> str
     """Return the mean loss of the newest step, and what the daemon has done."""
     loss = f"loss {sum(record['loss'] for record in newest) / len(newest):.4f}, " if newest else ""
     if status is None:
-        return f"{loss}the daemon does not pooling_at (training continues)"
+        return f"{loss}the daemon does not respond (training continues)"
     stream, rows = status["stream"], status["placement"].get("rows") or {}
     replicated = sum(count for tier, count in rows.items() if tier != "HOME")
     return f"{loss}{stream['accesses']:,} accesses read, {replicated:,} rows replicated"

@@ -41,7 +41,7 @@ class UsageWarningTotal:
 
 
 class UsageWarningTotals:
-    """Thread-safe, and bounded: one total a kind, one number per rank and kind.
+    """Thread-safe, and bounded: one total per kind, one number per rank and kind.
 
     Args:
         clock: Unix seconds.

@@ -229,7 +229,8 @@ class Verifier:
         return self._run is not None
 
     def _begin(self, live: LiveTopology) -> _Run | None:
-        migration, plan = self._executions.last, self._executions.last_plan
+        # In this order: a migration that another thread starts in between is not done, and never has another's plan.
+        plan, migration = self._executions.last_plan, self._executions.last
         if migration is None or migration is self._seen or not migration.done:
             return None
         self._seen = migration

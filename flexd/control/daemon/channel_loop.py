@@ -341,6 +341,8 @@ class ChannelLoop:
         for peer in list(self._peers.values()):
             if peer.output and now - peer.output.progress_at > self._options.timeout_seconds:
                 self._close(peer, "stalled")
+            elif peer.is_late(now, self._options.timeout_seconds):
+                self._close(peer, "slow_frame")
             elif peer.proven_key not in keys:
                 self.close_peer(peer.number, "key_removed")
 

@@ -245,6 +245,7 @@ class ChannelPeer:
         self._unread = unread
         self._reader = FrameReader(FrameKey(session.to_daemon))
         self.partial_bytes = 0
+        self._begun_at = 0.0
 
     def read(self) -> None:
         """Read once without waiting, and add the frames that are complete to the unread ones, as far as there is room.
@@ -260,6 +261,10 @@ class ChannelPeer:
             self._parse()
             if not (isinstance(self.sock, ssl.SSLSocket) and self.sock.pending()):
                 return
+
+    def is_late(self, now: float, seconds: float) -> bool:
+        """Return whether the frame under way began more than ``seconds`` ago; one that waits for room is not late."""
+        return self.partial_bytes > 0 and not self.is_paused and now - self._begun_at > seconds
 
     def release(self) -> None:
         """Drop the output, and what is received of a frame."""
@@ -280,18 +285,20 @@ class ChannelPeer:
         return True
 
     def _parse(self) -> None:
-        reader, unread = self._reader, self._unread
+        reader, unread, begins = self._reader, self._unread, not self.partial_bytes
         while (
             (nbytes := reader.whole_bytes)
             and unread.has_room(self.number, nbytes)
             and (found := reader.next_frame()) is not None
         ):
-            kind, frame = found
+            begins, (kind, frame) = True, found
             if kind == FrameKind.DATA and not self.close_reason:
                 event = Received(self.number, frame.message, frame.body)
                 unread.add(event, len(frame.message) + len(frame.body))
         self.is_paused = nbytes > 0
         self._count_partial(reader.nbytes)
+        if begins:
+            self._begun_at = time.monotonic()
 
     def _count_partial(self, nbytes: int) -> None:
         self._unread.partial_bytes += nbytes - self.partial_bytes

@@ -24,14 +24,15 @@ class ChannelOptions:
 
     Attributes:
         port: 0 binds a free port.
-        timeout_seconds: deadline of a peer that has output and reads nothing.
+        timeout_seconds: deadline of a frame that has begun, and of a peer that has output and reads nothing.
         handshake_seconds: deadline of a handshake.
         handshake_grace_seconds: while all places are used by connections younger than this, new ones wait unaccepted.
         max_unproven: connections in the handshake; one more closes the oldest.
         max_peers: proven connections; one more is refused.
         peer_unread_bytes: frames of one peer that nobody has received yet; beyond it the peer is not read.
         unread_bytes: the same of all peers together, beside the ``PEER_SHARE_BYTES`` of each.
-        partial_bytes: of all peers together that are no whole frame yet; beyond it the peer with most is closed.
+        partial_bytes: received from all peers together of frames that are not whole yet, or wait for room; beyond it
+            the peer with most is closed.
         peer_queued_bytes: frames queued for one peer; beyond it the peer is closed (shared bodies count for each).
         queued_bytes: frames queued for all peers (shared bodies count once); beyond it the slowest peers are closed.
     """

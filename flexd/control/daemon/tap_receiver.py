@@ -24,8 +24,9 @@ from flexd.core.errors import AuthenticationError, ControlError, StaleMessageErr
 from flexd.core.tap_counts import MAX_PAYLOAD_BYTES, NEWEST_FORMAT, OLDEST_FORMAT
 from flexd.stream.tap_source import TapCountsState, TapSource, partition_of
 
-MAX_GRANTED_BYTES = MAX_PAYLOAD_BYTES
-"""Payloads requested or received and not yet counted, of all ranks together (one payload may be as large)."""
+MAX_GRANTED_BYTES = 64 * 2**20
+"""Payloads requested or received and not yet counted, of all ranks together, or one larger payload alone. Below
+``ChannelOptions.partial_bytes``: frames of all granted payloads may be under way at once."""
 _RETRY_SECONDS = 1.0
 """Time after which a payload with an invalid piece is requested again."""
 _URGENT_SECONDS = 0.25

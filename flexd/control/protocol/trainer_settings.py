@@ -55,7 +55,7 @@ def with_pooling(
     settings: TrainerSettings, tables: Sequence[TableSpec], pooling_at: Mapping[str, str]
 ) -> TrainerSettings:
     """Return the settings with "requester" or "owner" by name of each pooled table."""
-    at_owner = {name for name, pooling_at in pooling_at.items() if pooling_at == "owner"}
+    at_owner = {name for name, place in pooling_at.items() if place == "owner"}
     return replace(settings, pooled=table_bits(tables, pooling_at), at_owner=table_bits(tables, at_owner))
 
 

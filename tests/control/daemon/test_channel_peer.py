@@ -94,6 +94,20 @@ def test_beginnings_of_large_frames_are_bounded_together() -> None:
         expect_closed(daemon, peers[2], "flood")
 
 
+def test_a_large_frame_that_never_ends_is_closed_unless_it_waits_for_room() -> None:
+    with echo_daemon(ChannelOptions(timeout_seconds=1.0, unread_bytes=2**20)) as daemon:
+        peer, waiting = RawPeer(daemon.server.port), RawPeer(daemon.server.port)
+        daemon.pause()
+        for _ in range(2):
+            waiting.send(waiting.frame(b"whole", bytes(MAX_BODY_BYTES)))
+        peer.send(peer.frame(b"slow", bytes(MAX_BODY_BYTES))[:50_000])
+        assert is_closed(peer.sock)
+        until(lambda: closed(daemon, "slow_frame") == 1, DEADLINE_SECONDS, lambda: daemon.server.counters())
+        daemon.resume()
+        until(lambda: daemon.received == 2, DEADLINE_SECONDS, daemon.closed)
+        waiting.sock.close()
+
+
 def test_a_flood_is_not_read_beyond_its_bound_and_delays_nobody() -> None:
     options = ChannelOptions(peer_unread_bytes=2**19, unread_bytes=2**22)
     with echo_daemon(options) as daemon, honest_peer(daemon) as honest:

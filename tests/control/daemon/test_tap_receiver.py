@@ -13,6 +13,7 @@ from flexd.control.agent import tap_outbox as tap_sender
 from flexd.control.agent.rank_connection import RankConnection
 from flexd.control.agent.tap_outbox import PIECE_BYTES, TapOutbox
 from flexd.control.daemon import tap_receiver
+from flexd.control.daemon.channel_types import ChannelOptions
 from flexd.control.protocol.messages import Message, TapPiece, encode
 from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import FORMAT
@@ -111,6 +112,10 @@ def test_a_payload_is_sent_again_only_if_the_daemon_dies_before_its_snapshot(dae
         until(lambda: one.free)
         assert second.source.losses().messages == {}
         second.kill()
+
+
+def test_ranks_that_send_at_once_stay_below_the_channels_bound_of_partial_frames():
+    assert ChannelOptions().partial_bytes > tap_receiver.MAX_GRANTED_BYTES
 
 
 def test_counts_of_a_format_that_the_daemon_does_not_read_stay_in_the_outbox(daemon, monkeypatch):

@@ -17,6 +17,7 @@ from flexd.core.errors import AuthenticationError, ConfigError, ControlError
 from tests.support.certificates import Authority
 from tests.support.channel import (
     DEADLINE_SECONDS,
+    SECRET,
     EchoDaemon,
     echo_daemon,
     honest_peer,
@@ -64,6 +65,16 @@ def test_ranks_with_a_certificate_of_the_ca_are_let_in(daemon_files: TlsFiles, r
         assert client._socket.version() == "TLSv1.3"
         for size in (0, 20_000, MAX_BODY_BYTES):
             round_trip(client, b"size", bytes(size))
+
+
+def test_certificate_and_secret_are_both_needed_where_both_are_given(
+    daemon_files: TlsFiles, rank_files: TlsFiles
+) -> None:
+    with echo_daemon(credentials=ChannelCredentials(SECRET, daemon_files)) as daemon:
+        connect(daemon, rank_files, SECRET).close()
+        with pytest.raises(AuthenticationError, match="secret"):
+            connect(daemon, rank_files)
+        refused(daemon, "wrong_secret")
 
 
 def test_other_clients_are_refused_and_counted(
