@@ -54,7 +54,7 @@ def simulate(
         ),
     ] = None,
     zipf: Annotated[
-        float | None, typer.Option("--zipf", metavar="EXPONENT", help="Simulation a Zipf stream instead.")
+        float | None, typer.Option("--zipf", metavar="EXPONENT", help="Simulate a Zipf stream instead.")
     ] = None,
     rows: Annotated[int, typer.Option("--rows", help="Rows of the Zipf stream's table.")] = 1_000_000,
     drift: Annotated[float, typer.Option("--drift", help="New top rows of the Zipf stream per step.")] = 0.0,
