@@ -101,8 +101,8 @@ class MirrorGroups:
     """World, node and rail of one rank, as ``ChainGroups``, over mirrors."""
 
     def __init__(
-        self, layout: RankLayout, traffic: Traffic, device: torch.device, deadline: object = None,
-        notices: FaultNotices | None = None,
+        self, layout: RankLayout, traffic: Traffic, device: torch.device, notices: FaultNotices | None = None,
+        own: bool = False,
     ) -> None:  # fmt: skip
         self.layout = layout
         self.notices = notices or FaultNotices()
