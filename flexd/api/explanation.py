@@ -80,7 +80,7 @@ class ThresholdReport(Model):
     slots: int = 0
     """Replica slots that one row takes over all ranks."""
     slot_seconds: FiniteOrNone = None
-    """Price of a slot: exposed seconds a step that the least useful replica earns with it; 0 while slots are free."""
+    """Price of a slot: exposed seconds per step that the least useful replica earns with it; 0 while slots are free."""
     promote_accesses: FiniteOrNone = None
     """From here on a row below the tier is promoted; null if no frequency pays."""
     demote_accesses: FiniteOrNone = None
@@ -109,7 +109,7 @@ class Explanation(Model):
     slots: int = 0
     """Replica slots of a rank for that dim-group."""
     sync_latency_seconds: FiniteOrNone = None
-    """Fixed cost of synchronising replicas at all, a step."""
+    """Fixed cost per step of synchronising replicas at all."""
     thresholds: tuple[ThresholdReport, ...] = ()
     """By tier above HOME that this job can use."""
     explained: tuple[RowReport, ...] = ()

@@ -281,17 +281,17 @@ class TrafficSample(Model):
     steps: int = 0
     """Steps of all ranks."""
     accesses: RowsByTier = Field(default_factory=dict)
-    """Look-ups by the tier of the row that served them, a rank and step."""
+    """Look-ups by the tier of the row that served them, per rank and step."""
     inter_node_bytes: FiniteOrNone = None
-    """Bytes sent to other nodes for rows and their synchronisation, a rank and step; null without steps."""
+    """Bytes sent to other nodes for rows and their synchronisation, per rank and step; null without steps."""
     all_to_all_inter_node_bytes: FiniteOrNone = None
     """Of ``inter_node_bytes``: ids, rows and gradients on their way to and from homes and node owners."""
     sync_inter_node_bytes: FiniteOrNone = None
     """Of ``inter_node_bytes``: synchronisation of replicas."""
     intra_node_bytes: FiniteOrNone = None
-    """Bytes sent inside the nodes for rows and their synchronisation, a rank and step; null without steps."""
+    """Bytes sent inside the nodes for rows and their synchronisation, per rank and step; null without steps."""
     migration_bytes: FiniteOrNone = None
-    """Bytes sent to migrate rows, over both links, a rank and step."""
+    """Bytes sent to migrate rows, over both links, per rank and step."""
     row_wise_inter_node_bytes: FiniteOrNone = None
     """Bytes that row-wise sharding without dedup would send between nodes; null until ranks are known."""
     step_seconds: FiniteOrNone = None
@@ -333,7 +333,7 @@ def timeline(
 
 
 def row_wise_inter_node_bytes(accesses: float, row_bytes: float, other_nodes_share: float) -> float:
-    """Return the bytes that row-wise sharding without dedup sends between nodes, a rank and step.
+    """Return the bytes that row-wise sharding without dedup sends between nodes, per rank and step.
 
     Every rank requests every look-up from its home: an id goes out, a row comes back, a gradient goes out. A rank sends
     as much as it receives in the mean, so rows and gradients count once each.

@@ -216,7 +216,7 @@ def messages(advice: Advice) -> list[str]:
         said.append(
             f"Worth it: {best.option.title} takes {units.seconds(best.step_seconds.expected)} a step instead of "
             f"{units.seconds(advice.step_seconds)}, {in_range(best.saved_share, units.share)} less, which is "
-            f"{in_range(best.gpu_hours_per_day, hours)} GPU-hours a day for the job."
+            f"{in_range(best.gpu_hours_per_day, hours)} GPU-hours per day for the job."
         )
         copies = advice.predictions["copies_prefetch_pipeline" if best.option.prefetch_pipeline else "copies"]
         plain = "two_hops_prefetch_pipeline" if best.option.prefetch_pipeline else "two_hops"

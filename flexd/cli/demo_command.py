@@ -139,7 +139,7 @@ def summary_blocks(summary: dict[str, Any]) -> list[Block]:
     from flexd.simulate.step_keys import touches_in_words
 
     traffic, times, pause = summary["inter_node_bytes_per_step"], summary["step_ms"], summary["step_pause_ms"]
-    link = f"emulated link of {summary['link_mbit']:g} Mbit/s a node and direction"
+    link = f"emulated link of {summary['link_mbit']:g} Mbit/s per node and direction"
     timed = tuple(
         (
             text, f"{step['p50']:.1f}", f"{step['p25']:.1f} .. {step['p75']:.1f}",

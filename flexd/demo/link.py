@@ -143,7 +143,7 @@ def link_cluster(link_mbit: float, local_ranks: int) -> Cluster:
         return LinkModel(bytes_per_second, curve, curve, curve)
 
     inter = rank_bytes_per_second(link_mbit, local_ranks)
-    source = f"given: {link_mbit:g} Mbit/s a node and direction, shared by its ranks; no latencies"
+    source = f"given: {link_mbit:g} Mbit/s per node and direction, shared by its ranks; no latencies"
     return Cluster("emulated", source, link(INTRA_BYTES_PER_SECOND), link(inter))
 
 

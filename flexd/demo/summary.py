@@ -81,7 +81,7 @@ class RunRecord:
 
 
 def inter_node_bytes(record: RunRecord, steps: slice) -> dict[str, float]:
-    """Return the bytes a step that the whole job sent between nodes, by kind."""
+    """Return the bytes per step that the whole job sent between nodes, by kind."""
     parts = {
         kind: float(record.job_total(f"{kind}_inter_bytes")[steps].mean())
         for kind in ("all_to_all", "sync", "migration")

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from flexd.api.execution import AbortResult
+from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError, SnapshotError
+from flexd.operations.decisions import DecisionFile
+from flexd.operations.state_file import NAME, StateFile
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, target
 from tests.support.until import until
@@ -152,6 +155,23 @@ def test_a_rollback_requested_before_the_migration_ended_is_resumed(daemons: Dae
         assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
         assert daemons.history()["p2"][0] == "FAILED"
+
+
+def test_a_requested_rollback_is_on_disk_before_the_migration_is_aborted(
+    daemons: DaemonSequence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk: list[tuple[str, ...]] = []
+    abort = Migration.abort
+
+    def record_file(migration: Migration, reason: str) -> None:
+        on_disk.append(DecisionFile(StateFile(tmp_path / "0" / NAME)).current.rollback)
+        abort(migration, reason)
+
+    monkeypatch.setattr(Migration, "abort", record_file)
+    with Ranks(daemons.port, LAYOUT) as ranks:
+        apply_part_of_p2(daemons, ranks)
+        daemons.abort(0)
+        assert on_disk[0] == ("p2",)
 
 
 def test_a_rollback_requested_after_a_crash_is_resumed_after_a_second_crash(daemons: DaemonSequence) -> None:

@@ -73,6 +73,16 @@ def test_only_the_newest_migration_can_be_rolled_back(tmp_path: Path, monkeypatc
         journal.placement_at(1)
 
 
+def test_the_destination_of_a_running_rollback_is_not_compacted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
+    back = JournalledMigration("m2.rollback", "p2", 4, returns_to=2)
+    journal = begun(tmp_path, FIRST, FIRST, SECOND, SECOND, back)
+    journal.compact(5)
+    assert journal.placement_at(2).version == 2
+
+
 @pytest.mark.parametrize(("name", "limit"), [("_ROLLBACK_ROWS", 3 * ROWS), ("_ROLLBACK_CHUNKS", 3)])
 def test_chunks_kept_for_a_rollback_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
