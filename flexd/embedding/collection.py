@@ -60,7 +60,7 @@ class EmbeddingTable:
         lr: learning rate of the table, a group of ``collection.optimizer.param_groups``; default: the optimizer's.
         sharding: sharding type, the ranks that hold the rows: "row_wise" (spread over all ranks), "table_row_wise:N"
             (over the ranks of node N), "table_wise:R" (whole on rank R) or "data_parallel" (spread, with a copy of
-            each row on every rank). It does not change the result. The daemon's configuration must name the same rule.
+            each row on every rank). It does not change the result. The daemon's configuration must name the same.
         optimizer: of the table's rows; default: the collection's. Tables with the same kind of optimizer may differ in
             ``lr`` alone.
     """

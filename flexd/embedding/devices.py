@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNED_NUMBERS = 64
 

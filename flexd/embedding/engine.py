@@ -54,7 +54,7 @@ class RowEngine:
     ``reduce`` in its backward pass; then ``push`` once, which updates all rows touched since the last one.
 
     Args:
-        replica_slots: of each dim-group, for chunks; copies by the rule "data_parallel" have slots beside them.
+        replica_slots: of each dim-group, for chunks; copies of "data_parallel" tables have slots beside them.
         exchange: "auto", "chain" or "direct", as in ``EmbeddingCollection``.
         gradient_scale: gradients are multiplied by it.
         comm_dtype: as in ``EmbeddingCollection``.

@@ -14,7 +14,7 @@ import torch
 
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import TrafficKind
-from flexd.embedding.exchange.unit_message import Geometry, UnitMessage, by_alignment
+from flexd.embedding.exchange.unit_message import Geometry, UnitMessage
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,13 @@ class Column:
     def width(self) -> int:
         """Numbers of a row."""
         return self.source.shape[1]
+
+    def write(self, first: int, end: int, out: torch.Tensor) -> None:
+        """Write the rows sent from place ``first`` to ``end`` into ``out`` [end - first, width] of dtype ``wire``."""
+        if self.index is None or self.source.dtype != self.wire:
+            out.copy_(self.rows(first, end))
+        else:
+            torch.index_select(self.source, 0, self.index[first:end], out=out)
 
     def rows(self, first: int, end: int) -> torch.Tensor:
         """Return the rows sent from place ``first`` to ``end``, in the dtype of ``source``."""
@@ -269,37 +276,33 @@ class UnitColumns:
         )
         aside = [column.source.dtype != column.wire for column in columns]
         sent[aside, me] = received[aside, me] = 0
-        widths = [column.row_bytes for column in columns]
-        gathered = [c for c, column in enumerate(columns) if column.index is not None and not aside[c]]
-        self._gathered = by_alignment(gathered, widths)
-        """Columns whose rows are gathered where they are packed; the others are joined behind them."""
-        self._joined = [c for c in range(len(columns)) if c not in gathered]
-        self._sizes = [int(sent[c].sum()) * widths[c] for c in self._gathered]
         geometry = Geometry(
-            widths, sent, received, np.array([column.ahead for column in columns]),
-            [column.added for column in columns], me, [*self._gathered, *self._joined],
+            [column.row_bytes for column in columns], sent, received,
+            np.array([column.ahead for column in columns]), [column.added for column in columns], me,
         )  # fmt: skip
-        self.sent, self.received = geometry.bytes_of(sent), geometry.bytes_of(received)
+        self.sent, self.received = geometry.sent_bytes, geometry.received_bytes
         self._message = UnitMessage(geometry, numbers)
-        self.room = self._message.room
+
+    @property
+    def room(self) -> int:
         """Bytes that ``unpack`` needs behind the received message."""
+        return self._message.room
 
     def pack(self) -> torch.Tensor:
         """Return the uint8 message."""
-        columns = self._columns
+        columns, message = self._columns, self._message
         self._own = [self._aside(column) for column in columns]
-        parts = [_as_bytes(part.to(columns[c].wire).contiguous()) for c in self._joined for part in self._sent_rows(c)]
-        if not self._gathered:
-            return self._message.pack(parts[0] if len(parts) == 1 else torch.cat(parts))
-        flat = torch.empty(sum(self.sent), dtype=torch.uint8, device=columns[0].source.device)
-        *places, rest = flat.split_with_sizes([*self._sizes, sum(self.sent) - sum(self._sizes)])
-        for c, out in zip(self._gathered, places, strict=True):
-            column = columns[c]
-            assert column.index is not None  # noqa: S101
-            torch.index_select(column.source, 0, column.index, out=out.view(column.wire).view(-1, column.width))
-        if parts:
-            torch.cat(parts, out=rest)
-        return self._message.pack(flat)
+        parts: list[torch.Tensor] = []
+        for of_class in message.classes:
+            if all(columns[c].index is not None and self._own[c] is None for c in of_class):
+                flat = torch.empty(message.flat_bytes(of_class), dtype=torch.uint8, device=columns[0].source.device)
+                for c, out in zip(of_class, flat.split_with_sizes(message.sizes_of(of_class)), strict=True):
+                    columns[c].write(0, sum(columns[c].sent), out.view(columns[c].wire).view(-1, columns[c].width))
+                parts.append(flat)
+                continue
+            rows = [part.to(columns[c].wire).contiguous() for c in of_class for part in self._sent_rows(c)]
+            parts.append(_as_bytes(rows[0]) if len(rows) == 1 else torch.cat([_as_bytes(part) for part in rows]))
+        return message.pack(parts)
 
     def _sent_rows(self, c: int) -> list[torch.Tensor]:
         """Return the rows of a column that travel, one peer after another."""

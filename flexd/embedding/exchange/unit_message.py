@@ -2,14 +2,18 @@
 
 A message has a part for each peer and column. ``torch.cat`` of the parts takes the host a microsecond or more for each
 of them, twice, and the device a kernel for 128 of them. Here rows move in *units*, of as many bytes as divide every row
-of all columns, and an index over units that is made on the device says where they go: the host handles two numbers a
-part, with numpy, and the number of kernels depends on neither peers nor columns.
+of a class of columns, and an index over units that is made on the device says where they go: the host handles two
+numbers a part, with numpy, and the number of kernels depends on neither peers nor columns.
+
+Columns whose rows are multiples of 16 bytes are one class, all others (words of bits, rows of a migration) another.
+Parts of the first begin at multiples of a *cell*, which divides the units of both. With one class a cell is a unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd, lcm
 
 import numpy as np
@@ -23,6 +27,7 @@ Int64Array = npt.NDArray[np.int64]
 MAX_JOINED_PARTS = 128
 """Parts that ``torch.cat`` joins with one kernel on a GPU; with fewer an index does not pay."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CLASS_BYTES = 16
 _TAIL_BYTES = 16
 """Rows behind a message begin at a multiple of it."""
 
@@ -32,12 +37,14 @@ class PartTable:
     """Parts in the order in which their units are written.
 
     Attributes:
-        starts: place of the first unit of each.
+        starts: place of the first unit of each, in cells.
         sizes: their units.
+        step: cells of a unit.
     """
 
     starts: Int64Array
     sizes: Int64Array
+    step: int = 1
 
 
 def places_of_units(tables: Sequence[PartTable], numbers: devices.Numbers) -> list[torch.Tensor]:
@@ -48,14 +55,18 @@ def places_of_units(tables: Sequence[PartTable], numbers: devices.Numbers) -> li
     """
     if not tables:
         return []
-    sizes = np.concatenate([table.sizes for table in tables])
-    begins = np.cumsum(sizes) - sizes
-    shifts = np.concatenate([table.starts for table in tables]) - begins
-    total = int(sizes.sum())
-    of_parts = devices.uploaded(np.stack([shifts, sizes]), numbers.device)
-    part = torch.repeat_interleave(of_parts[1], output_size=total)
-    places = of_parts[0].index_select(0, part) + numbers.first(total)
-    return list(places.split_with_sizes([int(table.sizes.sum()) for table in tables]))
+    columns = []
+    first = 0
+    for table in tables:
+        begins = first + np.cumsum(table.sizes) - table.sizes
+        columns.append(np.stack([table.starts - table.step * begins, np.full_like(begins, table.step), table.sizes]))
+        first += int(table.sizes.sum())
+    of_parts = devices.uploaded(np.concatenate(columns, axis=1), numbers.device)
+    part = torch.repeat_interleave(of_parts[2], output_size=first)
+    shift, step = of_parts[:2].index_select(1, part)
+    return list(
+        torch.addcmul(shift, step, numbers.first(first)).split_with_sizes([int(table.sizes.sum()) for table in tables])
+    )
 
 
 def transposition(sizes: Int64Array) -> PartTable | None:
@@ -90,7 +101,6 @@ class Geometry:
         ahead: int64 [columns] rows of this rank that are put before the received ones.
         own_last: of each column, whether this rank's rows come after those of all other peers.
         me: this rank's place among the peers.
-        order: the columns in the order in which their bytes are given to ``UnitMessage.pack``.
     """
 
     row_bytes: Sequence[int]
@@ -99,11 +109,17 @@ class Geometry:
     ahead: Int64Array
     own_last: Sequence[bool]
     me: int
-    order: Sequence[int]
 
-    def bytes_of(self, rows: Int64Array) -> list[int]:
-        """int64 [columns, peers] rows -> the bytes of each peer."""
-        found: list[int] = (np.array(self.row_bytes) @ rows).tolist()
+    @property
+    def sent_bytes(self) -> list[int]:
+        """Bytes to each peer."""
+        found: list[int] = (np.array(self.row_bytes) @ self.sent).tolist()
+        return found
+
+    @property
+    def received_bytes(self) -> list[int]:
+        """Bytes from each peer."""
+        found: list[int] = (np.array(self.row_bytes) @ self.received).tolist()
         return found
 
 
@@ -117,24 +133,33 @@ class UnitMessage:
     def __init__(self, geometry: Geometry, numbers: devices.Numbers) -> None:
         self._geometry = geometry
         widths = geometry.row_bytes
-        self._unit = gcd(*widths)
-        self._word = gcd(self._unit, 8)
-        offsets, self.received_size = _offsets_in_message(widths, geometry.received)
-        self._ahead_places, self.room = self._place_ahead()
-        aligned = by_alignment(range(len(widths)), widths)
-        ahead, others = ([c for c in aligned if bool(geometry.ahead[c]) == with_ahead] for with_ahead in (True, False))
-        self._taken = ahead, others
-        """Columns that are taken apart together, in the order of their rows: with rows ahead, and without."""
-        self._known: dict[int, torch.Tensor] = {}
-        """Columns without rows ahead that are taken apart."""
-        tables = [self._packing_table(), *(self._taking_table(columns, offsets) for columns in self._taken)]
-        self._packing, *self._taking = places_of_units(tables, numbers)
+        wide = [c for c, width in enumerate(widths) if width % _CLASS_BYTES == 0]
+        # So that every column begins where its rows may, after those with more factors of two.
+        others = sorted(set(range(len(widths))) - set(wide), key=lambda c: -(widths[c] & -widths[c]))
+        self.classes = [columns for columns in (wide, others) if columns]
+        """Columns that move in the same units, in the order of their rows."""
+        self._units = [gcd(*(widths[c] for c in columns)) for columns in self.classes]
+        self._cell = gcd(*self._units)
+        self._word = gcd(self._cell, 8)
+        sent, self._sent_size = _offsets_in_message(widths, geometry.sent)
+        received, self.received_size = _offsets_in_message(widths, geometry.received)
+        of_ahead, self.room = self._place_ahead()
+        self._ahead_places = of_ahead
+        tables = self._packing_tables(sent)
+        self._taken = [(0, 0)] * len(widths)
+        """Of each column the first of its units in its class, and their end."""
+        self._known: dict[int, dict[int, torch.Tensor]] = {}
+        """Columns that are taken apart, of each class."""
+        for columns, unit in zip(self.classes, self._units, strict=True):
+            tables.append(self._taking_table(columns, unit, received, of_ahead))
+        places = places_of_units(tables, numbers)
+        self._packing, self._taking = places[: -len(self.classes)], places[-len(self.classes) :]
 
     def _place_ahead(self) -> tuple[list[int], int]:
         """Return the byte behind the message at which the rows ahead of each column begin, and the bytes of all."""
         if not self._geometry.ahead.any():
             return [0] * len(self._geometry.row_bytes), 0
-        aligned = lcm(self._unit, _TAIL_BYTES)
+        aligned = lcm(self._cell, _TAIL_BYTES)
         at = -(-self.received_size // aligned) * aligned
         places = []
         for rows, width in zip(self._geometry.ahead.tolist(), self._geometry.row_bytes, strict=True):
@@ -142,69 +167,104 @@ class UnitMessage:
             at += -(-rows * width // aligned) * aligned
         return places, at - self.received_size
 
-    def _packing_table(self) -> PartTable:
-        """Return where the units of a message come from."""
-        order = list(self._geometry.order)
-        sizes = self._geometry.sent * np.array(self._geometry.row_bytes)[:, None]
-        ordered = sizes[order]
-        starts = np.empty_like(sizes)
-        starts[order] = (np.cumsum(ordered) - ordered.ravel()).reshape(ordered.shape)
-        return PartTable(starts.T.ravel() // self._unit, sizes.T.ravel() // self._unit)
+    def _packing_tables(self, offsets: Int64Array) -> list[PartTable]:
+        """Return where the units of a message come from with one class of columns, else where those of each go."""
+        sent, widths = self._geometry.sent, np.array(self._geometry.row_bytes)
+        sizes = sent * widths[:, None]
+        self._flat_sizes: list[int] = sizes.sum(axis=1).tolist()
+        if len(self.classes) == 1:
+            ordered = sizes[self.classes[0]]
+            flat = np.empty_like(sizes)
+            flat[self.classes[0]] = (np.cumsum(ordered) - ordered.ravel()).reshape(ordered.shape)
+            return [PartTable(flat.T.ravel() // self._cell, sizes.T.ravel() // self._cell)]
+        return [
+            PartTable(offsets[columns].ravel() // self._cell, sizes[columns].ravel() // unit, unit // self._cell)
+            for columns, unit in zip(self.classes, self._units, strict=True)
+        ]
 
-    def _taking_table(self, columns: Sequence[int], offsets: Int64Array) -> PartTable:
+    def _taking_table(self, columns: Sequence[int], unit: int, offsets: Int64Array, ahead: Sequence[int]) -> PartTable:
         geometry, me = self._geometry, self._geometry.me
         peers = geometry.received.shape[1]
         own_last = [*range(me), *range(me + 1, peers), me]
-        starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        starts, sizes = [], []
+        first = 0
         for c in columns:
             order = own_last if geometry.own_last[c] else slice(None)
-            starts += [np.array([self._ahead_places[c]]), offsets[c, order]]
+            starts += [np.array([ahead[c]]), offsets[c, order]]
             rows = np.concatenate([geometry.ahead[c : c + 1], geometry.received[c, order]])
-            sizes.append(rows * geometry.row_bytes[c])
-        return PartTable(np.concatenate(starts) // self._unit, np.concatenate(sizes) // self._unit)
+            sizes.append(rows * (geometry.row_bytes[c] // unit))
+            self._taken[c] = first, first + int(sizes[-1].sum())
+            first = self._taken[c][1]
+        return PartTable(np.concatenate(starts) // self._cell, np.concatenate(sizes), unit // self._cell)
 
-    def pack(self, flat: torch.Tensor) -> torch.Tensor:
+    def flat_bytes(self, columns: Sequence[int]) -> int:
+        """Return the bytes that columns send."""
+        return sum(self._flat_sizes[c] for c in columns)
+
+    def sizes_of(self, columns: Sequence[int]) -> list[int]:
+        """Return the bytes that each of some columns sends."""
+        return [self._flat_sizes[c] for c in columns]
+
+    def pack(self, flat: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the message.
 
         Args:
-            flat: uint8 [bytes], column by column in ``Geometry.order``, of each those of one peer after another.
+            flat: of each of ``classes`` uint8 [bytes that it sends], column by column.
         """
-        return self._units(flat).index_select(0, self._packing).view(-1).view(torch.uint8)
+        if self._sent_size == 0:
+            return flat[0][:0]
+        if len(self.classes) == 1:
+            rows = flat[0].view(_WORDS[self._word]).view(-1, self._cell // self._word)
+            return rows.index_select(0, self._packing[0]).view(-1).view(torch.uint8)
+        message = torch.empty(self._sent_size, dtype=torch.uint8, device=flat[0].device)
+        for part, unit, places in zip(flat, self._units, self._packing, strict=True):
+            if part.shape[0]:
+                rows = part.view(_WORDS[self._word]).view(-1, unit // self._word)
+                self._windows(message, unit).index_copy_(0, places, rows)
+        return message
 
     def read_columns(self, whole: torch.Tensor, columns: Sequence[int]) -> list[torch.Tensor]:
-        """Return uint8 [bytes] of each column: its rows ahead, then its received rows. One kernel for those with rows
-        ahead, which are taken when they are used, and one for all others.
+        """Return uint8 [bytes] of each column: its rows ahead, then its received rows. One kernel a class of columns.
 
         Args:
             whole: uint8 [received_size + room], the message and the rows ahead behind it.
             columns: any, each once.
         """
-        ahead, others = self._taken
-        found = self._read(whole, ahead, self._taking[0]) if any(c in columns for c in ahead) else {}
-        if not self._known and any(c in columns for c in others):
-            self._known = self._read(whole, others, self._taking[1])
-        found |= self._known
+        found: dict[int, torch.Tensor] = {}
+        for number, of_class in enumerate(self.classes):
+            if not any(c in columns for c in of_class):
+                continue
+            if self._geometry.ahead[of_class].any():
+                # Taken when they are used, once: the rows ahead are known then.
+                found |= self._read_class(whole, number, [c for c in of_class if c in columns])
+                continue
+            if number not in self._known:
+                self._known[number] = self._read_class(whole, number, of_class)
+            found |= self._known[number]
         return [found[c] for c in columns]
 
-    def _read(self, whole: torch.Tensor, columns: Sequence[int], places: torch.Tensor) -> dict[int, torch.Tensor]:
-        geometry = self._geometry
-        rows = geometry.ahead + geometry.received.sum(axis=1)
-        sizes = [int(rows[c]) * geometry.row_bytes[c] for c in columns]
-        taken = self._units(whole).index_select(0, places).view(-1).view(torch.uint8)
-        return dict(zip(columns, taken.split_with_sizes(sizes), strict=True))
+    def _read_class(self, whole: torch.Tensor, number: int, columns: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Return the bytes of columns of one class, in its order; with one kernel unless others are between them."""
+        spans, unit = [self._taken[c] for c in columns], self._units[number]
+        if any(a[1] != b[0] for a, b in pairwise(spans)):
+            return {c: part for one in columns for c, part in self._read_class(whole, number, [one]).items()}
+        first, end = spans[0][0], spans[-1][1]
+        if first == end:
+            return dict.fromkeys(columns, whole[:0])
+        rows = self._windows(whole, unit).index_select(0, self._taking[number][first:end])
+        sizes = [(last - begin) * unit for begin, last in spans]
+        return dict(zip(columns, rows.view(-1).view(torch.uint8).split_with_sizes(sizes), strict=True))
 
     def rows_ahead(self, whole: torch.Tensor, column: int) -> torch.Tensor:
-        """Return uint8 [bytes] of ``whole`` for the rows ahead of a column, to be filled before it is read."""
+        """Return uint8 [bytes] of ``whole`` for the rows ahead of a column, to be filled before ``take``."""
         first = self._ahead_places[column]
         return whole[first : first + int(self._geometry.ahead[column]) * self._geometry.row_bytes[column]]
 
-    def _units(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer.view(_WORDS[self._word]).view(-1, self._unit // self._word)
-
-
-def by_alignment(columns: Iterable[int], row_bytes: Sequence[int]) -> list[int]:
-    """Order columns so that each begins where its rows may, after those with more factors of two."""
-    return sorted(columns, key=lambda c: -(row_bytes[c] & -row_bytes[c]))
+    def _windows(self, buffer: torch.Tensor, unit: int) -> torch.Tensor:
+        """View a message as one unit from each cell on: they overlap where a unit is more than a cell."""
+        words = buffer.view(_WORDS[self._word])
+        width, step = unit // self._word, self._cell // self._word
+        return words.as_strided(((words.shape[0] - width) // step + 1, width), (step, 1))
 
 
 def _offsets_in_message(widths: Sequence[int], rows: Int64Array) -> tuple[Int64Array, int]:

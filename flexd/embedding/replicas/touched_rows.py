@@ -68,12 +68,10 @@ class SyncList:
 
     Attributes:
         blocks: ``[peer][group]`` int64 blocks of ``BLOCK`` entries; each once per peer.
-        nowhere: the entry that does not exist.
         device: where the bits are.
     """
 
     blocks: list[list[Int64Array]]
-    nowhere: int
     device: torch.device
 
     @cached_property
@@ -130,7 +128,7 @@ class SyncLists:
     def of(directory: Directory, hops: Sequence[Hop], layout: RankLayout) -> SyncLists:
         """Build the lists of a directory as it is now, in time proportional to its blocks."""
         blocks = _BlocksByHome(directory)
-        device, nowhere = directory.device, directory.entries
+        device = directory.device
         upstream, downstream, reduced, used = [], [], [], []
         for hop in hops:
             rank, peers = hop.peers.rank, hop.peers.ranks
@@ -146,15 +144,15 @@ class SyncLists:
                     away[reached[home]].append(home)
             mine = [home for home in over if reached[home] == hop.peers.index]
             to_peers = [blocks.of(away[p] if p != hop.peers.index else []) for p in range(hop.peers.size)]
-            upstream.append(SyncList(to_peers, nowhere, device))
+            upstream.append(SyncList(to_peers, device))
             # A peer off the rail holds the DEVICE rows alone.
             shared, on_rail, nothing = blocks.of(mine, device_only=True), blocks.of(mine), blocks.of([])
             from_peers = [
                 nothing if p == hop.peers.index else on_rail if on_my_rail[p] else shared for p in range(hop.peers.size)
             ]
-            downstream.append(SyncList(from_peers, nowhere, device))
+            downstream.append(SyncList(from_peers, device))
             own = [home for home in homes.tolist() if home % layout.local_ranks == local] if hop.all_reduces else []
-            reduced.append(SyncList([blocks.of(own)], nowhere, device))
+            reduced.append(SyncList([blocks.of(own)], device))
             # Ranks of a rail or node have rows in common or none; a rank does not have the lists of other rails.
             alike = all(on_my_rail) or not any(hop.peers.far)
             used.append(not alike or any(upstream[-1].words) or any(downstream[-1].words))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import flexd
 from flexd.core.layout import RankLayout
+from flexd.embedding.exchange.step_guard import ProcessEnd
 from tests.support.forked import Forked
 
 SECONDS = 180.0
@@ -95,3 +96,31 @@ def test_the_other_rank_is_told_why(tmp_path: Path, end: str, told: str | None) 
         assert f"with ranks 1: {told} - see the log of the rank named last" in said
     if end.startswith("error"):
         assert "ValueError: batch 7 is broken" in own, "the hook that was there before prints the error"
+
+
+class Guard:
+    """A ``StepGuard`` in a step, as far as ``ProcessEnd`` uses it."""
+
+    step_thread: threading.Thread | None = None
+    passes = (None,)
+
+    def __init__(self, told: list[str], name: str, *, closed: bool = False) -> None:
+        self.told, self.name, self.closed = told, name, closed
+
+    def publish(self, error: BaseException) -> bool:
+        self.told.append(f"{self.name}: {error}")
+        return True
+
+
+def test_collections_that_are_closed_or_gone_tell_nobody_and_others_tell_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    monkeypatch.setattr("atexit.register", lambda _: None)
+    told: list[str] = []
+    end, kept = ProcessEnd(), [Guard(told, "closed", closed=True), Guard(told, "alive")]
+    for guard in kept:
+        end.watch(guard)
+    end.watch(Guard(told, "gone"))
+    sys.excepthook(ValueError, ValueError("x"), None)
+    end._at_exit()
+    assert told == ["alive: x"]

@@ -78,3 +78,17 @@ def test_each_peer_receives_the_rows_that_were_sent_to_it(
                 index = indices[peer][rows.column][first : first + int(counts[rows.column][peer][me])]
                 expected.append(sources[peer][rows.column][index].double())
             assert torch.equal(found.double(), torch.cat([part.double() for part in expected]))
+
+
+def test_an_index_is_small_beside_rows_of_many_bytes() -> None:
+    """Bits of copied rows and state of single numbers travel with rows: these move in units of their own size."""
+    rows, narrow = [100] * 64, [3] * 64
+    index = torch.arange(sum(rows))
+    columns = [
+        Column(torch.zeros(sum(rows), 64), index, rows, rows, torch.float32),
+        Column(torch.zeros(sum(narrow), 1, dtype=torch.int64), None, narrow, narrow, torch.int64),
+        Column(torch.zeros(sum(narrow), 1), None, narrow, narrow, torch.float32),
+    ]
+    packed = UnitColumns(columns, 0, devices.Numbers(CPU))
+    places = sum(each.nbytes for each in (*packed._message._packing, *packed._message._taking))
+    assert places < 0.2 * sum(packed.sent)

@@ -21,7 +21,7 @@ from flexd.embedding.store.slow.kernel_queue import KernelQueue
 PAGE_BYTES = 4096
 """Unit of direct I/O: offsets, lengths and buffers are multiples of it."""
 MAX_CALL_BYTES = 1 << 20
-_MARK = b"flexd cold rows 1\n"
+_MARK = b"flexd slow rows 1\n"
 """Begins the first page, so that no other file is taken for one of these."""
 _SLOW_DISK = "look at the disk (iostat), or put the file on a faster one"
 _DIRECT = getattr(os, "O_DIRECT", 0)
