@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from flexd.core.keyspace import TableSpec
 from flexd.ingest.message_counter import ArrivalClock, MessageCounter, decode_message
+from flexd.ingest.stats import SKEW_SECONDS
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import encode_arrow
@@ -38,3 +41,5 @@ def test_messages_are_counted_by_their_arrival(appended_seconds):
     assert sketches.newest_event_seconds == arrival + 250
     counter.skew.update(0.0)
     assert (counter.skew.least_seconds, counter.skew.most_seconds) == (-5.0, 86_400.0)
+    counter.skew.update(SKEW_SECONDS)
+    assert math.isnan(counter.skew.most_seconds), "that of the last window alone"

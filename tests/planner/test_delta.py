@@ -91,3 +91,13 @@ def test_the_best_rows_per_byte_come_first_and_demotions_late() -> None:
     first_demotion = int(np.argmin(up))
     assert first_demotion > 0, "room was free, so promotions need not wait"
     assert up[first_demotion:].any(), "demotions are not put off to the end either"
+
+
+def test_moved_bytes() -> None:
+    layout = RankLayout(2, 2)
+    live = Placement.of(np.array([0, 1, 2200]), np.array([Tier.DEVICE, Tier.NODE, Tier.NODE], np.uint8))
+    target = Placement.of(np.array([0, 1, 2, 2500]), np.array([Tier.NODE, Tier.DEVICE, Tier.NODE, Tier.NODE], np.uint8))
+    delta = live.delta_to(target)
+    moved = dict(zip(delta.keys.tolist(), moved_bytes(delta, KEYSPACE, layout).tolist(), strict=True))
+    payload = [t.row_bytes + t.state_bytes for t in (KEYSPACE.tables[g.tables[0]] for g in KEYSPACE.groups)]
+    assert moved == {0: 0, 1: payload[0], 2: payload[0], 2200: 0, 2500: payload[KEYSPACE.group_of(np.array([2500]))[0]]}

@@ -14,7 +14,7 @@ from flexd.core.layout import MOVED, RankLayout, is_moved
 from flexd.core.placement import Delta, Placement
 from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.affinity.traffic import rule_nodes
-from flexd.planner.moves import MoveRoom, moved_placement, with_moves
+from flexd.planner.moves import MoveRoom, moved_placement, placed_homes, with_moves
 from flexd.planner.plan import Plan
 from flexd.planner.solver.limits import slots_used
 
@@ -107,3 +107,14 @@ def test_every_prefix_of_a_plan_with_moves_fits(seed: int, slots: list[int]) -> 
     for chunk in made.delta.chunks(64):  # blocks of a delta
         placement = placement.apply(chunk)
         assert (slots_used(placement.keys, placement.tiers, KEYSPACE, LAYOUT) <= most).all()
+
+
+def test_placed_homes_are_those_of_the_placement() -> None:
+    homes = some_homes(5)
+    rule = rule_nodes(homes.keys, LAYOUT)
+    at = np.flatnonzero(homes.home != rule)[:5]
+    live = Placement.of(homes.keys[at], (MOVED + homes.home[at]).astype(np.uint8))
+    placed = placed_homes(homes, live, LAYOUT)
+    assert placed.home[at].tolist() == homes.home[at].tolist()
+    others = np.setdiff1d(np.arange(len(rule)), at)
+    assert placed.home[others].tolist() == rule[others].tolist()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.sketch.curve import enumerate_rows
+from flexd.sketch.curve import enumerate_rows, tail_curve
 
 
 @settings(max_examples=80, deadline=None)
@@ -37,3 +37,16 @@ def test_a_curve_lists_the_hottest_rows_and_accounts_for_the_rest(low, spilled, 
     rest = np.delete(exact, listed)
     for row_units in rest[rest > 0]:
         assert np.abs(curve.bin_units / row_units - 1).min() <= 0.125
+
+
+def test_tail_curve_gives_the_mass_and_the_number_of_rows():
+    random = np.random.default_rng(2)
+    exact = np.sort(random.pareto(1.5, 50_000) + 1)
+    accesses = random.choice(exact, size=30_000, p=exact / exact.sum())
+    rows, units = tail_curve(accesses, float(exact.sum()), 1e9)
+    assert (rows * units).sum() == pytest.approx(exact.sum())
+    assert rows.sum() == pytest.approx(50_000, rel=0.05)
+    for level in (2.0, 5.0):
+        assert rows[units > level].sum() == pytest.approx((exact > level).sum(), rel=0.15)
+    capped, _ = tail_curve(accesses, float(exact.sum()), 1000.0)
+    assert capped.sum() == pytest.approx(1000)

@@ -35,3 +35,15 @@ def test_a_view_of_a_view_keeps_its_bytes(keep):
         assert address(buffers.acquire(64)) != first
     del kept
     assert address(buffers.acquire(64)) == first
+
+
+def test_memory_is_bounded_and_grows_with_the_largest_read():
+    buffers = BufferPool(2)
+    held = [buffers.acquire(10) for _ in range(5)]
+    assert len({address(view) for view in held}) == 5
+    assert len(buffers._buffers) == 2
+    del held
+    large = buffers.acquire(100)
+    at = address(large)
+    del large
+    assert address(buffers.acquire(50)) == at

@@ -7,7 +7,7 @@ import pytest
 
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import LoadSums
-from flexd.planner.model.gains import decision_gains, row_seconds, usable_tiers
+from flexd.planner.model.gains import decision_gains, migration_seconds, row_seconds, usable_tiers
 from flexd.planner.model.row_bytes import Exchange
 from flexd.topology.cluster import Cluster
 from tests.support.planner_cases import cluster, group_cost, load
@@ -53,3 +53,10 @@ def test_bounds_hold_where_a_gain_falls_with_the_accesses() -> None:
     assert decision[Tier.NODE] == pytest.approx(plain[Tier.NODE])
     kept, _ = decided(0.2, Tier.NODE, error=0.75, machine=slow)
     assert kept[Tier.NODE] >= plain[Tier.NODE]
+
+
+def test_a_further_copy_is_paid_for_and_the_first_is_not() -> None:
+    decision, plain = decided(3.0, Tier.NODE, horizon=50.0)
+    paid = migration_seconds(load(np.ones(1)), LAYOUT, cluster()) / 50.0
+    np.testing.assert_allclose(decision[:2], plain[:2])
+    assert decision[Tier.DEVICE] == pytest.approx(plain[Tier.DEVICE] - paid[Tier.DEVICE])
