@@ -103,6 +103,8 @@ class DeferredDaemon(DaemonLoop):
         elif self._daemon is not None:
             self._daemon.tick()
             proposed = self._daemon.proposed_tables()
+        else:  # neither could be started after the last take-over
+            self._loop_watch.attempt(self._learn)
         if proposed is not None:
             self._loop_watch.attempt(lambda: self._take_over(proposed))
 
