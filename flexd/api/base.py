@@ -20,7 +20,7 @@ from flexd.core.errors import (
 from flexd.core.model import Model
 
 MAX_REASON_CHARACTERS = 500
-MAX_WHO_CHARACTERS = 200
+MAX_REQUESTED_BY_CHARACTERS = 200
 REQUEST_HEADER = "x-requested-with"
 """Required, with any value, of every request but GET, HEAD and OPTIONS: no page can make a browser send it to another
 site without a permission, which the daemon never gives."""
@@ -30,7 +30,7 @@ TIERS: tuple[TierName, ...] = ("HOME", "NODE", "DEVICE")
 """In the order of ``flexd.core.layout.Tier``."""
 RowsByTier = dict[TierName, int]
 Reason = Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)]
-Who = Annotated[str, Field(max_length=MAX_WHO_CHARACTERS)]
+RequestedBy = Annotated[str, Field(max_length=MAX_REQUESTED_BY_CHARACTERS)]
 
 
 class RequestBody(BaseModel):
@@ -44,7 +44,7 @@ class CommandRequest(RequestBody):
 
     reason: Reason = ""
     """Recorded."""
-    requested_by: Who = ""
+    requested_by: RequestedBy = ""
     """The person or program that sends the request; recorded."""
 
 

@@ -148,7 +148,8 @@ class FlexdTrainer:
     def step(self, dense: Dense) -> float:
         batch, inputs = next(self._loader)
         found = self._collection(inputs)
-        loss = dense.loss(batch, found, {name: found[name].values for name in self._rows})
+        rows = {name: found.pop(name).values for name in self._rows}
+        loss = dense.loss(batch, found, rows)
         loss.backward()
         self._collection.optimizer.step()
         return float(loss.detach())
