@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from flexd.control.daemon import membership
 from flexd.control.daemon.membership import MAX_ATTEMPTS, MAX_REFUSALS, Membership
 from flexd.control.protocol.messages import Hello, TableList
 from flexd.control.protocol.table_lists import tables_body
@@ -120,6 +121,14 @@ def test_a_recorded_hello_is_refused_long_after_its_process_ended() -> None:
     assert ranks.accept(hello(2, session="its successor", nonce="new"), 110.0)
     with pytest.raises(ReplayedMessageError):
         ranks.accept(hello(2, sequence=2), 120.0)
+
+
+def test_stored_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_SESSIONS", 3)
+    ranks = new_membership()
+    for session in range(10):
+        ranks.accept(hello(0, session=f"s{session}"), 10.0 * session)
+    assert list(ranks._newest) == ["s7", "s8", "s9"]
 
 
 def test_silent_ranks_expire_unless_the_daemon_was_stopped() -> None:

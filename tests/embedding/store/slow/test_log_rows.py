@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import SlowMemoryError
+from flexd.embedding.store.slow import log_rows
 from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockFile
 from flexd.embedding.store.slow.block_space import BlockSpace
 from flexd.embedding.store.slow.file_rows import FileRows
@@ -142,3 +143,33 @@ def test_of_two_writes_of_a_block_on_their_way_the_newer_is_read(tmp_path: Path)
         for staged in log._staged:
             staged.written = None
         log.close()
+
+
+def test_the_next_blocks_are_read_while_those_before_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_rows, "_READ_BYTES", 8 * PAGE_BYTES)
+    slow, slots, under_way, most = rows_in(tmp_path / "rows"), torch.arange(ROWS), [0], [0]
+    start, finish = BlockFile.start_read, BlockFile.finish
+
+    def started(file: BlockFile, *arguments: Any) -> Any:
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        return start(file, *arguments)
+
+    def finished(file: BlockFile, batch: Any) -> int:
+        under_way[0] -= 1
+        return finish(file, batch)
+
+    slow.write(slots, of(slots, 1))
+    slow.flush()
+    monkeypatch.setattr(BlockFile, "start_read", started)
+    monkeypatch.setattr(BlockFile, "finish", finished)
+    assert torch.equal(slow.read(slots.flip(0)), of(slots.flip(0), 1))
+    assert (under_way, most) == ([0], [2])
+    with (tmp_path / "rows").open("r+b") as file:
+        file.seek(PAGE_BYTES * 3 + 100)
+        file.write(b"damaged")
+    with pytest.raises(SlowMemoryError, match="blocks are not what was written"):
+        slow.read(slots)
+    later = slots[20 * PER_BLOCK :]
+    assert torch.equal(slow.read(later), of(later, 1)), "nothing is read into the buffers behind an error"
+    slow.close()
