@@ -18,7 +18,7 @@ TIMED = re.compile(
     r"second|\bms\b|ids/s|share of|exposed|p99|step|torch|datasketches|extra cost|over count-min|idle_|ready_"
 )
 """Checks of time, which a busy machine may miss."""
-SHORT = ("checkpoint",)
+SHORT = ("planner",)
 """Cases that `make test` runs too."""
 
 
