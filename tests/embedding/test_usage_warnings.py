@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import flexd
 from flexd.api.training import training_status
@@ -48,6 +49,9 @@ def make_mistakes(rank: int, port: int) -> dict[str, str]:
         masked = {name: Jagged(jagged.values.flip(0), jagged.lengths) for name, jagged in features.items()}
         collection(masked)["item"].values.sum().backward()
         collection.optimizer.step()
+    while connection.agent.report_waiting and time.monotonic() < deadline + 30:
+        time.sleep(0.02)
+    dist.barrier()  # a rank that leaves ends the epoch in which the others report
     connection.close(5.0)
     collection.close()
     return {report.kind: report.text for report in USAGE_WARNINGS.reports()}
