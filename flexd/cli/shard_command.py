@@ -175,7 +175,11 @@ def rule_blocks(found: RulePlan, plan: Path, cluster: Cluster) -> list[Block]:
     )
     return [
         _facts(
-            plan, found.placement, counts, "all spread by rows", ("a step beside its links", step_cost_words(cluster))
+            plan,
+            found.placement,
+            counts,
+            "all row_wise, pooled at the requester",
+            ("a step beside its links", step_cost_words(cluster)),
         ),
         Table("sharding types", columns, rows, frozenset(columns[1:3]), ("dim", "rows")),
     ]

@@ -26,9 +26,9 @@ class _Order:
     """The features of a batch, before their ids are known.
 
     Attributes:
-        order: the features, those that are answered by rows before the others, dim-group by dim-group.
+        order: the features, those whose rows are fetched before the others, dim-group by dim-group.
         bounds: int64 [2, features] first key and last row of the table of each; two numbers if all read one table.
-        groups: the features of each dim-group that are answered by rows.
+        groups: the features of each dim-group whose rows are fetched.
         ends: place in ``order`` at which each dim-group begins, and the number of those features.
         summed, summed_ends: the same of those that are pooled at the owner.
     """
@@ -85,7 +85,7 @@ class FeatureMap:
         """Convert ids to keys, and check them without waiting for the device: any faulty number makes ``faulty`` true.
 
         Args:
-            weighted: features that have a factor for each id, which are answered by rows.
+            weighted: features that have a factor for each id, which are pooled at the requester.
 
         Raises:
             EmbeddingError: unknown feature, or ids of a wrong dtype, shape or device.
@@ -146,7 +146,7 @@ class FeatureMap:
 
         Args:
             names: all features of the batch, in their order.
-            order: those that were answered by rows.
+            order: those whose rows were fetched.
         """
         every = tuple(names)
         return self._known(every, frozenset(every).difference(order)).summed

@@ -19,7 +19,7 @@ class ForwardPass:
     Attributes:
         touched: the replicated rows that it reads, filled in while it is found and fetched; None if there are none.
         grads: per dim-group [rows of the route's first station, dim]; None before its backward pass.
-        bag_grads: per dim-group [bags, dim] of the bags that are answered by sums; None before its backward pass.
+        bag_grads: per dim-group [bags, dim] of the bags that are pooled at the owner; None before its backward pass.
     """
 
     def __init__(self, route: Route, touched: TouchedRows | None) -> None:
@@ -33,7 +33,7 @@ class ForwardPass:
         self.grads = _added(self.grads, grads, wide)
 
     def add_of_bags(self, grads: list[torch.Tensor], wide: Sequence[torch.dtype]) -> None:
-        """Add gradients of bags of a backward pass, as ``add``; an empty list if none are answered by sums."""
+        """Add gradients of bags of a backward pass, as ``add``; an empty list if none are pooled at the owner."""
         if grads:
             self.bag_grads = _added(self.bag_grads, grads, wide)
 

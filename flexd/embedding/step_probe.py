@@ -54,8 +54,9 @@ def step_costs(steps: Float64Array, kernels: Float64Array, kernel_bytes: float) 
 def measure_step_costs(layout: RankLayout, device: torch.device, budget_seconds: float) -> StepCosts:
     """Collective over the default process group. Return what a step takes beside its links, equal on every rank.
 
-    Steps of small tables (forward, backward, update) are timed in turns: all answering by rows, half of them by sums,
-    and half of them copied to every rank. Rows in memory are timed on all ranks at once, because they share it.
+    Steps of small tables (forward, backward, update) are timed in turns: all pooled at the requester, half of them at
+    the owner, and half of them copied to every rank. Rows in memory are timed on all ranks at once, because they share
+    it.
 
     Args:
         budget_seconds: about how long; a few turns are measured whatever they take.

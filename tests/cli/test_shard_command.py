@@ -48,7 +48,7 @@ def test_sharding_types_for_a_flexd_trainer(flexd_command, tmp_path: Path, monke
     text = flexd_command(
         "shard", "tables.json", "--for", "flexd", "--without", "table_wise", "--without", "table_row_wise"
     ).stdout
-    assert "all spread by rows" in text
+    assert "all row_wise, pooled at the requester" in text
     assert "table_row_wise:" not in text
     assert "table_wise:" not in text
 

@@ -1,4 +1,4 @@
-"""Answers pooled features by sums: ids travel to the homes of their rows bag by bag, and one vector per bag comes back.
+"""Pools features at the owner: ids travel to the homes of their rows bag by bag, and one vector per bag comes back.
 
 A home looks the ids up that arrive as if they were its own, so that tiers, prefetch pipeline, tiered storage,
 accumulation and optimizers are those of every other look-up. Over two hops the first one leaves the node::

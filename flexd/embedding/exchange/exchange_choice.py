@@ -155,7 +155,7 @@ def row_hops(exchange: str, groups: ChainGroups) -> list[Hop]:
 
 
 def bag_hops(exchange: str, groups: ChainGroups) -> list[Hop]:
-    """Return the hops of bags that are answered by sums: with "chain" over the rail first, so that the sums of a node
+    """Return the hops of bags pooled at the owner: with "chain" over the rail first, so that the sums of a node
     are added before they leave it, then inside the node of the homes."""
     local_ranks = groups.layout.local_ranks
     if exchange == "chain":

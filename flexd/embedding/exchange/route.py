@@ -35,11 +35,11 @@ class FeatureKeys:
     """Ids of a batch as addresses (``flexd.core.homes``), which of tables spread over all ranks are keys.
 
     Attributes:
-        order: names of the features that are answered by rows, dim-group by dim-group.
+        order: names of the features whose rows are fetched, dim-group by dim-group.
         keys: int64 [n] addresses, feature by feature in this order. Ids out of range are moved into it.
         faulty: bool [] on the device: an id is out of range, or lengths do not fit the ids. None: cannot be.
         numbers: number of keys of each dim-group.
-        bags: ids of the other features, answered by sums; None: there are none.
+        bags: ids of the other features, pooled at the owner; None: there are none.
     """
 
     order: list[str]
@@ -117,7 +117,7 @@ class Route:
         agreement: combined over all ranks.
         keys: ``[station][group]`` int64: at the first station the keys of its rows, at later ones the requested keys in
             the order of their arrival.
-        bags: of bags that are answered by sums; None: the collection has none.
+        bags: of bags that are pooled at the owner; None: the collection has none.
     """
 
     stations: tuple[tuple[StationRows, ...], ...]
