@@ -17,13 +17,13 @@ from flexd.control.daemon.message_receiver import REFUSED_KINDS
 from flexd.control.daemon.migration_states import FINAL_STATES
 from flexd.control.daemon.throttle import ThrottleReason
 from flexd.core.families import MAX_LABEL_VALUES
-from flexd.ingest.stats import MESSAGE_REASONS, ROW_REASONS
 from flexd.operations.planning import PLAN_OUTCOMES
 from flexd.operations.proposals import GATE_NAMES
 from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS
 from flexd.operations.triggers import TriggerKind
 from flexd.server.access import REFUSED_REASONS
 from flexd.server.metrics import RefusalsCollector
+from flexd.sketch.ingestor import MESSAGE_REASONS, ROW_REASONS
 
 TARGET = Path(__file__).parents[1] / "docs" / "metrics.md"
 COMMAND = "python tools/gen_metrics_docs.py"

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from flexd.control.daemon.coordinator import Coordinator
     from flexd.control.daemon.throttle import Throttle
     from flexd.core.keyspace import KeySpace
-    from flexd.ingest import Ingestor
     from flexd.operations.autoplan import AutoPlanner
     from flexd.operations.drift import DriftMonitor
     from flexd.operations.effects import EffectRecorder
     from flexd.operations.history import MigrationHistory
     from flexd.operations.planning import Planning
     from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
+    from flexd.sketch.ingestor import Ingestor
     from flexd.sketch.snapshot import SnapshotStore
 
 
@@ -60,12 +60,12 @@ class Components:
 
     def status(self, base: Status) -> Status:
         """Return ``base`` with the state of every component."""
-        ingest, control, planning = self.ingestor.stats(), self.coordinator.status(), self.planning
+        control, planning = self.coordinator.status(), self.planning
         last, migration = planning.last_plan, planning.executions.last
         placement, live = self.coordinator.placement(), self.coordinator.live()
         return base.model_copy(
             update={
-                "stream": stream_status(self.settings, ingest),
+                "stream": stream_status(self.settings, self.ingestor),
                 "sketch": sketch_status(
                     self.ingestor.sketches.choices(), planning.last_profile, planning.profile_age_seconds()
                 ),
@@ -96,7 +96,7 @@ class Components:
                 ),
                 "planning": planning_status(planning, self.auto),
                 "throttle": throttle_status(self.throttle),
-                "snapshot": snapshot_status(ingest, self.snapshots),
+                "snapshot": snapshot_status(self.ingestor, self.snapshots),
                 "state": state_status(self.ingestor),
             }
         )

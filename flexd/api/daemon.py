@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,7 @@ from flexd.core.model import FiniteOrNone, Model
 
 if TYPE_CHECKING:
     from flexd.core.supervision import Supervisor
-    from flexd.ingest import Ingestor
-    from flexd.ingest.stats import IngestStats
+    from flexd.sketch.ingestor import Ingestor
     from flexd.sketch.snapshot import SnapshotStore
 
 
@@ -192,22 +192,23 @@ class StateStatus(Model):
 
 
 def _outcomes() -> tuple[str, ...]:
-    from flexd.sketch.table_restore import OUTCOMES
+    from flexd.sketch.restore import OUTCOMES
 
     return tuple(OUTCOMES)
 
 
 def state_status(ingestor: Ingestor) -> StateStatus:
     """Return what the ingest restored."""
-    changed = [outcome for outcome in ingestor.outcomes if outcome.outcome != "kept"]
+    restored = ingestor.restored
+    changed = [outcome for outcome in restored.outcomes if outcome.outcome != "kept"]
     # Those that lost counts first: the list is bounded.
     changed.sort(key=lambda outcome: -outcome.lost)
     return StateStatus(
-        restored_from=None if ingestor.restored_from is None else ingestor.restored_from.name,
-        outcomes=dict(Counter(outcome.outcome for outcome in ingestor.outcomes)),
+        restored_from=None if restored.path is None else restored.path.name,
+        outcomes=dict(Counter(outcome.outcome for outcome in restored.outcomes)),
         tables=tuple(RestoredTable.from_object(outcome) for outcome in changed[:MAX_TABLES]),
-        lost_accesses=sum(outcome.lost for outcome in ingestor.outcomes),
-        problems=ingestor.stats().restore_problems,
+        lost_accesses=sum(outcome.lost for outcome in restored.outcomes),
+        problems=tuple(restored.problems),
     )
 
 
@@ -235,15 +236,16 @@ class SnapshotStatus(Model):
     )
 
 
-def snapshot_status(stats: IngestStats, snapshots: SnapshotStore) -> SnapshotStatus:
+def snapshot_status(ingestor: Ingestor, store: SnapshotStore) -> SnapshotStatus:
     """Return the state of the snapshots in the rotation."""
+    cycle = ingestor.snapshots
     return SnapshotStatus(
-        age_seconds=stats.snapshot_age_seconds,
-        written=stats.snapshots,
-        failures=stats.snapshot_failures,
-        bytes=_newest_bytes(snapshots),
-        pause_seconds=stats.snapshot_pause_seconds,
-        problem=stats.problem if stats.snapshot_failures else None,
+        age_seconds=time.monotonic() - cycle.saved_at,
+        written=cycle.saved,
+        failures=ingestor.failures["snapshots"],
+        bytes=_newest_bytes(store),
+        pause_seconds=cycle.pause_seconds,
+        problem="; ".join(text for part, text in ingestor.problems() if part == "snapshots") or None,
     )
 
 

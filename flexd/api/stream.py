@@ -11,7 +11,7 @@ from flexd.core.model import ALWAYS, HIDDEN, FiniteOrNone, Model, Show
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
-    from flexd.ingest.stats import IngestStats
+    from flexd.sketch.ingestor import Ingestor
 
 
 class StreamStatus(Model):
@@ -111,16 +111,34 @@ class StreamStatus(Model):
     )  # fmt: skip
 
 
-def stream_status(config: Config, stats: IngestStats) -> StreamStatus:
-    """Return the stream as the ingest reports it."""
-    from flexd.ingest.stats import MESSAGE_REASONS
+def stream_status(config: Config, ingestor: Ingestor) -> StreamStatus:
+    """Return the stream as the ingest has counted it."""
+    from flexd.sketch.ingestor import MESSAGE_REASONS, ROW_REASONS
     from flexd.stream.losses import LOSS_REASONS, POSITION_REASONS
 
-    return StreamStatus.from_object(
-        stats,
+    counter, problems, losses = ingestor.counter, ingestor.problems(), ingestor.source.losses()
+    accesses = counter.accesses
+    return StreamStatus(
         source=config.stream.source.kind,
-        rejected_messages=with_zeros(MESSAGE_REASONS, stats.rejected_messages),
-        messages_lost=with_zeros(LOSS_REASONS, stats.messages_lost),
-        positions_lost=with_zeros(POSITION_REASONS, stats.positions_lost),
-        newest_event_unix_seconds=stats.newest_event_seconds,
+        lag_messages=ingestor.lag_messages,
+        read_share=ingestor.source.read_share,
+        messages_per_second=ingestor.rates.messages_per_second,
+        accesses_per_second=ingestor.rates.accesses_per_second,
+        messages=counter.messages,
+        accesses=accesses.accepted,
+        bytes=counter.bytes,
+        rejected_messages=with_zeros(MESSAGE_REASONS, counter.rejected),
+        rejected_accesses={reason: getattr(accesses, reason) for reason in ROW_REASONS},
+        adjusted_accesses={"future_clamped": accesses.future_clamped, "late": accesses.late},
+        messages_lost=with_zeros(LOSS_REASONS, losses.messages),
+        positions_lost=with_zeros(POSITION_REASONS, losses.positions),
+        dead_letters=ingestor.dead_letters.written,
+        dead_letter_failures=ingestor.dead_letters.failures,
+        source_failures=ingestor.failures["stream"],
+        commit_failures=ingestor.snapshots.commit_failures,
+        newest_event_unix_seconds=ingestor.sketches.newest_event_seconds,
+        least_skew_seconds=counter.skew_seconds[0],
+        most_skew_seconds=counter.skew_seconds[1],
+        problem="; ".join(text for _, text in problems) or None,
+        connected=all(part != "stream" for part, _ in problems),
     )

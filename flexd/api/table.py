@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flexd.control.daemon.coordinator_types import LiveTopology
     from flexd.core.keyspace import KeySpace
     from flexd.core.placement import Placement
-    from flexd.ingest import Ingestor
+    from flexd.sketch.ingestor import Ingestor
     from flexd.sketch.node_sources import TableSources
     from flexd.sketch.profile import Profile, TableProfile
     from flexd.sketch.types import TableChoice

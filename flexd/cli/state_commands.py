@@ -18,7 +18,7 @@ from flexd.core import units
 if TYPE_CHECKING:
     from flexd.config.model import Config
     from flexd.daemon.state_admin import StateReport
-    from flexd.sketch.table_restore import TableOutcome
+    from flexd.sketch.restore import TableOutcome
 
 app = typer.Typer(
     help="Show or reset the saved state of a daemon.\n\n"

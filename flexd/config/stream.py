@@ -123,7 +123,7 @@ class SketchConfig(Section):
     memory_bytes: Annotated[Int, Field(ge=2**20)] = 512 * 2**20
     """Memory of all counters together; it decides the kind of each table's counter (dense, logarithmic or
     count-min). The touches that are counted from a log take up to an eighth of it besides."""
-    half_life_seconds: Annotated[Float, Field(gt=0)] | None = 3600.0
+    half_life_seconds: Annotated[Float, Field(ge=1e-3, allow_inf_nan=False)] | None = 3600.0
     """Event-time half-life of an access; null disables decay."""
     max_hot_rows: Annotated[Int, Field(ge=1)] = 1_000_000
     """Rows listed one by one in the profile, per table."""

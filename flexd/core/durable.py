@@ -8,13 +8,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flexd.core.errors import SnapshotError
+from flexd.core.fault_points import fault_point
 
 UNUSABLE = ".unusable"
 """Suffix of a quarantined file; the newest such file is kept."""
 
 
-def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+def replace_file(path: Path, parts: Iterable[bytes | memoryview], points: str = "") -> None:
     """Replace the file: write under another name, sync, rename, sync the directory. Mode 0600.
+
+    A file of that name is complete, and a crash at any point leaves the previous one.
+
+    Args:
+        points: fault points ``{points}.written`` and ``{points}.renamed`` are passed.
 
     Raises:
         SnapshotError: the file cannot be written; it is unchanged, and no partial file stays.
@@ -26,7 +32,9 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
+        fault_point(f"{points}.written")
         temporary.replace(path)
+        fault_point(f"{points}.renamed")
         sync_directory(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -32,8 +32,6 @@ from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.loop import DaemonLoop
 from flexd.daemon.shutdown_budget import Share, ShutdownBudget
 from flexd.daemon.state_files import check_files, open_state
-from flexd.ingest import Ingestor
-from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import DecisionFile
@@ -49,6 +47,8 @@ from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
 from flexd.operations.verification import Verifier
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from flexd.sketch.dead_letters import DeadLetterFile
+from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.tap_source import TapSource
@@ -119,7 +119,6 @@ class Daemon(DaemonLoop):
             snapshot_interval_seconds=config.state.snapshot_interval_seconds,
             poll_seconds=config.stream.poll_seconds,
             max_message_bytes=config.stream.max_message_bytes,
-            extra_state=self._extra_state,
             supervisor=supervisor,
             work=work,
             start_empty=start_empty,
@@ -263,11 +262,7 @@ class Daemon(DaemonLoop):
             self._effects.end_generation()
             self._training.new_generation()
         elif name in ("migration_committed", "tap_urgent"):
-            self._ingestor.request_snapshot()
-
-    def _extra_state(self) -> Mapping[str, object]:
-        """Return what a snapshot keeps beside sketches and stream positions."""
-        return {"live_plan_id": self._planning.executions.live_plan_id}
+            self._ingestor.snapshots.request()
 
     def check(self, config: Config) -> None:
         """Raise FlexdError if ``apply_config`` would."""
@@ -286,7 +281,7 @@ class Daemon(DaemonLoop):
         self._auto.apply_config(config.planner)
         self.operator.apply_config(config.control)
         self.inspect.settings = config
-        self._ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
+        self._ingestor.snapshots.interval_seconds = config.state.snapshot_interval_seconds
         self._snapshots.keep = config.state.keep_snapshots
 
     def record_reload(self, requested_by: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
@@ -316,12 +311,12 @@ class Daemon(DaemonLoop):
         silent = time.monotonic() - self._ticked_at
         if silent > HEALTHY_TICK_SECONDS:
             reasons.append(f"the loop has not ticked for {silent:.0f} s")
-        if not self._ingestor.stats().running and not self._stopping.is_set():
+        if not self._ingestor.running and not self._stopping.is_set():
             reasons.append("the ingest thread has ended")
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))
 
     def ready(self) -> ProbeResult:
-        reasons = list(self._ingestor.stats().not_ready)
+        reasons = [f"{part}: {problem}" for part, problem in self._ingestor.problems()]
         live = self._coordinator.live()
         if live is None or not live.ready:
             reasons.append(f"ranks: {self._coordinator.status().reason}")

@@ -13,8 +13,8 @@ from flexd.core.errors import SketchError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.daemon import factory
 from flexd.daemon.state_files import StateLock, check_owner, mark_unusable, newer_files
-from flexd.ingest.restore import RestoredState, SnapshotMeta, find_newest
 from flexd.sketch import snapshot
+from flexd.sketch.restore import RestoredState, SnapshotMeta, find_newest
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 
@@ -147,13 +147,7 @@ def _save_empty(config: Config, store: SnapshotStore, old: list[Path]) -> None:
             problems.append(f"{path.name}: {error.message}")
             continue
         meta, arrays = SketchSet(config.keyspace().tables, factory.sketch_settings(config)).state()
-        store.save(
-            {
-                "sketches": meta, "positions": saved.positions,
-                "generation": saved.generation, "saved": {},
-            },
-            arrays,
-        )  # fmt: skip
+        store.save({"sketches": meta, "positions": saved.positions, "generation": saved.generation}, arrays)
         return
     raise SnapshotError(
         f"{store.directory}: no snapshot with stream positions: {'; '.join(problems) or 'there is none'}",

@@ -19,8 +19,8 @@ from flexd.config import tables_file
 from flexd.control.daemon import journal
 from flexd.core.durable import UNUSABLE, replace_file, sync_directory
 from flexd.core.errors import SnapshotError, StateLockedError, StateVersionError, UnusableStateError
-from flexd.ingest.restore import UNUSABLE_REMEDY
 from flexd.operations import state_file
+from flexd.sketch.restore import UNUSABLE_REMEDY
 
 FILE_NAME = "lock"
 _POLL_SECONDS = 0.05

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexd.config.model import Config
@@ -11,10 +10,9 @@ from flexd.config.stream import KafkaSource, TapSource
 from flexd.control.protocol.network import new_token
 from flexd.core.errors import ConfigError, SnapshotError, StreamError
 from flexd.daemon import factory, state_admin
-from flexd.ingest import restore
-from flexd.ingest.ingestor import Ingestor
-from flexd.ingest.stats import IngestStats
+from flexd.sketch import restore
 from flexd.sketch.coaccess import CoAccess
+from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.profile import Profile
 from flexd.sketch.snapshot import SnapshotStore
 
@@ -22,19 +20,6 @@ CLOSE_SECONDS = 20.0
 SAMPLE_BYTES = 2**26
 """Memory for samples of rows that occur together, where the configuration states none."""
 _LOOK_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class StreamSample:
-    """Attributes:
-    profile: of what was read.
-    stats: of the reading, with what was refused.
-    coaccess: training samples, with the rows that occur together; None without ``sketch.coaccess_memory_bytes``.
-    """
-
-    profile: Profile
-    stats: IngestStats
-    coaccess: CoAccess | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +33,7 @@ class CountedSource:
     coaccess: CoAccess | None
 
 
-def read_source(config: Config, seconds: float, progress: Callable[[IngestStats], None] | None = None) -> CountedSource:
+def read_source(config: Config, seconds: float) -> CountedSource:
     """Return what is known of the configured source: of a stream what ``read_sample`` reads in ``seconds``, with
     samples of rows that occur together, of a tap what the job's daemon had counted at its newest snapshot.
 
@@ -61,8 +46,7 @@ def read_source(config: Config, seconds: float, progress: Callable[[IngestStats]
         if not config.sketch.coaccess_memory_bytes:
             sampling = config.sketch.model_copy(update={"coaccess_memory_bytes": SAMPLE_BYTES})
             config = config.model_copy(update={"sketch": sampling})
-        read = read_sample(config, seconds, progress)
-        return CountedSource(read.profile, read.coaccess)
+        return read_sample(config, seconds)
     directory = state_admin.directory_of(config) / "snapshots"
     counted = restore.find_newest(
         SnapshotStore(directory, 1, read_only=True), config.keyspace().tables, factory.sketch_settings(config),
@@ -78,14 +62,11 @@ def read_source(config: Config, seconds: float, progress: Callable[[IngestStats]
     return CountedSource(counted.sketches.profile(), None)  # a tap sends no samples
 
 
-def read_sample(config: Config, seconds: float, progress: Callable[[IngestStats], None] | None = None) -> StreamSample:
+def read_sample(config: Config, seconds: float) -> CountedSource:
     """Read the configured source for so long, or to its present end if that comes first.
 
     A topic is read in a consumer group of its own, so that no partition is taken from a daemon, and nothing is
     committed or saved.
-
-    Args:
-        progress: called with the present statistics five times per second.
 
     Raises:
         ConfigError: the source is a tap, which only the job's daemon receives, or a file of options cannot be read.
@@ -106,25 +87,18 @@ def read_sample(config: Config, seconds: float, progress: Callable[[IngestStats]
     )  # fmt: skip
     ingestor.start()
     try:
-        stats = _wait(ingestor, seconds, progress)
+        deadline = time.monotonic() + seconds
+        # ``idle_seconds`` is above 0 only when the stream has been read to its end.
+        while time.monotonic() < deadline and not (ingestor.sketches.samples and ingestor.idle_seconds):
+            time.sleep(_LOOK_SECONDS)
+        problems = ingestor.problems()
         profile, coaccess = ingestor.profile(), ingestor.sketches.coaccess()
     finally:
         ingestor.stop(CLOSE_SECONDS)
-    if not stats.accesses:
+    if not profile.samples:
         raise StreamError(
-            f"no access was read in {seconds:g} s: {stats.problem or 'the stream has no messages'}",
+            f"no access was read in {seconds:g} s: "
+            + ("; ".join(text for _, text in problems) or "the stream has no messages"),
             remedy="check stream.source, or read for longer",
         )
-    return StreamSample(profile, stats, coaccess)
-
-
-def _wait(ingestor: Ingestor, seconds: float, progress: Callable[[IngestStats], None] | None) -> IngestStats:
-    deadline = time.monotonic() + seconds
-    while True:
-        stats = ingestor.stats()
-        if progress is not None:
-            progress(stats)
-        # ``idle_seconds`` is above 0 only when the stream has been read to its end.
-        if time.monotonic() >= deadline or (stats.accesses and stats.idle_seconds > 0):
-            return stats
-        time.sleep(_LOOK_SECONDS)
+    return CountedSource(profile, coaccess)

@@ -54,12 +54,9 @@ def exact_profile(
                 accesses_per_step=weight * micro_batches / len(passes),
                 hot_rows=rows[mine] - keyspace.first_key[index],
                 hot_share=share,
-                hot_lower=share,
-                hot_upper=share,
                 bin_share=np.empty(0),
                 bin_rows=np.empty(0),
                 distinct_rows=float(len(mine)),
-                coverage=1.0 if weight else 0.0,
                 touches=None
                 if layout is None or touches is None
                 else RowTouches(layout.nodes, layout.local_ranks, *touches[:, mine]),

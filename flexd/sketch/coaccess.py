@@ -4,6 +4,9 @@ A sample is kept if ``Exp(1) / weight`` is small, with the draw taken from a has
 forward decay: Efraimidis and Spirakis, IPL 2006; Cormode et al., ICDE 2009, section 4; coordinated by the hash as in
 Cohen, *Sampling big data for distributed analytics*, 2014). So all rows of a sample are kept or none, whichever
 table or message they come from.
+
+The memory is words of 32 bits, part after part. A part is the rows of one table in one sample: ``HEADER`` words and one
+word per row. Header: key (2 words), event time (float64, 2 words), user (int64, 2 words), table, number of rows.
 """
 
 from __future__ import annotations
@@ -12,21 +15,19 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
 from flexd.core import sample_hash
 from flexd.core.errors import SketchError
-from flexd.sketch import coaccess_kernels as kernels
-from flexd.sketch.coaccess_kernels import HEADER, NO_USER, readonly
+from flexd.core.sample_hash import FIRST, GAMMA, SECOND
+from flexd.sketch.types import Arrays, Float64Array, Int64Array
 
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
 UInt32Array = npt.NDArray[np.uint32]
 UInt64Array = npt.NDArray[np.uint64]
-Arrays = dict[str, npt.NDArray[Any]]
 
 MIN_BYTES = 65_536
 MAX_ROWS = 2**32
@@ -37,6 +38,131 @@ _KEPT_SHARE = 0.75
 """Of the memory after a trim. What comes until the next one has the rest."""
 _ARRAY = "coaccess/words"
 _NONE = np.empty(0, dtype=np.int64)
+HEADER = 8
+NO_USER = -(2**63)
+
+
+class _LookUp(NamedTuple):
+    """One table's rows in the samples of one message.
+
+    Attributes:
+        ids: int64 [s] sample ids, or empty: samples are the positions from ``base`` on.
+        users: int64 [s], or empty.
+        lengths: int32 [s], of the samples.
+    """
+
+    ids: Any
+    base: Any
+    users: Any
+    lengths: Any
+    rows: Any
+    table: int
+    table_rows: int
+    time: float
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _mix(value: Any) -> Any:
+    z = value + np.uint64(GAMMA)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(SECOND)
+    return z ^ (z >> np.uint64(31))
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _draw(key: Any) -> Any:
+    """Return the sample's draw from Exp(1). The key was mixed once for its identity; this mix is independent of it."""
+    return -np.log((np.float64(_mix(key) >> np.uint64(11)) + 0.5) * 2.0**-53)
+
+
+@numba.njit(cache=True, nogil=True)
+def _offer(
+    look_up: Any, largest_draw: float, longest: int, start: int, first_row: int, words: Any, used: int
+) -> tuple[int, int, int]:
+    """Append the samples whose draw is at most ``largest_draw``, until the next one does not fit into ``words``.
+
+    Samples with more than ``longest`` rows are left out.
+
+    Args:
+        look_up: a ``_LookUp``.
+        start, first_row: sample to begin with, and its first place in ``rows``.
+
+    Returns:
+        (next sample, its first place in ``rows``, words used).
+    """
+    ids, base, users, lengths, rows, table, table_rows, time = look_up
+    at = start
+    place = first_row
+    floats = np.empty(1, dtype=np.float64)
+    halves = floats.view(np.uint32)
+    floats[0] = time
+    while at < lengths.size:
+        length = lengths[at]
+        key = _mix(np.uint64(ids[at])) if ids.size else _mix(base + np.uint64(at))
+        if 0 < length <= longest and _draw(key) <= largest_draw:
+            if used + HEADER + length > words.size:
+                return at, place, used
+            end = used + HEADER
+            for j in range(place, place + length):
+                row = np.int64(rows[j])
+                if 0 <= row < table_rows:
+                    words[end] = np.uint32(row)
+                    end += 1
+            if end > used + HEADER:
+                user = np.uint64(users[at]) if users.size else np.uint64(1) << np.uint64(63)
+                words[used] = np.uint32(key)
+                words[used + 1] = np.uint32(key >> np.uint64(32))
+                words[used + 2] = halves[0]
+                words[used + 3] = halves[1]
+                words[used + 4] = np.uint32(user)
+                words[used + 5] = np.uint32(user >> np.uint64(32))
+                words[used + 6] = np.uint32(table)
+                words[used + 7] = np.uint32(end - used - HEADER)
+                used = end
+        place += length
+        at += 1
+    return at, place, used
+
+
+@numba.njit(cache=True, nogil=True)
+def _priorities(words: Any, places: Any, weight_per_second: float) -> Any:
+    """Return float64 [parts]: the logarithm of each part's draw over its forward weight."""
+    out = np.empty(places.size, dtype=np.float64)
+    double = np.empty(1, dtype=np.float64)
+    halves = double.view(np.uint32)
+    for i in range(places.size):
+        at = places[i]
+        halves[0] = words[at + 2]
+        halves[1] = words[at + 3]
+        key = np.uint64(words[at]) | np.uint64(words[at + 1]) << np.uint64(32)
+        out[i] = np.log(_draw(key)) - double[0] * weight_per_second
+    return out
+
+
+@numba.njit(cache=True, nogil=True)
+def _locate_parts(words: Any) -> tuple[Any, int]:
+    """Return (int64 [parts] places of the parts, place behind the last: if that is not the end, words are damaged)."""
+    places = np.empty(words.size // HEADER, dtype=np.int64)
+    at: Any = 0
+    count = 0
+    while at + HEADER <= words.size and words[at + 7] > 0:
+        places[count] = at
+        at += HEADER + np.int64(words[at + 7])
+        count += 1
+    return places[:count], at
+
+
+@numba.njit(cache=True, nogil=True)
+def _compact(words: Any, places: Any, kept: Any) -> Any:
+    """Move the kept parts to the front, in their order. Return the words that they take."""
+    used: Any = 0
+    for i in range(places.size):
+        if kept[i]:
+            at = places[i]
+            for j in range(HEADER + np.int64(words[at + 7])):
+                words[used] = words[at + j]
+                used += 1
+    return used
 
 
 @dataclass(frozen=True)
@@ -74,35 +200,18 @@ class CoAccessSample:
 
     Args:
         tables: rows of each table, in the order of the key space.
-        memory_bytes: of the sample. Trimming, reading and saving copy what is in use.
+        memory_bytes: of the sample, ``MIN_BYTES`` or more. Reading and saving copy what is in use.
         half_life_seconds: of a sample's weight; None: all samples count alike.
-
-    Raises:
-        SketchError: too little memory.
     """
 
     def __init__(self, table_rows: Sequence[int], memory_bytes: int, half_life_seconds: float | None) -> None:
-        if memory_bytes < MIN_BYTES:
-            raise SketchError(
-                f"co-access sample of {memory_bytes} bytes",
-                remedy=f"give sketch.coaccess_memory_bytes at least {MIN_BYTES}, or 0 for none",
-            )
         self._table_rows = tuple(min(rows, MAX_ROWS) for rows in table_rows)
         self._words: UInt32Array = np.zeros(memory_bytes // 4, dtype=np.uint32)
         self._used = 0
-        self._limit = math.inf
+        self.limit = math.inf
+        """Largest priority kept: ``log(Exp(1)) - log(forward weight)``; infinite until memory is full once."""
         self._longest = len(self._words) // LONGEST_SHARE - HEADER
         self._weight_per_second = 0.0 if half_life_seconds is None else math.log(2.0) / half_life_seconds
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the sample, used or not."""
-        return self._words.nbytes
-
-    @property
-    def limit(self) -> float:
-        """Largest priority kept: ``log(Exp(1)) - log(forward weight)``; infinite until memory is full once."""
-        return self._limit
 
     def add(
         self,
@@ -131,17 +240,16 @@ class CoAccessSample:
             base = sample_hash.step_base(source_rank, step)
         else:
             base = sample_hash.entry_base(table, source_rank, bits)
-        ids = _NONE if sample_ids is None else sample_ids
-        users = _NONE if user_ids is None else user_ids
+        look_up = _LookUp(
+            _readonly(_NONE if sample_ids is None else sample_ids), np.uint64(base),
+            _readonly(_NONE if user_ids is None else user_ids), _readonly(lengths), _readonly(rows), table,
+            self._table_rows[table], event_time_seconds,
+        )  # fmt: skip
         at = place = 0
         while at < len(lengths):
-            power = self._limit + event_time_seconds * self._weight_per_second
+            power = self.limit + event_time_seconds * self._weight_per_second
             largest = math.exp(power) if power < 700 else math.inf
-            at, place, self._used = kernels.offer(
-                readonly(ids), np.uint64(base), readonly(users), readonly(lengths), readonly(rows), table,
-                self._table_rows[table], event_time_seconds, largest, self._longest, at, place, self._words,
-                self._used,
-            )  # fmt: skip
+            at, place, self._used = _offer(look_up, largest, self._longest, at, place, self._words, self._used)
             if at < len(lengths):
                 self._trim()
 
@@ -178,7 +286,7 @@ class CoAccessSample:
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Return a copy of everything: (JSON-able values, arrays)."""
-        return {"limit": self._limit.hex()}, {_ARRAY: self._words[: self._used].copy()}
+        return {"limit": self.limit.hex()}, {_ARRAY: self._words[: self._used].copy()}
 
     def load(self, meta: dict[str, Any], arrays: Arrays) -> None:
         """Replace everything by what ``state`` returned, of the same tables and half-life; all if it fits the memory.
@@ -196,7 +304,7 @@ class CoAccessSample:
             raise SketchError("saved co-access sample is of more tables", remedy="use an earlier snapshot")
         if len(words) <= len(self._words):
             self._words[: len(words)] = words
-            self._limit, self._used = limit, len(words)
+            self.limit, self._used = limit, len(words)
 
     def _trim(self) -> None:
         """Remove the parts of the highest priorities, so that ``_KEPT_SHARE`` of the memory is in use at most.
@@ -205,14 +313,12 @@ class CoAccessSample:
         """
         words = self._words[: self._used]
         places, sizes = _parts(words)
-        priority = kernels.priorities(words, places, self._weight_per_second)
+        priority = _priorities(words, places, self._weight_per_second)
         order = np.argsort(priority)
         fitting = np.searchsorted(np.cumsum(sizes[order] + HEADER), _KEPT_SHARE * len(self._words), side="right")
         # Parts of equal priority are of one sample: all stay or none.
-        self._limit = float(np.nextafter(priority[order[fitting]], -np.inf))
-        kept = words[np.repeat(priority <= self._limit, sizes + HEADER)]
-        self._words[: len(kept)] = kept
-        self._used = len(kept)
+        self.limit = float(np.nextafter(priority[order[fitting]], -np.inf))
+        self._used = _compact(words, places, priority <= self.limit)
 
     def _word_pairs(self, places: Int64Array, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         pairs = np.stack([self._words[places], self._words[places + 1]], axis=1)
@@ -221,10 +327,14 @@ class CoAccessSample:
 
 def _parts(words: UInt32Array) -> tuple[Int64Array, Int64Array]:
     """Return int64 [parts] places in the words, and numbers of rows. Raises SketchError if these are no whole parts."""
-    places, end = kernels.locate_parts(words)
+    places, end = _locate_parts(words)
     if end != len(words):
         raise SketchError("saved co-access sample is damaged", remedy="use an earlier snapshot")
     return places, words[places + 7].astype(np.int64)
 
 
-__all__ = ["MIN_BYTES", "NO_USER", "CoAccess", "CoAccessSample"]
+def _readonly(values: Any) -> Any:
+    """Return a read-only view: one compiled version serves arrays of both kinds."""
+    view = values.view()
+    view.flags.writeable = False
+    return view

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from flexd.core.errors import SketchError
 
 UNIT_BITS = 16
 """Of an exact counter: an access is counted with 2^16 to 2^18 units, so rounding to a whole unit changes its weight by
 at most 2^-17."""
-GROWTH_HALF_LIVES = 2
-"""Half-lives of event time between two rescales of a counter."""
-MIN_HALF_LIFE_SECONDS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -50,29 +46,16 @@ class ForwardDecay:
         max_future_seconds: accesses dated further ahead of their arrival are counted at their arrival.
         late_after_seconds: an access is late if it is older than the newest event by more than this. Ranks and
             partitions interleave, so small differences are normal.
-
-    Raises:
-        SketchError: half-life under a millisecond or not finite, or a negative limit.
     """
 
     def __init__(
         self, half_life_seconds: float | None, max_future_seconds: float, late_after_seconds: float = 0.0
     ) -> None:
-        if half_life_seconds is not None and not MIN_HALF_LIFE_SECONDS <= half_life_seconds < math.inf:
-            raise SketchError(f"half-life {half_life_seconds} s", remedy="give 0.001 seconds or more, or None")
-        if not max_future_seconds >= 0:
-            raise SketchError(f"future limit {max_future_seconds} s", remedy="give a non-negative number of seconds")
-        if not late_after_seconds >= 0:
-            raise SketchError(f"late after {late_after_seconds} s", remedy="give a non-negative number of seconds")
         self.half_life_seconds = half_life_seconds
         self.max_future_seconds = max_future_seconds
         self.late_after_seconds = late_after_seconds
-        self._newest = math.nan
-
-    @property
-    def newest_seconds(self) -> float:
+        self.newest_seconds = math.nan
         """Newest event time, NaN before the first."""
-        return self._newest
 
     def admit(self, event_time_seconds: float, arrival_seconds: float = math.inf) -> Admission:
         """Place one event time on the clock and move the clock.
@@ -90,9 +73,9 @@ class ForwardDecay:
         clamped = time > arrival_seconds + self.max_future_seconds
         if clamped:
             time = arrival_seconds
-        late = time < self._newest - self.late_after_seconds
-        if not time < self._newest:
-            self._newest = time
+        late = time < self.newest_seconds - self.late_after_seconds
+        if not time < self.newest_seconds:
+            self.newest_seconds = time
         return Admission(time, late, clamped)
 
     def limit(self, now_seconds: float) -> None:
@@ -101,13 +84,13 @@ class ForwardDecay:
         It can be after a restart with a saved clock, and after the machine's clock was set back.
         """
         latest = now_seconds + self.max_future_seconds
-        if self._newest > latest:
-            self._newest = latest
+        if self.newest_seconds > latest:
+            self.newest_seconds = latest
 
     def advance(self, to_event_time_seconds: float) -> None:
         """Move the clock on without an event, so that an idle stream decays. Earlier times do nothing."""
-        if not math.isnan(self._newest) and math.isfinite(to_event_time_seconds):
-            self._newest = max(self._newest, to_event_time_seconds)
+        if not math.isnan(self.newest_seconds) and math.isfinite(to_event_time_seconds):
+            self.newest_seconds = max(self.newest_seconds, to_event_time_seconds)
 
     def unit_exponent(self, event_time_seconds: float, unit_bits: int = UNIT_BITS) -> int:
         """Return the exponent at which an access of this time has ``2^unit_bits`` to twice as many units.
@@ -117,10 +100,6 @@ class ForwardDecay:
         if self.half_life_seconds is None:
             return 0
         return math.floor(event_time_seconds / self.half_life_seconds) - unit_bits
-
-    def needs_rescale(self, event_time_seconds: float, exponent: int, unit_bits: int = UNIT_BITS) -> bool:
-        """Return whether an access of this time has ``2^(unit_bits + GROWTH_HALF_LIVES)`` units or more."""
-        return self.unit_exponent(event_time_seconds, unit_bits) >= exponent + GROWTH_HALF_LIVES
 
     def units(self, event_time_seconds: float, exponent: int, *, up: bool = False) -> int:
         """Return the weight of one access in units of ``2^exponent``, rounded to nearest or ``up``; 1 without decay."""
@@ -133,23 +112,11 @@ class ForwardDecay:
 
     def unit_weight(self, exponent: int) -> float:
         """Return the present weight of one unit of ``2^exponent``, in present accesses; 0 if it has decayed away."""
-        if self.half_life_seconds is None or math.isnan(self._newest):
+        if self.half_life_seconds is None or math.isnan(self.newest_seconds):
             return 1.0
-        power = exponent - self._newest / self.half_life_seconds
+        power = exponent - self.newest_seconds / self.half_life_seconds
         return 2.0**power if power > -1000 else 0.0
 
     def log_weight(self, event_time_seconds: float) -> float:
         """Return the natural logarithm of the forward weight ``2^(t/H)``; 0 without decay."""
         return 0.0 if self.half_life_seconds is None else event_time_seconds / self.half_life_seconds * math.log(2.0)
-
-    def state(self) -> dict[str, Any]:
-        """Return JSON-able values; floats are hexadecimal text, which restores every bit and NaN."""
-        return {"newest": self._newest.hex()}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Replace everything by what ``state`` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: fields are missing or malformed.
-        """
-        self._newest = float.fromhex(state["newest"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -12,11 +11,11 @@ import numpy.typing as npt
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
-from flexd.sketch.counters import logarithmic_kernels as kernels
+from flexd.sketch import logarithmic_kernels as kernels
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.profile import TableProfile
-from flexd.sketch.table_sketch import Arrays, Float64Array, Int64Array, RowArray, TableSketch
-from flexd.sketch.types import TableChoice
+from flexd.sketch.table_sketch import TableSketch
+from flexd.sketch.types import Arrays, Float64Array, Int64Array, RowArray, TableChoice
 
 UInt8Array = npt.NDArray[np.uint8]
 
@@ -56,33 +55,6 @@ def packed_bytes(rows: int, bits: int) -> int:
     return (rows * bits + 7) // 8 + 1
 
 
-@dataclass(frozen=True)
-class _Excess:
-    """The units of rows at the top level beyond that level.
-
-    Attributes:
-        rows: int64[k], the sampled rows at the top level, ascending.
-        units: float64[k], excess of each of ``rows``.
-        sampled: int64[k], accesses of each of ``rows`` in the sample.
-        rest: excess of each other row at the top level.
-        units_an_access: excess that one sampled access represents.
-    """
-
-    rows: Int64Array
-    units: Float64Array
-    sampled: Int64Array
-    rest: float
-    units_an_access: float
-
-    def of(self, rows: Int64Array) -> tuple[Float64Array, Int64Array]:
-        """Return (float64[n] excess, int64[n] sampled accesses) of int64[n] rows at the top level."""
-        if not len(self.rows):
-            return np.full(len(rows), self.rest), np.zeros(len(rows), dtype=np.int64)
-        at = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
-        found = self.rows[at] == rows
-        return np.where(found, self.units[at], self.rest), np.where(found, self.sampled[at], 0)
-
-
 class LogTable(TableSketch):
     """Unbiased approximate counts: an access of weight w moves a row from the level of value v to the level at or below
     v + w, or to the next one, at random so that the mean is v + w.
@@ -108,17 +80,9 @@ class LogTable(TableSketch):
         """Units of the first level; 0 before any access."""
         self._draws = (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64
         self._packed: UInt8Array = np.zeros(packed_bytes(spec.rows, self.bits), dtype=np.uint8)
-        self._counts: Int64Array = np.zeros(1 << self.bits, dtype=np.int64)
-        self._counts[0] = spec.rows
-
-    @property
-    def top_rows(self) -> int:
-        """Rows at the top level."""
-        return int(self._counts[-1])
-
-    @property
-    def counter_bytes(self) -> int:
-        return self._packed.nbytes
+        self.level_rows: Int64Array = np.zeros(1 << self.bits, dtype=np.int64)
+        """Number of rows at each level."""
+        self.level_rows[0] = spec.rows
 
     @property
     def values(self) -> Float64Array:
@@ -144,14 +108,13 @@ class LogTable(TableSketch):
         for start in range(0, len(rows), CHECK_IDS):
             end = min(start + CHECK_IDS, len(rows))
             below, beyond = kernels.add(
-                readonly, start, end, np.uint64(self.spec.rows), self._packed, self._counts, self.bits,
+                readonly, start, end, np.uint64(self.spec.rows), self._packed, self.level_rows, self.bits,
                 level_values(self.bits), weight, np.uint64(self._draws),
             )  # fmt: skip
             self._skip_draws(end - start)
             negative += below
             outside += beyond
-            if self.top_rows > self._top_allowed():
-                self._double_step_if_crowded()
+            if self._double_step_if_crowded():
                 weight = units / self.step
         self.total_units += units * (len(rows) - negative - outside)
         return negative, outside
@@ -174,7 +137,7 @@ class LogTable(TableSketch):
             part = np.ascontiguousarray(rows[start : start + CHECK_IDS], dtype=np.int64)
             weights = units[start : start + CHECK_IDS] / self.step
             kernels.add_weights(
-                part, weights, self._packed, self._counts, self.bits, level_values(self.bits), np.uint64(self._draws)
+                part, weights, self._packed, self.level_rows, self.bits, level_values(self.bits), np.uint64(self._draws)
             )
             self._skip_draws(len(part))
             self._double_step_if_crowded()
@@ -189,10 +152,6 @@ class LogTable(TableSketch):
         out = np.empty(len(rows), dtype=np.uint8)
         kernels.read(self._packed, np.ascontiguousarray(rows, dtype=np.int64), self.bits, out)
         return out
-
-    def histogram(self) -> Int64Array:
-        """Return the number of rows at each level, int64[2^bits]."""
-        return self._counts.copy()
 
     def rows_of_levels(self, room: Int64Array) -> Int64Array:
         """Return row ids by level, highest level first, ascending within a level.
@@ -228,12 +187,12 @@ class LogTable(TableSketch):
         errors: Float64Array = np.sqrt(np.maximum(variance, 0.0)) / np.maximum(values, 1.0)
         return errors
 
-    def _top_allowed(self) -> int:
-        return max(1, int(self.spec.rows * TOP_SHARE))
-
-    def _double_step_if_crowded(self) -> None:
-        while self.top_rows > self._top_allowed():
+    def _double_step_if_crowded(self) -> bool:
+        """Double the step until few rows are at the top level. Return whether it was."""
+        before = self.step
+        while self.level_rows[-1] > max(1, int(self.spec.rows * TOP_SHARE)):
             self._set_step(2 * self.step)
+        return self.step != before
 
     def _set_step(self, step: float) -> None:
         values = level_values(self.bits)
@@ -245,8 +204,8 @@ class LogTable(TableSketch):
         self._count_levels()
 
     def _count_levels(self) -> None:
-        self._counts = np.zeros(1 << self.bits, dtype=np.int64)
-        kernels.histogram(self._packed, self.spec.rows, self.bits, self._counts)
+        self.level_rows = np.zeros(1 << self.bits, dtype=np.int64)
+        kernels.histogram(self._packed, self.spec.rows, self.bits, self.level_rows)
 
     def _skip_draws(self, draws: int) -> None:
         self._draws = (self._draws + draws) % 2**64
@@ -257,37 +216,38 @@ class LogTable(TableSketch):
         units: Float64Array = values[levels]
         at_top = np.flatnonzero(levels == len(values) - 1)
         if len(at_top):
-            units[at_top] += self._excess(self.histogram()).of(rows[at_top])[0]
+            units[at_top] += self._beyond_top(rows[at_top])[0]
         return units
 
-    def _excess(self, histogram: Int64Array) -> _Excess:
+    def _beyond_top(self, rows: Int64Array) -> tuple[Float64Array, Int64Array, float]:
         """Divide the units beyond the top level among its rows.
 
         Rows never sampled get together the share of the accesses whose row was sampled once (Good, *The population
         frequencies of species*, Biometrika 1953). The sampled rows divide the rest as they do the sample.
+
+        Returns:
+            (float64[n] units of int64[n] rows at the top level, their sampled accesses, units of one of these).
         """
-        beyond = max(0.0, float(self.total_units) - float(histogram @ self.values))
-        top_rows = int(histogram[-1])
+        beyond = max(0.0, float(self.total_units) - float(self.level_rows @ self.values))
         sampled = self._sample.rows()
-        rows, times = np.unique(sampled[self.levels(sampled) == len(histogram) - 1], return_counts=True)
-        accesses = int(times.sum())
-        others = top_rows - len(rows)
-        unseen = (int((times == 1).sum()) / accesses if accesses else 1.0) if others else 0.0
-        return _Excess(
-            rows,
-            beyond * (1 - unseen) * times / max(1, accesses),
-            times,
-            beyond * unseen / others if others else 0.0,
-            beyond / max(1, accesses),
-        )
+        seen, times = np.unique(sampled[self.levels(sampled) == len(self.level_rows) - 1], return_counts=True)
+        accesses = max(1, int(times.sum()))
+        others = int(self.level_rows[-1]) - len(seen)
+        unseen = (int((times == 1).sum()) / accesses if len(seen) else 1.0) if others else 0.0
+        at = np.searchsorted(seen, rows)
+        # No row is -1, which stands behind the last.
+        found = np.append(seen, -1)[at] == rows
+        accessed = np.where(found, np.append(times, 0)[at], 0)
+        rest = beyond * unseen / others if others else 0.0
+        units = np.where(found, beyond * (1 - unseen) * accessed / accesses, rest)
+        return units, accessed, beyond / accesses
 
     def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
         total = float(self.total_units)
         if total == 0:
             return self._empty_profile()
-        histogram, values = self.histogram(), self.values
+        histogram, values = self.level_rows, self.values
         top = len(values) - 1
-        excess = self._excess(histogram)
         # All rows at the top level are read, because their order is only decided here.
         above = np.cumsum(histogram[::-1])[::-1] - histogram
         room = np.clip(max_hot_rows - above, 0, histogram)
@@ -297,12 +257,12 @@ class LogTable(TableSketch):
         units, half = values[level], QUARTILE * self._level_errors(decay)[level]
         lower, upper = units * np.exp(-half), units * np.exp(half)
         first = int(histogram[top])
-        beyond, sampled = excess.of(rows[:first])
+        beyond, sampled, units_an_access = self._beyond_top(rows[:first])
         # Of counts with a power-law tail, a fifth to a quarter of those at the top level are lower in truth (Bayes,
         # prior 1 / x^2, errors of half an octave), so the top level is their lower quartile.
         lower[:first] = units[:first]
         units[:first] += beyond
-        upper[:first] += excess.units_an_access * (sampled + 1 + QUARTILE * np.sqrt(sampled + 1))
+        upper[:first] += units_an_access * (sampled + 1 + QUARTILE * np.sqrt(sampled + 1))
         order = np.concatenate([np.lexsort((rows[:first], -units[:first])), np.arange(first, len(rows))])
         listed, spilled = order[:max_hot_rows], units[order[max_hot_rows:]]
         left = (histogram - room)[1:]
@@ -321,12 +281,10 @@ class LogTable(TableSketch):
             accesses_per_step=0.0,
             hot_rows=rows[listed],
             hot_share=share,
-            hot_lower=np.minimum(lower[listed] / whole, share),
-            hot_upper=np.clip(upper[listed] / whole, share, 1.0),
+            hot_bounds=(np.minimum(lower[listed] / whole, share), np.clip(upper[listed] / whole, share, 1.0)),
             bin_share=bin_units / whole,
             bin_rows=bin_rows,
             distinct_rows=float(self.spec.rows - histogram[0]),
-            coverage=min(1.0, explained / whole),
         )
 
     def _level_errors(self, decay: ForwardDecay) -> Float64Array:
@@ -342,9 +300,6 @@ class LogTable(TableSketch):
     def _count_times(self, rows: Int64Array, times: Int64Array, units: int) -> None:
         self.add_weights(rows, times.astype(np.float64) * units, int(times.sum()) * units)
 
-    def _crowded(self) -> bool:
-        return False
-
     def _state(self) -> tuple[dict[str, Any], Arrays]:
         meta = {
             "bits": self.bits,
@@ -352,7 +307,7 @@ class LogTable(TableSketch):
             "total_units": self.total_units,
             "draws": f"{self._draws:x}",
         }
-        return meta, {"levels": self._packed.copy()}
+        return meta, {"levels": self._packed}
 
     def _load(self, meta: dict[str, Any], arrays: Arrays) -> None:
         packed, step, total = arrays["levels"], float.fromhex(meta["step"]), int(meta["total_units"])
@@ -371,17 +326,5 @@ class LogTable(TableSketch):
                 f"saved counters do not fit {self.spec.rows} rows of {self.bits} bits",
                 remedy="start from empty counters",
             )
-        self._packed, self.step, self.total_units, self._draws = packed.copy(), step, total, draws
+        self._packed, self.step, self.total_units, self._draws = packed, step, total, draws
         self._count_levels()
-
-
-def warm_up() -> None:
-    """Compile the kernels (or load them from numba's cache)."""
-    for bits in BASES:
-        choice = TableChoice("", "logarithmic", 0, 0.0, 0.0, 0, 1, 1, bits)
-        for rows in (np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.int64)):
-            table = LogTable(TableSpec("warm-up", 64, 1), choice, 0)
-            table.add_units(rows, 1)
-        table.add_weights(np.arange(4, dtype=np.int64), np.ones(4), 4)
-        table._set_step(2 * table.step)
-        table.levels(table.rows_of_levels(table.histogram()))

@@ -9,11 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
+from flexd.sketch.types import Float64Array, Int32Array, Int64Array
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 
 _LEAST_AFFINITY = 1e-4
 _LEAST_PRIOR_ACCESSES = 1e-2

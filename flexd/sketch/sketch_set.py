@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,20 @@ import numpy.typing as npt
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.core.tap_counts import TableCounts, TapCounts
-from flexd.sketch import budget, kinds
-from flexd.sketch.coaccess import CoAccess, CoAccessSample
+from flexd.core.tap_counts import TapCounts
+from flexd.sketch import budget
+from flexd.sketch.coaccess import MIN_BYTES, CoAccess, CoAccessSample
+from flexd.sketch.count_min_table import CountMinTable
 from flexd.sketch.decay import Admission, ForwardDecay
+from flexd.sketch.dense_table import DenseTable
+from flexd.sketch.logarithmic_table import LogTable
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.sketch.table_sketch import Arrays, TableSketch
+from flexd.sketch.table_sketch import TableSketch
 from flexd.sketch.touch_counts import TableTouches, capacity
-from flexd.sketch.types import AccessCounts, SketchSettings, TableChoice
-
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
+from flexd.sketch.types import AccessCounts, Arrays, Float64Array, Int64Array, Kind, SketchSettings, TableChoice
 
 STATE_FORMAT = 6
+KINDS: dict[Kind, type[TableSketch]] = {"dense": DenseTable, "logarithmic": LogTable, "count_min": CountMinTable}
 
 
 @dataclass
@@ -62,7 +63,7 @@ class SketchSet:
     One thread writes, holding ``lock`` for one message at a time; any thread may read.
 
     Attributes:
-        lock: the readers below take it; ``ingest``, ``ingest_counted``, ``ingest_passes`` and ``state`` do not.
+        lock: the readers below take it; ``ingest``, ``ingest_tap`` and ``state`` do not.
         damage: what interrupted a message, so that the counters hold an unknown part of it and must not be saved; None
             while they can be trusted.
 
@@ -77,8 +78,6 @@ class SketchSet:
     def __init__(self, key_tables: Sequence[TableSpec], settings: SketchSettings | None = None) -> None:
         settings = settings or SketchSettings()
         specs = KeySpace(key_tables).tables
-        if settings.max_hot_rows < 1:
-            raise SketchError(f"max_hot_rows {settings.max_hot_rows}", remedy="list at least one")
         self.settings = settings
         self.lock = threading.Lock()
         self.damage: BaseException | None = None
@@ -88,7 +87,7 @@ class SketchSet:
         )  # fmt: skip
         self._tables = {
             spec.name: _Table(
-                index, spec, choice, kinds.make_table(spec, choice, index),
+                index, spec, choice, KINDS[choice.kind](spec, choice, index),
                 TableTouches(spec.rows, capacity(spec.rows, len(specs), settings.memory_bytes), len(specs)),
             )
             for index, (spec, choice) in enumerate(zip(specs, choices, strict=True))
@@ -104,11 +103,6 @@ class SketchSet:
     def newest_event_seconds(self) -> float:
         """NaN before the first access."""
         return self._decay.newest_seconds
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of all counters of accesses in use, within ``SketchSettings.memory_bytes``."""
-        return sum(table.sketch.nbytes for table in self._tables.values())
 
     @property
     def samples(self) -> int:
@@ -164,10 +158,8 @@ class SketchSet:
         to.touches.add(ids, source_rank, step_of_touches, time, self._decay, partition)
         return _access_counts(admission, len(rows) - negative - outside, negative, outside)
 
-    def ingest_counted(
-        self, counts: TableCounts, source_rank: int, event_time_seconds: float, arrival_seconds: float = math.inf
-    ) -> AccessCounts:
-        """Count accesses of one table that come as numbers of accesses by row, of one event time and one rank.
+    def ingest_tap(self, counts: TapCounts, arrival_seconds: float = math.inf) -> AccessCounts:
+        """Count what a rank's tap has counted by row, and the touches of its sampled passes.
 
         Exact tables end up equal, bit by bit, to the same accesses given to ``ingest``. In a count-min, estimates are
         never too low, because rows are added conservatively. In logarithmic counters they are right on average.
@@ -175,34 +167,26 @@ class SketchSet:
         Raises:
             SketchError: the event time is not finite.
         """
-        to = self._tables.get(counts.table)
-        if to is None:
-            return AccessCounts(unknown_table=counts.accesses)
-        if not counts.accesses:
-            return AccessCounts()
-        admission = self._decay.admit(event_time_seconds, arrival_seconds)
-        # Seeded by the message: counted again after a crash, it gives the same sample.
-        random = np.random.default_rng([source_rank, int(np.float64(event_time_seconds).view(np.uint64))])
-        outside = to.sketch.add_counted(
-            counts.rows, counts.counts, source_rank, admission.event_time_seconds, self._decay, random
-        )
-        return _access_counts(admission, counts.accesses - outside, 0, outside)
-
-    def ingest_passes(self, counts: TapCounts, arrival_seconds: float = math.inf) -> None:
-        """Count the touches of a tap's sampled passes; their accesses are counted by ``ingest_counted``."""
-        sampled = counts.sampled
-        if not sampled.passes:
-            return
-        admission = self._decay.admit(counts.event_time_seconds, arrival_seconds)
-        for at, table in enumerate(sampled.tables):
-            to = self._tables.get(table)
+        rank, sampled, found = counts.source_rank, counts.sampled, AccessCounts()
+        for table in counts.tables:
+            to, accesses = self._tables.get(table.table), table.accesses
             if to is None:
-                continue
-            for each in sampled.passes:
-                to.touches.add_pass(
-                    each.rows[at], each.accesses[at], counts.source_rank, each.number, admission.event_time_seconds,
-                    self._decay,
-                )  # fmt: skip
+                found += AccessCounts(unknown_table=accesses)
+            elif accesses:
+                admission = self._decay.admit(counts.event_time_seconds, arrival_seconds)
+                # Seeded by the message: counted again after a crash, it gives the same sample.
+                random = np.random.default_rng([rank, int(np.float64(counts.event_time_seconds).view(np.uint64))])
+                outside = to.sketch.add_counted(
+                    table.rows, table.counts, rank, admission.event_time_seconds, self._decay, random
+                )
+                found += _access_counts(admission, accesses - outside, 0, outside)
+        for at, name in enumerate(sampled.tables if sampled.passes else ()):
+            if name in self._tables:
+                time = self._decay.admit(counts.event_time_seconds, arrival_seconds).event_time_seconds
+                touches = self._tables[name].touches
+                for each in sampled.passes:
+                    touches.add_pass(each.rows[at], each.accesses[at], rank, each.number, time, self._decay)
+        return found
 
     def limit_clock(self, now_seconds: float) -> None:
         """Apply ``ForwardDecay.limit``."""
@@ -285,7 +269,7 @@ class SketchSet:
         return self._read(of, decay, layout)
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
-        """Return a copy of everything for ``table_restore``: (JSON-able description, arrays by name).
+        """Return a copy of everything for ``flexd.sketch.restore``: (JSON-able description, arrays by name).
 
         Arrays of a table are named ``index/...``.
         """
@@ -298,7 +282,7 @@ class SketchSet:
         state = {
             "format": STATE_FORMAT,
             "settings": dataclasses.asdict(self.settings),
-            "decay": self._decay.state(),
+            "decay": {"newest": self._decay.newest_seconds.hex()},
             "table_list": [dataclasses.asdict(table.spec) for table in self._tables.values()],
             "sketches": metas,
         }
@@ -318,7 +302,7 @@ class SketchSet:
             SketchError: the state does not fit.
             KeyError, TypeError, ValueError: fields are missing or malformed.
         """
-        self._decay.load(state["decay"])
+        self._decay.newest_seconds = float.fromhex(state["decay"]["newest"])
         for name, index in kept.items():
             prefix = f"{index}/"
             parts = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
@@ -367,3 +351,29 @@ def _accesses(table: TableProfile, total_weight: float, given: Mapping[str, floa
     if isinstance(given, Mapping):
         return float(given.get(table.table, 0.0))
     return float(given) * table.weight / total_weight if total_weight > 0 else 0.0
+
+
+def warm_up(used: Collection[str] = tuple(KINDS), *, coaccess: bool = False) -> None:
+    """Compile the kernels before the first message, which takes seconds, or little with numba's cache.
+
+    Args:
+        used: kinds of tables, as in ``TableChoice.kind``.
+        coaccess: whether rows that occur together are sampled.
+    """
+    spec, decay, accesses = TableSpec("warm-up", 64, 1), ForwardDecay(None, 0.0), np.arange(4096) % 64
+    for kind in KINDS:
+        if kind in used:
+            table = KINDS[kind](spec, TableChoice("warm-up", kind, 0, 0.0, 0.0, 8, 8, 16, 3), 0)
+            # So many that levels are rounded anew, and candidates trimmed.
+            for rows in (accesses, accesses.astype(np.int32)):
+                table.add(rows, 0, 0.0, decay)
+            table.add_counted(np.arange(4), np.ones(4, np.int64), 0, 0.0, decay, np.random.default_rng(0))
+            table.rescale(1)
+            table.profile(decay, 8)
+            table.load(*table.state())
+    if coaccess:
+        sample, lengths = CoAccessSample([64], MIN_BYTES, None), np.ones(4096, np.int32)
+        for rows in (accesses, accesses.astype(np.int32)):
+            for ids in (None, accesses):
+                sample.add(0, rows, lengths, 0, 0.0, 0, ids, ids)
+        sample.read(["warm-up"])

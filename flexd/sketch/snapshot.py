@@ -16,26 +16,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.durable import UNUSABLE, sync_directory
+from flexd.core.durable import UNUSABLE, replace_file, sync_directory
 from flexd.core.errors import SnapshotError
-from flexd.core.fault_points import fault_point
-
-Arrays = dict[str, npt.NDArray[Any]]
+from flexd.sketch.types import Arrays
 
 MAGIC = b"FLEXDSN2"
 _HEAD = struct.Struct("<8sQI")
 """Magic, bytes of the description, its CRC-32."""
 _DTYPES = ("|u1", "<u2", "<u4", "<u8", "<i4", "<i8", "<f4", "<f8")
 _NAME = re.compile(r"^snapshot-(\d{12})\.flexd$")
-_TEMPORARY = re.compile(r"^\.snapshot-\d{12}\.tmp$")
-_WRITE_BYTES = 16 * 2**20
+_TEMPORARY = re.compile(r"^snapshot-\d{12}\.flexd\.tmp$")
 
 
 class SnapshotStore:
     """A directory of numbered snapshots, the newest ``keep`` of them. One process writes to it.
 
-    A file is written under a temporary name, synced, renamed, and the directory synced, so a file of that name is
-    complete, and a crash at any point leaves the previous one. Only the owner can read the files.
+    Only the owner can read the files (``replace_file``).
 
     A file is a head, a description (JSON: ``meta``, and name, dtype, shape and CRC-32 of each array), and the arrays,
     all little-endian.
@@ -48,8 +44,6 @@ class SnapshotStore:
     """
 
     def __init__(self, directory: Path, keep: int, *, read_only: bool = False) -> None:
-        if keep < 1:
-            raise SnapshotError(f"keep {keep} snapshots", remedy="keep at least one")
         self.directory = directory
         self.keep = keep
         if read_only:
@@ -90,24 +84,12 @@ class SnapshotStore:
                 snapshots are unchanged and no temporary file remains.
         """
         present = self.paths()
-        number = 1 + max((number_of(path) for path in present), default=0)
+        number = 1 + (int(present[0].stem.removeprefix("snapshot-")) if present else 0)
         path = self.directory / f"snapshot-{number:012d}.flexd"
-        temporary = self.directory / f".snapshot-{number:012d}.tmp"
-        framed = _encode(meta, arrays)
-        try:
-            temporary.unlink(missing_ok=True)
-            _write(temporary, framed)
-            fault_point("snapshot.written")
-            temporary.rename(path)
-            fault_point("snapshot.renamed")
-            sync_directory(self.directory)
-        except OSError as error:
+        replace_file(path, _encode(meta, arrays), "snapshot")
+        for old in present[self.keep - 1 :]:
             with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise SnapshotError(
-                f"snapshot {path}: {error.strerror or error}", remedy="free disk space or set state.dir"
-            ) from error
-        self._prune([path, *present])
+                old.unlink(missing_ok=True)
         return path
 
     def mark_unusable(self, path: Path) -> Path:
@@ -126,11 +108,6 @@ class SnapshotStore:
         except OSError as error:
             raise SnapshotError(f"{path}: {error.strerror or error}", remedy="check its permissions") from error
         return target
-
-    def _prune(self, newest_first: list[Path]) -> None:
-        for path in newest_first[self.keep :]:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
 
 
 def read(path: Path, *, with_arrays: bool = True) -> tuple[dict[str, Any], Arrays]:
@@ -187,21 +164,3 @@ def _encode(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
 def _bytes(array: npt.NDArray[Any]) -> memoryview:
     """Return the memory of a contiguous array."""
     return array.reshape(-1).view(np.uint8).data
-
-
-def _write(path: Path, parts: list[bytes | memoryview]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        for part in parts:
-            view = memoryview(part)
-            while len(view):
-                view = view[os.write(descriptor, view[:_WRITE_BYTES]) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def number_of(path: Path) -> int:
-    """Return the number in a snapshot's name; 0 for another file."""
-    match = _NAME.match(path.name)
-    return int(match.group(1)) if match else 0

@@ -1,4 +1,5 @@
-"""The common part of the sketches of one table: unit, sample of accesses, state."""
+"""The sketch of one table: its unit, its sample of accesses with their source ranks, and what each kind of counters
+implements."""
 
 from __future__ import annotations
 
@@ -7,26 +8,232 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.node_sources import read_sources
 from flexd.sketch.profile import TableProfile
-from flexd.sketch.sample import AccessSample, draw_accesses
-from flexd.sketch.types import TableChoice
-
-RowArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
-Arrays = dict[str, npt.NDArray[Any]]
+from flexd.sketch.types import Arrays, Float64Array, Int32Array, Int64Array, RowArray, TableChoice
 
 OFFERED_ACCESSES = 4
 """Counted accesses offered to a table's sample for each one that it keeps, at most."""
+GROWTH_HALF_LIVES = 2
+"""Half-lives of event time between two rescales of a counter."""
 COARSEN_BITS = 2
 """Bits by which the unit becomes coarser at a time."""
+_SPARSE = 0.1
+"""Below this chance of an access to enter, the distance to the next one is drawn instead of every access."""
+_MAX_RANK = 2**31 - 1
+_LEAST_DRAW = 5e-324
+
+
+@numba.njit(cache=True, nogil=True)
+def _exponential(state: Any) -> Any:
+    """Draw from Exp(1) with SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*,
+    OOPSLA 2014). Passing numpy's generators to compiled code takes longer than a whole message."""
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = state[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return -np.log((np.float64(z >> np.uint64(11)) + 0.5) * 2.0**-53)
+
+
+@numba.njit(cache=True, nogil=True)
+def _select(
+    ids: Any,
+    start: int,
+    chance: float,
+    gap: float,
+    random: Any,
+    table_rows: int,
+    rank: Any,
+    log_weight: float,
+    rows: Any,
+    ranks: Any,
+    keys: Any,
+    count: int,
+) -> tuple[int, float, int]:
+    """Append the accesses that enter, until there are no more or the buffer is full.
+
+    Each access covers a length of ``chance`` on a line with points at unit rate. It enters if a point lies on its part,
+    and the position of the first point there is its draw. ``gap`` is the distance from ``start`` to the next point.
+    """
+    at = start
+    while at < ids.size and count < rows.size:
+        if chance > _SPARSE:
+            draw = _exponential(random)
+            entered = at
+            at += 1
+            if draw >= chance:
+                continue
+        else:
+            parts = gap / chance
+            if parts >= ids.size - at:
+                return ids.size, gap - (ids.size - at) * chance, count
+            entered = at + int(parts)
+            draw = min(max(gap - int(parts) * chance, 0.0), chance)
+            at = entered + 1
+            gap = _exponential(random)
+        row = np.int64(ids[entered])
+        if 0 <= row < table_rows:
+            rows[count] = row
+            ranks[count] = rank
+            keys[count] = np.log(max(draw, _LEAST_DRAW)) - log_weight
+            count += 1
+    return at, gap, count
+
+
+class AccessSample:
+    """Keeps the accesses with the lowest ``Exp(1) / weight`` (Efraimidis and Spirakis, *Weighted random sampling with
+    a reservoir*, IPL 2006; with forward decay as in Cormode et al. 2009, section 4).
+
+    A share p estimated from a sample of n has a standard error of ``sqrt(p (1 - p) / n)``, at most 0.2 % for 65,536.
+    Keys are logarithms, so they need no rescaling. Only accesses that enter cost time: the weight that passes until the
+    next one enters is exponential and drawn in advance (the "exponential jumps" of the same paper), so most messages
+    cost one comparison.
+
+    Args:
+        capacity: accesses kept (up to twice as many between two trims).
+        seed: of the draws; equal streams give equal samples.
+    """
+
+    def __init__(self, capacity: int, seed: int) -> None:
+        self.capacity = capacity
+        self._random = np.array([seed % 2**64], dtype=np.uint64)
+        self._rows: Int64Array = np.empty(2 * capacity, dtype=np.int64)
+        self._ranks: Int32Array = np.empty(2 * capacity, dtype=np.int32)
+        self._keys: Float64Array = np.empty(2 * capacity, dtype=np.float64)
+        self._count = 0
+        self._limit = math.inf
+        """Accesses with a larger key are not in the sample."""
+        self._gap = float(_exponential(self._random))
+        """Distance to the next access that enters, in units of an access' chance to enter."""
+
+    @staticmethod
+    def bytes_of(capacity: int) -> int:
+        """Return the memory of a sample: row, rank and key of twice its capacity."""
+        return 2 * (8 + 4 + 8) * capacity
+
+    def add(
+        self, rows: npt.NDArray[np.int32] | Int64Array, source_rank: int, log_weight: float, table_rows: int
+    ) -> None:
+        """Offer accesses of one event time and one rank.
+
+        Args:
+            rows: int32[n] or int64[n]; ids outside ``0..table_rows`` are left out.
+            source_rank: of all of them; kept as -1 if it is no rank.
+            log_weight: natural logarithm of their forward weight.
+        """
+        chance = self._chance(log_weight)
+        if chance <= _SPARSE and len(rows) * chance <= self._gap:
+            self._gap -= len(rows) * chance
+            return
+        rank = np.int32(source_rank if 0 <= source_rank <= _MAX_RANK else -1)
+        readonly = rows.view()
+        readonly.flags.writeable = False
+        start = 0
+        while start < len(rows):
+            start, self._gap, self._count = _select(
+                readonly, start, self._chance(log_weight), self._gap, self._random, table_rows, rank, log_weight,
+                self._rows, self._ranks, self._keys, self._count,
+            )  # fmt: skip
+            if self._count == len(self._rows):
+                self._keep_best(self._rows, self._ranks, self._keys)
+
+    def _chance(self, log_weight: float) -> float:
+        """Return the chance of an access to enter, to first order: its length on the line that ``_gap`` measures."""
+        power = self._limit + log_weight
+        return math.exp(power) if power < 700 else math.inf
+
+    def rows(self) -> Int64Array:
+        """Return the row of each sampled access, int64[n]; rows repeat as often as they were sampled."""
+        return self._rows[: self._count]
+
+    def source_ranks(self) -> Int32Array:
+        """Return the source rank of each of ``rows``, int32[n]; -1 if it was no rank."""
+        return self._ranks[: self._count]
+
+    def state(self) -> tuple[dict[str, Any], Arrays]:
+        """Return (random state and limit, {``sample_rows`` int64[n], ``sample_ranks`` int32[n], ``sample_keys``
+        float64[n]}); the arrays are not copied."""
+        meta = {
+            "sample_limit": self._limit.hex(),
+            "sample_gap": self._gap.hex(),
+            "sample_random": f"{int(self._random[0]):x}",
+        }
+        arrays: Arrays = {
+            "sample_rows": self.rows(), "sample_ranks": self.source_ranks(), "sample_keys": self._keys[: self._count],
+        }  # fmt: skip
+        return meta, arrays
+
+    def load(self, meta: dict[str, Any], arrays: Arrays, table_rows: int) -> None:
+        """Replace everything by what ``state`` returned, of a sample of any capacity.
+
+        Raises:
+            SketchError: it is of other rows, or malformed.
+        """
+        rows, ranks, keys = arrays["sample_rows"], arrays["sample_ranks"], arrays["sample_keys"]
+        gap = float.fromhex(meta["sample_gap"])
+        fits = (
+            rows.dtype == np.int64
+            and ranks.dtype == np.int32
+            and keys.dtype == np.float64
+            and rows.shape == ranks.shape == keys.shape == (len(rows),)
+            and int(rows.min(initial=0)) >= 0
+            and int(rows.max(initial=-1)) < table_rows
+            and int(ranks.min(initial=0)) >= -1
+            and 0 <= gap < math.inf
+        )
+        if not fits:
+            raise SketchError(f"saved sample does not fit {table_rows} rows", remedy="start from empty counters")
+        self._limit, self._gap = float.fromhex(meta["sample_limit"]), gap
+        self._random = np.array([int(meta["sample_random"], 16) % 2**64], dtype=np.uint64)
+        if len(rows) > 2 * self.capacity:
+            self._keep_best(rows, ranks, keys)
+            return
+        self._count = len(rows)
+        self._rows[: self._count] = rows
+        self._ranks[: self._count] = ranks
+        self._keys[: self._count] = keys
+
+    def _keep_best(self, rows: Int64Array, ranks: Int32Array, keys: Float64Array) -> None:
+        """Hold the ``capacity`` accesses with the lowest keys."""
+        kept = self.capacity
+        best = np.sort(np.argpartition(keys, kept - 1)[:kept])
+        self._rows[:kept] = rows[best]
+        self._ranks[:kept] = ranks[best]
+        self._keys[:kept] = keys[best]
+        self._count = kept
+        self._limit = float(self._keys[:kept].max())
+
+
+def draw_accesses(
+    rows: Int64Array, times: Int64Array, at_most: int, random: np.random.Generator
+) -> tuple[Int64Array, float]:
+    """Draw uniformly, without replacement, from accesses counted by row.
+
+    The draw must be independent of other messages and of the order of the rows, because the affinity of a table is
+    estimated from how often two sampled accesses of a row come from one node.
+
+    Args:
+        rows, times: int64[n], ``times`` accesses of each row.
+        at_most: accesses to draw.
+
+    Returns:
+        (row of each drawn access, accesses that each drawn one represents).
+    """
+    ends = np.cumsum(times)
+    accesses = int(ends[-1]) if len(ends) else 0
+    if accesses <= at_most:
+        return np.repeat(rows, times), 1.0
+    places = random.choice(accesses, at_most, replace=False, shuffle=False)
+    return rows[np.searchsorted(ends, places, side="right")], accesses / at_most
 
 
 class TableSketch(ABC):
@@ -92,31 +299,41 @@ class TableSketch(ABC):
         self._count_times(rows, times, self.access_units(event_time_seconds, decay))
         sampled, accesses_each = draw_accesses(rows, times, OFFERED_ACCESSES * self._sample.capacity, random)
         self.coarsen_if_crowded(event_time_seconds, decay)
-        if len(sampled):
-            log_weight = decay.log_weight(event_time_seconds) + math.log(accesses_each)
-            self._sample.add(sampled, source_rank, log_weight, self.spec.rows)
+        log_weight = decay.log_weight(event_time_seconds) + math.log(accesses_each)
+        self._sample.add(sampled, source_rank, log_weight, self.spec.rows)
         self.samples += int(times.sum())
         return outside
 
     def fit_unit(self, time: float, decay: ForwardDecay) -> None:
         """Choose the unit at the first access, and a coarser one once an access of this time weighs too many units."""
+        exponent = decay.unit_exponent(time, self.unit_bits)
         if self.exponent is None:
-            self.exponent = decay.unit_exponent(time, self.unit_bits)
-        elif decay.needs_rescale(time, self.exponent, self.unit_bits):
-            self._raise_exponent(decay.unit_exponent(time, self.unit_bits))
+            self.exponent = exponent
+        elif exponent >= self.exponent + GROWTH_HALF_LIVES:
+            self.rescale(exponent - self.exponent)
+            self.exponent = exponent
 
     def access_units(self, time: float, decay: ForwardDecay) -> int:
         """Return the weight of one access of this time in the present unit."""
         return 0 if self.exponent is None else decay.units(time, self.exponent, up=self.rounds_up)
 
+    def coarsen_if_crowded(self, time: float, decay: ForwardDecay) -> None:
+        """Make the unit coarser while too many counters exceed their word and present accesses stay precise."""
+        if decay.half_life_seconds is None or self.exponent is None:
+            return
+        while self._crowded() and self.access_units(time, decay) >> COARSEN_BITS >= self.coarsest_units:
+            self.rescale(COARSEN_BITS)
+            self.exponent += COARSEN_BITS
+
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Return a copy of everything: (JSON-able values, arrays)."""
         meta, arrays = self._state()
         sample_meta, sample = self._sample.state()
-        return {"exponent": self.exponent, "samples": self.samples, **meta, **sample_meta}, {**arrays, **sample}
+        copies = {name: array.copy() for name, array in {**arrays, **sample}.items()}
+        return {"exponent": self.exponent, "samples": self.samples, **meta, **sample_meta}, copies
 
     def load(self, meta: dict[str, Any], arrays: Arrays) -> None:
-        """Replace everything by what ``state`` returned.
+        """Replace everything by what ``state`` returned; the arrays are taken over.
 
         Raises:
             SketchError: the arrays do not fit this table.
@@ -126,30 +343,6 @@ class TableSketch(ABC):
         self._sample.load(meta, arrays, self.spec.rows)
         self.exponent = None if meta["exponent"] is None else int(meta["exponent"])
         self.samples = int(meta["samples"])
-
-    def coarsen_if_crowded(self, time: float, decay: ForwardDecay) -> None:
-        """Make the unit coarser while too many counters exceed their word and present accesses stay precise."""
-        if decay.half_life_seconds is None or self.exponent is None:
-            return
-        while self._crowded() and self.access_units(time, decay) >> COARSEN_BITS >= self.coarsest_units:
-            self._raise_exponent(self.exponent + COARSEN_BITS)
-
-    def _raise_exponent(self, exponent: int) -> None:
-        if self.exponent is not None and exponent > self.exponent:
-            self.rescale(exponent - self.exponent)
-            self.exponent = exponent
-
-    def _unit_weight(self, decay: ForwardDecay) -> float:
-        return 0.0 if self.exponent is None else decay.unit_weight(self.exponent)
-
-    def _empty_profile(self) -> TableProfile:
-        none, no_rows = np.empty(0, dtype=np.float64), np.empty(0, dtype=np.int64)
-        return TableProfile(self.spec.name, self.spec.rows, 0.0, 0.0, no_rows, none, none, none, none, none, 0.0, 0.0)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory in use."""
-        return self.counter_bytes + AccessSample.bytes_of(self._sample.capacity)
 
     def profile(self, decay: ForwardDecay, max_hot_rows: int, layout: RankLayout | None = None) -> TableProfile:
         """Return the table's profile with ``accesses_per_step`` 0, and with its sources if a layout is given."""
@@ -164,10 +357,12 @@ class TableSketch(ABC):
         weight: Float64Array = self.row_units(rows).astype(np.float64) * self._unit_weight(decay)
         return weight
 
-    @property
-    @abstractmethod
-    def counter_bytes(self) -> int:
-        """Memory of the counters in use."""
+    def _unit_weight(self, decay: ForwardDecay) -> float:
+        return 0.0 if self.exponent is None else decay.unit_weight(self.exponent)
+
+    def _empty_profile(self) -> TableProfile:
+        none, no_rows = np.empty(0, dtype=np.float64), np.empty(0, dtype=np.int64)
+        return TableProfile(self.spec.name, self.spec.rows, 0.0, 0.0, no_rows, none, none, none, 0.0)
 
     @abstractmethod
     def row_units(self, rows: Int64Array) -> Int64Array | Float64Array:
@@ -177,21 +372,33 @@ class TableSketch(ABC):
     def rescale(self, bits: int) -> None:
         """Divide all counters by ``2^bits``; ``bits`` is 1 or more."""
 
-    @abstractmethod
-    def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile: ...
+    def _crowded(self) -> bool:
+        """Return whether too many counters exceed their word."""
+        return False
 
     @abstractmethod
-    def _crowded(self) -> bool: ...
-
-    @abstractmethod
-    def _count(self, rows: RowArray, time: float, decay: ForwardDecay) -> tuple[int, int]: ...
+    def _count(self, rows: RowArray, time: float, decay: ForwardDecay) -> tuple[int, int]:
+        """Implement ``add`` for the counters, in the present unit."""
 
     @abstractmethod
     def _count_times(self, rows: Int64Array, times: Int64Array, units: int) -> None:
         """Add ``units`` to each row as often as ``times`` says; all rows are in the table, without repeats."""
 
     @abstractmethod
-    def _state(self) -> tuple[dict[str, Any], Arrays]: ...
+    def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
+        """Implement ``profile`` without sources."""
 
     @abstractmethod
-    def _load(self, meta: dict[str, Any], arrays: Arrays) -> None: ...
+    def _state(self) -> tuple[dict[str, Any], Arrays]:
+        """Implement ``state`` for the counters, without copies."""
+
+    @abstractmethod
+    def _load(self, meta: dict[str, Any], arrays: Arrays) -> None:
+        """Implement ``load`` for the counters."""
+
+
+def are_rows(ids: npt.NDArray[Any], table_rows: int, *, ascending: bool = False) -> bool:
+    """Return whether saved ids are int64 rows of a table, without repeats if they must ascend."""
+    inside = ids.dtype == np.int64 and ids.ndim == 1 and int(ids.min(initial=0)) >= 0
+    inside = inside and int(ids.max(initial=-1)) < table_rows
+    return inside and not (ascending and (np.diff(ids) <= 0).any())

@@ -10,6 +10,7 @@ A step's batches may lie in several partitions: a step is counted when every ran
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,8 @@ from flexd.core.errors import SketchError
 from flexd.core.layout import RankLayout
 from flexd.core.sample_hash import is_sampled
 from flexd.sketch.decay import ForwardDecay
-from flexd.sketch.open_steps import STALE_STEPS, OpenStep, OpenSteps, StepProgress
 from flexd.sketch.profile import RowTouches
-
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
-Arrays = dict[str, npt.NDArray[Any]]
+from flexd.sketch.types import Arrays, Float64Array, Int64Array
 
 MAX_ROWS = 262_144
 """Rows of a table that are kept when it is pruned; between two prunes it has up to twice as many."""
@@ -40,6 +37,8 @@ SAMPLED_BATCHES = 64
 """Beyond, one step in this many is counted, the same one of all ranks; without step numbers one batch in this many.
 Sorting a batch takes 80 times as long as counting its accesses."""
 
+STALE_STEPS = 128
+"""A partition has no more batches of the table, because publishers have left it, after so many opened steps without."""
 _MAX_OPEN_STEPS = 1024
 _MAX_OPEN_ROWS = 2**22
 _LEAST_OPEN_ROWS = 2**16
@@ -58,6 +57,64 @@ def capacity(rows: int, tables: int, memory_bytes: int) -> int:
     return max(256, min(rows, MAX_ROWS, memory_bytes // 16 // tables // ROW_BYTES))
 
 
+@dataclass
+class _OpenStep:
+    """A step of which batches may still arrive.
+
+    Attributes:
+        event_time_seconds: of its newest entry.
+        ranks, rows, accesses: of each entry: the rank, its ascending distinct rows (int64), and its number of look-ups.
+    """
+
+    event_time_seconds: float
+    ranks: list[int] = field(default_factory=list)
+    rows: list[Int64Array] = field(default_factory=list)
+    accesses: list[int] = field(default_factory=list)
+
+
+class StepProgress:
+    """Newest step number by rank, and by partition.
+
+    A rank's batches may lie in several partitions, which are read unevenly: a step is over when every
+    rank and every partition has passed it.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, int] = {}
+        self._partitions: dict[str, int] = {}
+        self._advanced: dict[str, int] = {}
+        """Steps that were opened when a partition's newest step changed last."""
+
+    def latest(self, rank: int) -> int:
+        """Return the newest step of a rank; -1 without one."""
+        return self._ranks.get(rank, -1)
+
+    def advance(self, rank: int, step: int) -> bool:
+        """Note a step of a rank; return whether it is its newest one."""
+        if step <= self.latest(rank):
+            return False
+        self._ranks[rank] = step
+        return True
+
+    def reach(self, partition: str, step: int, opened: int) -> bool:
+        """Note a step of a partition, when ``opened`` steps were ever opened; return whether it is its newest one."""
+        if step <= self._partitions.get(partition, -1):
+            return False
+        self._partitions[partition] = step
+        self._advanced[partition] = opened
+        return True
+
+    def passed(self, ranks: int, opened: int) -> int:
+        """Return the step that all have reached; -1 if fewer than ``ranks`` ranks are known."""
+        if not self._ranks or len(self._ranks) < ranks:
+            return -1
+        stale = [name for name, then in self._advanced.items() if opened - then > STALE_STEPS]
+        for name in stale:
+            del self._partitions[name], self._advanced[name]
+        slowest = min(self._ranks.values())
+        return min(slowest, min(self._partitions.values(), default=slowest))
+
+
 class TableTouches:
     """Counters of one table. Not thread-safe: the owner holds a lock.
 
@@ -74,7 +131,6 @@ class TableTouches:
     def __init__(self, rows: int, capacity: int, tables: int = 1) -> None:
         self._table_rows = rows
         self._capacity = capacity
-        self._tables = tables
         self._whole_accesses = WHOLE_ACCESSES // tables
         self._max_open_rows = max(_LEAST_OPEN_ROWS, _MAX_OPEN_ROWS // tables)
         self._seen_accesses = self._seen_batches = 0
@@ -91,16 +147,17 @@ class TableTouches:
         self._floor: Float64Array = np.zeros(2)
         self._pending: list[tuple[Int64Array, Float64Array]] = []
         self._pending_rows = 0
-        self._open = OpenSteps()
+        self._open: dict[int, _OpenStep] = {}
+        """In the order in which their first entries arrived."""
+        self._open_rows = self._opened = 0
+        """Rows of all open entries, and steps that were ever opened."""
+        self._follow_anew()
+
+    def _follow_anew(self) -> None:
         self._progress = StepProgress()
         self._closed_before = 0
         self._closed: set[int] = set()
         self._passed = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Memory in use."""
-        return ROW_BYTES * len(self._rows) + 32 * self._pending_rows + 8 * self._open.total_rows
 
     def set_backlog(self, backlog: bool, decay: ForwardDecay) -> None:
         """Count no step while a backlog is read, of which the first partitions may come long before the others.
@@ -112,9 +169,7 @@ class TableTouches:
 
     def set_layout(self, layout: RankLayout) -> None:
         """Count nodes and complete steps of this layout; what was counted under another one is forgotten."""
-        if layout == self.layout:
-            return
-        if self.layout is not None:
+        if self.layout not in (None, layout):
             self._forget()
         self.layout = layout
 
@@ -136,8 +191,8 @@ class TableTouches:
         if step is None:
             self._count_batch(distinct, len(inside), event_time_seconds, decay)
         else:
-            self._add_to_step(distinct, len(inside), rank, step, event_time_seconds, decay, close=False)
-            if self._progress.reach(partition, step, self._open.opened) or self._progress.latest(rank) == step:
+            self._add_to_step(distinct, len(inside), rank, step, event_time_seconds, decay)
+            if self._progress.reach(partition, step, self._opened) or self._progress.latest(rank) == step:
                 self._close_passed(decay)
 
     def add_pass(
@@ -159,37 +214,40 @@ class TableTouches:
         if number <= self._progress.latest(rank):
             self._restart(decay)
         inside = distinct[: np.searchsorted(distinct, self._table_rows)]
-        self._add_to_step(inside, accesses, rank, number, event_time_seconds, decay)
+        if self._add_to_step(inside, accesses, rank, number, event_time_seconds, decay):
+            self._close_passed(decay)
 
     def _restart(self, decay: ForwardDecay) -> None:
         self.flush(decay)
-        self._progress = StepProgress()
-        self._closed.clear()
-        self._passed = 0
-        self._closed_before = 0
+        self._follow_anew()
 
     def _add_to_step(
-        self, distinct: Int64Array, accesses: int, rank: int, step: int, event_time_seconds: float, decay: ForwardDecay,
-        *, close: bool = True,
-    ) -> None:  # fmt: skip
+        self, distinct: Int64Array, accesses: int, rank: int, step: int, event_time_seconds: float, decay: ForwardDecay
+    ) -> bool:
+        """Add an entry to its step. Return whether the step is the newest one of the rank."""
         if step < self._closed_before or step in self._closed:
             if step > self._closed_before - _RESTART_STEPS:
                 # The step is closed; as a batch of its own the entry still counts for u.
                 self._count_batch(distinct, accesses, event_time_seconds, decay)
-                return
+                return False
             self._restart(decay)
-        self._open.add(step, rank, distinct, accesses, event_time_seconds)
-        if self._progress.advance(rank, step) and close:
-            self._close_passed(decay)
-        while len(self._open) and self._open_too_much():
+        if step not in self._open:
+            self._open[step] = _OpenStep(event_time_seconds)
+            self._opened += 1
+        to = self._open[step]
+        to.event_time_seconds = max(to.event_time_seconds, event_time_seconds)
+        to.ranks.append(rank)
+        to.rows.append(distinct)
+        to.accesses.append(accesses)
+        self._open_rows += len(distinct)
+        newest = self._progress.advance(rank, step)
+        while self._open and (len(self._open) > _MAX_OPEN_STEPS or self._open_rows > self._max_open_rows):
             self._close_before(min(self._open) + 1, decay)
-
-    def _open_too_much(self) -> bool:
-        return len(self._open) > _MAX_OPEN_STEPS or self._open.total_rows > self._max_open_rows
+        return newest
 
     def flush(self, decay: ForwardDecay) -> None:
         """Close all open steps: what arrives of them later is not counted."""
-        if len(self._open):
+        if self._open:
             self._close_before(max(self._open) + 1, decay)
 
     def read(self, rows: Int64Array, decay: ForwardDecay, layout: RankLayout) -> RowTouches | None:
@@ -201,15 +259,14 @@ class TableTouches:
         batches, steps = self._totals[:2]
         if batches * unit < MIN_PASSES:
             return None
-        at = np.minimum(np.searchsorted(self._rows, rows), max(len(self._rows) - 1, 0))
-        known = self._rows[at] == rows if len(self._rows) else np.zeros(len(rows), dtype=bool)
-        counts = np.where(known, self._counts[:, at], 0.0) if len(self._rows) else np.zeros((3, len(rows)))
-        since = np.broadcast_to(self._floor[:, None], (2, len(rows)))
-        if len(self._rows):
-            since = np.where(known, self._since[:, at], since)
+        # Behind the last row stands one that no table has, with the counts of a row that was never seen.
+        at = np.searchsorted(self._rows, rows)
+        at[np.append(self._rows, -1)[at] != rows] = len(self._rows)
+        counts = np.column_stack([self._counts, np.zeros(3)])[:, at]
+        since = np.column_stack([self._since, self._floor])[:, at]
         followed = np.stack([batches - since[0], steps - since[1]])
         enough = followed >= MIN_EXPOSURE * np.array([[batches], [steps]])
-        enough &= followed * unit >= np.minimum(MIN_PASSES, MIN_EXPOSURE * MIN_PASSES)
+        enough &= followed * unit >= MIN_EXPOSURE * MIN_PASSES
         enough[1] &= steps * unit >= MIN_PASSES
         nodes = followed[1] * layout.nodes
         touches = [
@@ -265,26 +322,28 @@ class TableTouches:
         Entries of one rank may overtake each other on their way into the stream.
         """
         whole = 0 if self.layout is None else self.layout.world_size
-        self._backlog = self._backlog and self._open.opened <= STALE_STEPS
-        passed = -1 if self._backlog else self._progress.passed(whole, self._open.opened)
+        self._backlog = self._backlog and self._opened <= STALE_STEPS
+        passed = -1 if self._backlog else self._progress.passed(whole, self._opened)
         if passed <= self._passed:
             return
         self._passed = passed
         if passed - _OVERTAKING_STEPS > self._closed_before:
             self._close_before(passed - _OVERTAKING_STEPS, decay)
-        for number in self._open.before(passed):
-            if len(self._open.ranks_of(number)) == whole:
-                self._close(self._open.pop(number), decay)
+        for number in sorted(step for step in self._open if step < passed):
+            if len(set(self._open[number].ranks)) == whole:
+                self._close(number, decay)
                 self._closed.add(number)
 
     def _close_before(self, step: int, decay: ForwardDecay) -> None:
         self._closed_before = max(self._closed_before, step)
         self._closed = {number for number in self._closed if number >= self._closed_before}
-        for number in self._open.before(step):
-            self._close(self._open.pop(number), decay)
+        for number in sorted(number for number in self._open if number < step):
+            self._close(number, decay)
 
-    def _close(self, step: OpenStep, decay: ForwardDecay) -> None:
-        ranks, layout = set(step.ranks), self.layout
+    def _close(self, number: int, decay: ForwardDecay) -> None:
+        step, layout = self._open.pop(number), self.layout
+        self._open_rows -= sum(map(len, step.rows))
+        ranks = set(step.ranks)
         complete = layout is not None and len(ranks) == layout.world_size
         weight = self._weight(step.event_time_seconds, decay)
         self._totals += weight * np.array([len(ranks), complete, sum(step.accesses)])
@@ -325,38 +384,29 @@ class TableTouches:
         if self._exponent is None:
             self._exponent = exponent
         elif exponent >= self._exponent + _RESCALE_HALF_LIVES:
-            self._raise_exponent(exponent)
-        return float(decay.units(time, self._exponent))
-
-    def _raise_exponent(self, exponent: int) -> None:
-        if self._exponent is not None and exponent > self._exponent:
             self._fold()
             factor = math.ldexp(1.0, max(self._exponent - exponent, -1000))
             for values in (self._counts, self._since, self._totals, self._floor):
                 # Whole units, as every counter has: they are saved in as few bytes as they need.
                 np.rint(values * factor, out=values)
-        self._exponent = exponent if self._exponent is None else max(self._exponent, exponent)
+            self._exponent = exponent
+        return float(decay.units(time, self._exponent))
 
     def _fold(self) -> None:
         """Add the pending counts to their rows."""
         if not self._pending:
             return
         new = np.concatenate([rows for rows, _ in self._pending])
-        counts = np.concatenate([counts for _, counts in self._pending], axis=1)
+        added = np.concatenate([counts for _, counts in self._pending], axis=1)
         self._pending, self._pending_rows = [], 0
         rows = np.union1d(self._rows, new)
-        self._counts, self._since = self._aligned(rows)
-        self._rows = rows
-        at = np.searchsorted(rows, new)
-        for mine, added in zip(self._counts, counts, strict=True):
-            mine += np.bincount(at, weights=added, minlength=len(rows))
-
-    def _aligned(self, rows: Int64Array) -> tuple[Float64Array, Float64Array]:
-        """Return (counts, since) of these rows, which include all of this table's."""
         counts, since = np.zeros((3, len(rows))), np.repeat(self._floor[:, None], len(rows), axis=1)
         at = np.searchsorted(rows, self._rows)
         counts[:, at], since[:, at] = self._counts, self._since
-        return counts, since
+        at = np.searchsorted(rows, new)
+        for mine, more in zip(counts, added, strict=True):
+            mine += np.bincount(at, weights=more, minlength=len(rows))
+        self._rows, self._counts, self._since = rows, counts, since
 
     def _prune(self) -> None:
         if len(self._rows) <= 2 * self._capacity:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+RowArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+Arrays = dict[str, npt.NDArray[Any]]
+"""By name."""
 
 Kind = Literal["dense", "logarithmic", "count_min"]
 
@@ -62,6 +72,12 @@ class TableChoice:
     sampled_accesses: int
     counter_bits: int = 0
     relative_error: float = 0.0
+
+    def words(self) -> str:
+        """Return what counters of another choice cannot be loaded into, in words."""
+        if self.kind == "logarithmic":
+            return f"logarithmic ({self.counter_bits} bits)"
+        return "dense" if self.kind == "dense" else f"count-min (2^{self.log2_width}, {self.hot_rows} hot rows)"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def plan():
     share = np.arange(1, rows + 1) ** -1.2
     share /= share.sum()
     empty = np.zeros(0)
-    table = TableProfile("items", rows, 1e7, 4e6, np.arange(rows), share, share, share, empty, empty, rows, 1.0)
+    table = TableProfile("items", rows, 1e7, 4e6, np.arange(rows), share, empty, empty, rows)
     return make_plan(
         Profile((table,), generation=3, samples=10**7),
         KeySpace([TableSpec("items", rows, 4096, "float32", "rowwise_adagrad")]),

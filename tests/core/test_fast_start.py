@@ -21,7 +21,7 @@ def test_kernels_run_without_scipy_which_can_be_imported_later() -> None:
         "import sys\n"
         "from flexd.core.fast_start import import_numba\n"
         "import_numba()\n"
-        "from flexd.sketch.kinds import warm_up\n"
+        "from flexd.sketch.sketch_set import warm_up\n"
         "warm_up()\n"
         "print('scipy.linalg' in sys.modules)\n"
         "import scipy.linalg.cython_blas\n"

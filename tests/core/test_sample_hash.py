@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexd.core.sample_hash import mixed, mixed_one
-from flexd.sketch.coaccess_kernels import _mix
+from flexd.sketch.coaccess import _mix
 
 
 @given(st.integers(-(2**63), 2**63 - 1))

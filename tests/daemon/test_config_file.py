@@ -112,7 +112,7 @@ def test_hot_keys_are_applied_at_once(job: DaemonOnFile) -> None:
     page = httpx.get(f"{job.daemon.address}/metrics").text
     assert 'flexd_config_reloads_total{outcome="applied"} 1.0' in page
     # The new interval starts after the wait that was running when it changed.
-    job.daemon._ingestor.request_snapshot()
+    job.daemon._ingestor.snapshots.request()
     until(lambda: job.daemon.status().snapshot.written >= written + 4, 30)
 
     job.write()

@@ -19,7 +19,7 @@ from flexd.core.errors import StateLockedError
 from flexd.core.fault_points import POINTS, POINTS_OF_A_JOB, VARIABLE
 from flexd.daemon import factory, state_admin
 from flexd.daemon.state_files import StateLock, check_files
-from flexd.ingest.restore import RestoredState, restore
+from flexd.sketch.restore import RestoredState, restore
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from tests.support.repository import ROOT, child_environment

@@ -20,7 +20,7 @@ import pytest
 from tansu_broker import TansuBroker
 
 from flexd.core.keyspace import TableSpec
-from flexd.ingest import Ingestor
+from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
@@ -55,15 +55,13 @@ def ingest(order: Mapping[str, Any]) -> None:
     )
     with (state.parent / "starts.jsonl").open("a") as file:
         file.write(
-            json.dumps({"restored": ingestor._unrestored_positions, "problems": ingestor.stats().restore_problems})
-            + "\n"
+            json.dumps({"restored": ingestor._unrestored_positions, "problems": ingestor.restored.problems}) + "\n"
         )
     ingestor.start()
     status = state.parent / "status.json"
     while not stopped:
-        stats = ingestor.stats()
-        known = ingestor.sketches.samples
-        text = {"pid": os.getpid(), "samples": known, "messages": stats.messages}
+        messages, known = ingestor.counter.messages, ingestor.sketches.samples
+        text = {"pid": os.getpid(), "samples": known, "messages": messages}
         temporary = status.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(text))
         temporary.rename(status)

@@ -286,4 +286,4 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
         loop.join(30)
         sink.close()
     assert not loop.is_alive()
-    assert daemon._ingestor.restored == {}
+    assert daemon._ingestor.restored.path is None

@@ -15,9 +15,9 @@ from flexd.sketch.profile import Profile, TableProfile
 
 
 def profile(**changes: Any) -> Profile:
-    share = np.array([0.6, 0.4])
+    share = np.array([0.54, 0.36])
     table = TableProfile(
-        "item", 10, 100.0, 10.0, np.array([1, 2]), share, share - 0.1, share + 0.1, np.empty(0), np.empty(0), 2.0, 0.9
+        "item", 10, 100.0, 10.0, np.array([1, 2]), share, np.empty(0), np.empty(0), 2.0, (share - 0.1, share + 0.1)
     )
     return replace(Profile((table,), lag_messages=5, samples=1000), **changes)
 
@@ -48,9 +48,7 @@ def test_each_gate_closes_by_its_own_key(closed: str, bound: dict[str, float], s
 
 def test_tables_count_by_their_accesses_in_coverage() -> None:
     (table,) = profile().tables
-    exact = replace(
-        table, table="exact", weight=900.0, coverage=0.5, hot_lower=table.hot_share, hot_upper=table.hot_share
-    )
+    exact = replace(table, table="exact", weight=900.0, hot_share=np.array([0.3, 0.2]), hot_bounds=None)
     both = profile(tables=(table, exact))
     measured = {gate.name: gate.measured for gate in evaluate_gates(both, PlannerConfig(**OPEN))}
     assert measured["coverage"] == pytest.approx(0.54)

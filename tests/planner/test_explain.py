@@ -32,10 +32,10 @@ def profile_of(listed: int = ROWS, accesses: float = 40_000.0, lower: float = 1.
     bins = (np.array([rest.mean()]), np.array([float(len(rest))])) if len(rest) else (np.empty(0), np.empty(0))
     rows = np.random.default_rng(1).permutation(ROWS)[:listed]
     items = TableProfile(
-        "items", ROWS, 1e6, accesses, rows, share[:listed], share[:listed] * lower, share[:listed], *bins, ROWS, 1.0
+        "items", ROWS, 1e6, accesses, rows, share[:listed], *bins, ROWS, (share[:listed] * lower, share[:listed])
     )
     none = np.empty(0)
-    shops = TableProfile("shops", 500, 0.0, 0.0, np.empty(0, np.int64), none, none, none, none, none, 0.0, 0.0)
+    shops = TableProfile("shops", 500, 0.0, 0.0, np.empty(0, np.int64), none, none, none, 0.0)
     return Profile((items, shops), generation=1, samples=10**6)
 
 

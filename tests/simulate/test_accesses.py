@@ -19,8 +19,7 @@ LAYOUT = RankLayout(2, 2)
 def profile_of(weight: float = 1.0) -> Profile:
     share = np.array([0.25, 0.25])
     table = TableProfile(
-        "t", 10, weight, 1.0, np.array([4, 0]), share, share, share, np.array([0.1, 0.05]), np.array([3.0, 2.0]),
-        7.0, 0.9,
+        "t", 10, weight, 1.0, np.array([4, 0]), share, np.array([0.1, 0.05]), np.array([3.0, 2.0]), 7.0
     )  # fmt: skip
     return Profile((table,))
 

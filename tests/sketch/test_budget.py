@@ -22,11 +22,10 @@ def test_budget_is_kept_and_small_tables_are_exact_first(rows, memory, max_hot, 
     try:
         choices = budget.choose(tables, memory, max_hot, logarithmic=logarithmic)
     except SketchError:
-        fewest = [min(budget._dense_bytes(t), budget._count_min_bytes(t, 8, max_hot)) for t in tables]
+        smallest = [[budget._dense(t, max_hot), budget._count_min(t, 8, max_hot)] for t in tables]
         if logarithmic:
-            fewest = [min(least, budget._log_bytes(t, 3)) for least, t in zip(fewest, tables, strict=True)]
-        narrowest = sum(fewest)
-        assert narrowest > memory
+            smallest = [[*some, budget._logarithmic(t, 3, max_hot)] for some, t in zip(smallest, tables, strict=True)]
+        assert sum(min(choice.bytes for choice in some) for some in smallest) > memory
         return
     assert sum(choice.bytes for choice in choices) <= memory
     dense = [table.rows for table, choice in zip(tables, choices, strict=True) if choice.kind == "dense"]
@@ -37,7 +36,7 @@ def test_budget_is_kept_and_small_tables_are_exact_first(rows, memory, max_hot, 
         assert (choice.relative_error > 0) == (choice.kind == "logarithmic") == (choice.counter_bits > 0)
         assert logarithmic or choice.kind != "logarithmic"
         # A sketch larger than exact counters would be absurd, but for the narrowest one.
-        assert choice.kind != "count_min" or choice.log2_width == 8 or choice.bytes <= budget._dense_bytes(table)
+        assert choice.kind != "count_min" or choice.log2_width == 8 or choice.bytes <= budget._dense(table, 1).bytes
     # No table has a counter for every row while a smaller one that would take less has none.
     bits = [choice.counter_bits or 32 * (choice.kind == "dense") for choice in choices]
     without = [table.rows for table, size in zip(tables, bits, strict=True) if not size]

@@ -15,8 +15,8 @@ from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.core.sample_hash import mixed_one, step_base
 from flexd.sketch.coaccess import MIN_BYTES, NO_USER, CoAccess, CoAccessSample
+from flexd.sketch.restore import restore_tables
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.table_restore import restore
 from flexd.sketch.types import SketchSettings
 from tests.support.saved_sketches import loaded_sketches
 
@@ -93,7 +93,7 @@ def test_what_is_held_is_every_sample_up_to_the_limit_whole(seed: int, half_life
     entries = stream(seed)
     sample = offered(entries, half_life=half_life)
     used = 4 * sample._used
-    assert used <= sample.nbytes == MIN_BYTES
+    assert used <= sample._words.nbytes == MIN_BYTES
     assert sample.limit < math.inf, "the stream fills the memory"
     assert used > MIN_BYTES // 2, "and the memory is used"
     read = sample.read(["a", "b"])
@@ -155,23 +155,23 @@ def test_a_sample_of_other_settings_or_tables_starts_empty_and_one_of_more_memor
     # One of a daemon without a sample.
     old = {name: value for name, value in meta.items() if name != "coaccess"}
     old["settings"] = {k: v for k, v in meta["settings"].items() if k != "coaccess_memory_bytes"}
-    fresh, _ = restore(old, {k: v for k, v in arrays.items() if "coaccess" not in k}, TABLES, SETTINGS)
+    fresh, _ = restore_tables(old, {k: v for k, v in arrays.items() if "coaccess" not in k}, TABLES, SETTINGS)
     assert fresh.coaccess() is not None
     assert fresh.coaccess().samples == 0
     # One that a daemon without a sample reads.
     off = dataclasses.replace(SETTINGS, coaccess_memory_bytes=0)
-    fresh, outcomes = restore(meta, arrays, TABLES, off)
+    fresh, outcomes = restore_tables(meta, arrays, TABLES, off)
     assert fresh.coaccess() is None
     assert {each.outcome for each in outcomes} == {"kept"}
     # More memory.
-    fresh, _ = restore(meta, arrays, TABLES, dataclasses.replace(SETTINGS, coaccess_memory_bytes=2 * MIN_BYTES))
+    fresh, _ = restore_tables(meta, arrays, TABLES, dataclasses.replace(SETTINGS, coaccess_memory_bytes=2 * MIN_BYTES))
     assert same(before, fresh.coaccess())
     # Other tables.
-    fresh, _ = restore(meta, arrays, [TableSpec("new", 10, 8), *TABLES], SETTINGS)
+    fresh, _ = restore_tables(meta, arrays, [TableSpec("new", 10, 8), *TABLES], SETTINGS)
     assert fresh.coaccess() is not None
     assert fresh.coaccess().samples == 0
     # Another half-life: its priorities mean nothing there.
-    fresh, _ = restore(meta, arrays, TABLES, dataclasses.replace(SETTINGS, half_life_seconds=500.0))
+    fresh, _ = restore_tables(meta, arrays, TABLES, dataclasses.replace(SETTINGS, half_life_seconds=500.0))
     assert fresh.coaccess() is not None
     assert fresh.coaccess().samples == 0
 

@@ -142,5 +142,3 @@ def test_late_is_what_is_older_than_the_allowance() -> None:
     assert sketches.ingest("t", one, 1, T0 + 15).late == 0, "ranks interleave"
     assert sketches.ingest("t", one, 1, T0 + 14.9).late == 3
     assert _set(late_after_seconds=0.0).ingest("t", one, 0, T0).late == 0
-    with pytest.raises(SketchError, match="late"):
-        _set(late_after_seconds=-1.0)

@@ -1,4 +1,4 @@
-"""Dense counters against plain counting."""
+"""Dense counters against plain counting; curves read from them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import dense_table
 from flexd.sketch.budget import choose
-from flexd.sketch.dense_table import CARRY_BITS, DenseTable
+from flexd.sketch.dense_table import CARRY_BITS, DenseTable, enumerate_rows
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
+from tests.support.sketch_memory import counter_bytes
 
 ROWS = 50
 
@@ -73,21 +73,6 @@ def test_dense_rescale_is_to_the_nearest_unit(units, bits):
         assert abs(got * 2**bits - before) <= 2**bits // 2
 
 
-def test_dense_state_round_trip_and_damaged_state():
-    counter = dense(ROWS)
-    counter._low[:] = 2**31 - 2
-    counter.add_units(np.arange(0, ROWS, 3, dtype=np.int32), 5)
-    meta, arrays = counter.state()
-    twin = dense(ROWS)
-    twin.load(meta, arrays)
-    assert np.array_equal(twin.row_units(np.arange(ROWS)), counter.row_units(np.arange(ROWS)))
-    for table, damaged in (
-        (dense(ROWS + 1), arrays), (twin, {**arrays, "high_rows": arrays["high_rows"][::-1].copy()})
-    ):  # fmt: skip
-        with pytest.raises(SketchError):
-            table.load(meta, damaged)
-
-
 def test_heavy_decayed_tables_get_a_coarser_unit_instead_of_more_memory():
     rows = 200_000
     sketches = SketchSet([TableSpec("heavy", rows, 4)], SketchSettings(3 * 2**19, 1000.0, 1e9, 10))
@@ -100,8 +85,36 @@ def test_heavy_decayed_tables_get_a_coarser_unit_instead_of_more_memory():
     for _ in range(4):
         for start in range(0, rows, 5000):
             sketches.ingest("heavy", np.arange(start, start + 5000, dtype=np.int64), 0, 1.7e9)
-            largest = max(largest, sketches.nbytes)
+            largest = max(largest, counter_bytes(sketches))
     got = sketches.query("heavy", np.arange(rows))
     assert np.allclose(got, 2**31 * unit + 4, atol=1e-2)
     assert largest <= sketches.choices()[0].bytes
     assert sketches.profile().tables[0].weight == pytest.approx(got.sum())
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.one_of(st.integers(0, 20), st.integers(0, 2**31 - 1)), min_size=1, max_size=60),
+    st.integers(0, 5),
+    st.one_of(st.integers(1, 10), st.just(100)),
+)
+def test_a_curve_lists_the_hottest_rows_and_accounts_for_the_rest(low, spilled, max_hot):
+    low = np.array(low, dtype=np.uint32)
+    high_rows = np.arange(min(spilled, len(low)), dtype=np.int64)
+    low[high_rows] = 0
+    high_units = (2**31 + 10 * high_rows).astype(np.int64)
+    hot_rows, hot_units, bin_units, bin_rows, distinct = enumerate_rows(low, high_rows, high_units, max_hot)
+    exact = low.astype(np.int64)
+    exact[high_rows] = high_units
+    order = np.lexsort((np.arange(len(low)), -exact))
+    listed = order[: min(max_hot, int((exact > 0).sum()))]
+    assert hot_units.tolist() == exact[listed].tolist()
+    assert exact[hot_rows].tolist() == exact[listed].tolist()
+    assert len(set(hot_rows.tolist())) == len(listed)
+    assert distinct == (exact > 0).sum()
+    assert bin_rows.sum() == (exact > 0).sum() - len(listed)
+    assert (bin_rows * bin_units).sum() + hot_units.sum() == pytest.approx(exact.sum())
+    assert (np.diff(bin_units) <= 0).all()
+    rest = np.delete(exact, listed)
+    for row_units in rest[rest > 0]:
+        assert np.abs(bin_units / row_units - 1).min() <= 0.125

@@ -177,7 +177,7 @@ def test_sampled_passes_of_a_tap_reach_the_touches_of_their_table():
             PassRows(number, (np.unique(ranks[rank]), np.arange(9)), (len(ranks[rank]), 9))
             for number, ranks in enumerate(steps)
         ]
-        sketches.ingest_passes(TapCounts(rank, 1.0, (), TapPasses(("t", "nobody"), tuple(passes))))
+        sketches.ingest_tap(TapCounts(rank, 1.0, (), TapPasses(("t", "nobody"), tuple(passes))))
     sketches._tables["t"].touches.flush(sketches._decay)
     rows = np.arange(ROWS)
     np.testing.assert_allclose(counted(sketches._tables["t"].touches, rows), exact(steps, rows), rtol=1e-12)

@@ -1,4 +1,4 @@
-"""Fake sources, messages and an ingestor for the tests of ``flexd.ingest``."""
+"""Fake sources, messages and an ingestor for the tests of ``flexd.sketch.ingestor``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from flexd.core.keyspace import TableSpec
-from flexd.ingest import Ingestor
+from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import encode_arrow
@@ -110,10 +110,12 @@ LOG = {"p0": [make_message(i) for i in range(0, 24, 2)], "p1": [make_message(i) 
 LOG["p1"][4] = b"garbage"
 
 
-def make_ingestor(source, store, **more) -> Ingestor:
+def make_ingestor(source, store, tables=TABLES, settings=SETTINGS, **more) -> Ingestor:
+    """Return an ingestor that writes its snapshots in its own thread."""
     more.setdefault("snapshot_interval_seconds", 3600.0)
-    more.setdefault("save_in_background", False)
-    return Ingestor(source, TABLES, SETTINGS, store, poll_seconds=0.01, **more)
+    ingestor = Ingestor(source, tables, settings, store, poll_seconds=0.01, **more)
+    ingestor.snapshots.background = False
+    return ingestor
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -136,7 +138,8 @@ def run_to_the_end(ingestor: Ingestor, source: FakeSource) -> None:
             ingestor._stop.set()
 
     source.at = stop_when_drained
-    ingestor.run()
+    ingestor._loop()
+    ingestor._finish()
 
 
 def uninterrupted_state(tmp_path) -> tuple[dict, dict[str, np.ndarray]]:

@@ -86,12 +86,9 @@ def profile(
                 accesses_per_step=accesses_per_step,
                 hot_rows=order[:hot].astype(np.int64),
                 hot_share=share[:hot],
-                hot_lower=share[:hot],
-                hot_upper=share[:hot],
                 bin_share=np.array([tail.mean()]) if len(tail) else np.empty(0),
                 bin_rows=np.array([float(len(tail))]) if len(tail) else np.empty(0),
                 distinct_rows=float(spec.rows),
-                coverage=1.0,
             )
         )
     return Profile(tables=tuple(tables), generation=3, samples=10**6)

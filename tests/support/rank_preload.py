@@ -14,8 +14,8 @@ import pytest  # noqa: F401
 import torch._dynamo
 import torch.distributed  # noqa: F401
 
-import flexd.ingest  # noqa: F401
-from flexd.sketch.kinds import warm_up
+import flexd.sketch.ingestor  # noqa: F401
+from flexd.sketch.sketch_set import warm_up
 from tests.support import (
     collection_jobs,  # noqa: F401
     exactness,  # noqa: F401

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from flexd.core.keyspace import TableSpec
-from flexd.sketch import snapshot, table_restore
+from flexd.sketch import snapshot
+from flexd.sketch.restore import restore_tables
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.snapshot import Arrays, SnapshotStore
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.snapshot import SnapshotStore
+from flexd.sketch.types import Arrays, SketchSettings
 
 
 def newest_snapshot(directory: Path) -> tuple[dict[str, Any], Arrays]:
@@ -22,6 +23,6 @@ def loaded_sketches(
     tables: Sequence[TableSpec], settings: SketchSettings, meta: Mapping[str, Any], arrays: Arrays
 ) -> SketchSet:
     """Return the sketches that a state describes, every table of which is kept."""
-    sketches, outcomes = table_restore.restore(meta, arrays, tables, settings)
+    sketches, outcomes = restore_tables(meta, arrays, tables, settings)
     assert {outcome.outcome for outcome in outcomes} <= {"kept"}, outcomes
     return sketches

@@ -8,8 +8,7 @@ import numpy as np
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.planner.tables.table_list import ListedTable
-from flexd.sketch.profile import Profile
-from flexd.sketch.zipf_profile import zipf_table
+from flexd.sketch.profile import Profile, zipf_table
 
 
 def made_up_tables(pooled: int = 400) -> list[ListedTable]:

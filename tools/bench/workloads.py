@@ -165,8 +165,8 @@ def exact_profile(setting: Setting) -> Profile:
         hot = np.argsort(-exact, kind="stable")
         tables.append(
             TableProfile(
-                f"t{table}", len(mine), 1e9, accesses * float(mine.sum()), hot, *(exact[hot],) * 3, nothing, nothing,
-                float(len(mine)), 1.0,
+                f"t{table}", len(mine), 1e9, accesses * float(mine.sum()), hot, exact[hot], nothing, nothing,
+                float(len(mine)),
             )
         )  # fmt: skip
     return Profile(tuple(tables))

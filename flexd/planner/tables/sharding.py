@@ -20,8 +20,7 @@ from flexd.planner.tables.rank_loads import RankLoads, ShardAssignment
 from flexd.planner.tables.solve import EVALUATIONS, TablePlacement, place_tables
 from flexd.planner.tables.table_list import ListedTable, unique_names
 from flexd.planner.tables.torchrec_costs import OPTIONS, SHARDING_TYPES, torchrec_options
-from flexd.sketch.profile import Profile, TableProfile
-from flexd.sketch.zipf_profile import zipf_table
+from flexd.sketch.profile import Profile, TableProfile, zipf_table
 from flexd.topology.cluster import Cluster
 
 FORMAT = 1

@@ -183,7 +183,7 @@ def main() -> None:
 
     import flexd.cli.main
     import flexd.daemon.service
-    from flexd.sketch.kinds import warm_up
+    from flexd.sketch.sketch_set import warm_up
     from tests.e2e.chaos import chaos_training
 
     assert chaos_training

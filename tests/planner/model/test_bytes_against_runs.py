@@ -48,12 +48,9 @@ def exact_profile(layout: RankLayout) -> Profile:
                 accesses_per_step=float(accesses * layout.world_size),
                 hot_rows=np.arange(rows),
                 hot_share=share_of(name),
-                hot_lower=share_of(name),
-                hot_upper=share_of(name),
                 bin_share=nothing,
                 bin_rows=nothing,
                 distinct_rows=float(rows),
-                coverage=1.0,
             )
             for name, (rows, _, accesses) in TABLES.items()
         )

@@ -15,8 +15,7 @@ from flexd.planner.tables.options import Part, ShardingKind
 from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables, torchrec_work
 from flexd.planner.tables.table_list import ListedTable, read_tables
 from flexd.planner.tables.torchrec_costs import OPTIONS, PHASES, torchrec_options
-from flexd.sketch.profile import Profile
-from flexd.sketch.zipf_profile import zipf_table
+from flexd.sketch.profile import Profile, zipf_table
 from flexd.topology.files import load_preset
 
 CLUSTER = load_preset("azure-a100-200g")

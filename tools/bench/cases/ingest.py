@@ -26,8 +26,8 @@ import numpy as np
 
 from flexd.core.keyspace import TableSpec
 from flexd.daemon.run import keep_freed_memory
-from flexd.ingest import Ingestor
-from flexd.sketch.kinds import warm_up
+from flexd.sketch.ingestor import Ingestor
+from flexd.sketch.sketch_set import warm_up
 from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
@@ -76,12 +76,12 @@ def read_stream(order: dict[str, Any]) -> dict[str, float]:
     ids, deadline = order["messages"] * MESSAGE_IDS, time.monotonic() + 120
     started: tuple[float, float, int] | None = None
     while True:
-        accesses = ingestor._counter.accesses.accepted
+        accesses = ingestor.counter.accesses.accepted
         if started is None and accesses:
             started = (time.perf_counter(), time.process_time(), accesses)
         if accesses >= ids:
             break
-        assert time.monotonic() < deadline, ingestor.stats()
+        assert time.monotonic() < deadline, ingestor.problems()
         time.sleep(0.002)
     assert started is not None
     wall, cpu, counted = time.perf_counter() - started[0], time.process_time() - started[1], ids - started[2]

@@ -19,13 +19,12 @@ import numpy.typing as npt
 
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.budget import choose
-from flexd.sketch.counters.cache_prefetch import prefetch
-from flexd.sketch.counters.countmin import CANDIDATE_BUFFER, CountMin
-from flexd.sketch.counters.hashing import cell_positions
+from flexd.sketch.cache_prefetch import prefetch
+from flexd.sketch.count_min_kernels import cell_positions
+from flexd.sketch.count_min_table import CountMinTable
 from flexd.sketch.dense_table import DenseTable
-from flexd.sketch.kinds import warm_up
-from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.sketch_set import SketchSet, warm_up
+from flexd.sketch.types import SketchSettings, TableChoice
 from tools.bench.harness import Outcome, at_least, at_most, timed
 from tools.bench.sections import accuracy
 
@@ -76,10 +75,10 @@ def _zipf(rows: int, count: int, exponent: float) -> npt.NDArray[np.int64]:
 
 
 def _count_min(rows: npt.NDArray[Any], table_rows: int) -> Callable[[], object]:
-    counter = CountMin(table_rows, 20)
-    registers = np.zeros(4096, dtype=np.uint8)
-    candidates = np.empty(CANDIDATE_BUFFER, dtype=np.int64)
-    return lambda: counter.add(rows, 0, 1, registers, UNSET_THRESHOLD, candidates, 0)
+    choice = TableChoice("t", "count_min", 0, 0.0, 0.0, 20, 1, 1)
+    table = CountMinTable(TableSpec("t", table_rows, 64), choice, 0)
+    table._threshold = UNSET_THRESHOLD
+    return lambda: table.add_units(rows, 1)
 
 
 def _sketch_set(

@@ -27,9 +27,8 @@ from flexd.core.placement import Placement
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import make_plan, placement_cost
-from flexd.sketch.kinds import warm_up
 from flexd.sketch.profile import Profile
-from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet, warm_up
 from flexd.sketch.types import SketchSettings
 from flexd.stream.trace import load_trace
 from flexd.stream.zipf import ZipfSampler
@@ -158,7 +157,8 @@ def measure(case: Case) -> dict[str, Any]:
             continue
         kinds = [choice.kind for choice in sketches.choices()]
         found[f"memory_1_{divisor}"] = {
-            "bytes": float(sketches.nbytes), **{f"{kind}_tables": float(kinds.count(kind)) for kind in set(kinds)},
+            "bytes": float(sum(choice.bytes for choice in sketches.choices())),
+            **{f"{kind}_tables": float(kinds.count(kind)) for kind in set(kinds)},
             **pricing.judge(sketches.profile(pricing.per_step)),
         }  # fmt: skip
     return found

@@ -6,9 +6,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 from flexd.core.errors import SnapshotError
 from flexd.core.fault_points import fault_point
@@ -20,62 +19,53 @@ _log = logging.getLogger(__name__)
 
 
 class SnapshotCycle:
-    """Belongs to the ingest thread; ``request`` and ``set_interval`` may be called by any.
+    """Belongs to the ingest thread; ``request`` may be called by any.
+
+    Attributes:
+        interval_seconds: between two snapshots; a change (by any thread) is effective after the next one.
+        background: snapshots are written while ingest continues; False stops ingest until they are on disk.
+        saved: snapshots on disk since the start.
+        saved_at: monotonic seconds of the newest snapshot, NaN before the first.
+        pause_seconds: for which the newest copy of the counters stopped ingest.
 
     Args:
-        snapshots: where state is saved; None saves nothing.
-        interval_seconds: between the end of the start-up, or of ``begin``, and the next snapshot.
-        extra_state: see ``Ingestor``.
-        background: snapshots are written while ingest continues.
+        store: where state is saved; None saves nothing.
+        generation: returns the number of the newest profile.
     """
+
+    background = True
 
     def __init__(
         self,
-        snapshots: SnapshotStore | None,
+        store: SnapshotStore | None,
         interval_seconds: float,
-        extra_state: Callable[[], Mapping[str, Any]],
-        *,
-        background: bool,
+        source: Source,
+        sketches: SketchSet,
+        generation: Callable[[], int],
     ) -> None:
-        self._snapshots = snapshots
-        self._interval_seconds = interval_seconds
-        self._extra_state = extra_state
+        self._store = store
+        self._source = source
+        self._sketches = sketches
+        self._generation = generation
+        self.interval_seconds = interval_seconds
         self._requested = threading.Event()
-        self._next = math.inf
-        self._background = background
+        self._next = time.monotonic() + interval_seconds
         self._writing: Future[None] | None = None
         self._positions: Positions = {}
-        self.saved = 0
-        """Snapshots on disk since the start."""
-        self.commit_failures = 0
-        self.saved_at = math.nan
-        """Monotonic seconds of the newest snapshot."""
-        self.pause_seconds = math.nan
-        """For which the newest copy of the counters stopped ingest."""
-
-    def set_interval(self, seconds: float) -> None:
-        """Change the time between two snapshots, effective after the next one."""
-        self._interval_seconds = seconds
+        self.saved = self.commit_failures = 0
+        self.saved_at = self.pause_seconds = math.nan
 
     def request(self) -> None:
         """Make the next snapshot due now."""
         self._requested.set()
 
-    def start(self) -> None:
-        """Count the interval from now."""
-        self._next = min(self._next, time.monotonic() + self._interval_seconds)
-
-    def restart(self) -> None:
-        """Count the interval from now, after a snapshot was begun or could not be."""
-        self._next = time.monotonic() + self._interval_seconds
-
     def is_due(self) -> bool:
-        """Return whether a snapshot is to be begun now. One that was requested is due once."""
-        if self.pending:
+        """Return whether a snapshot is to be begun now, and then count the interval anew."""
+        if self.pending or not (self._requested.is_set() or time.monotonic() >= self._next):
             return False
-        requested = self._requested.is_set()
         self._requested.clear()
-        return requested or time.monotonic() >= self._next
+        self._next = time.monotonic() + self.interval_seconds
+        return True
 
     @property
     def pending(self) -> bool:
@@ -87,7 +77,7 @@ class SnapshotCycle:
         """True if ``finish`` would not wait."""
         return self._writing is not None and self._writing.done()
 
-    def begin(self, source: Source, sketches: SketchSet, generation: Callable[[], int]) -> None:
+    def begin(self) -> None:
         """Make counters and positions durable. The order of the steps makes every access count once.
 
         1. Between two polls, when every message that the source has returned is counted, copy sketches, positions and
@@ -101,26 +91,19 @@ class SnapshotCycle:
         Raises:
             SnapshotError: the counters are damaged.
         """
-        snapshots = self._snapshots
-        if snapshots is None:
+        store, sketches = self._store, self._sketches
+        if store is None:
             return
         fault_point("snapshot.begin")
-        extra = dict(self._extra_state())
         # 1.
         began = time.monotonic()
         with sketches.lock:
             if sketches.damage is not None:
                 raise SnapshotError("the counters are damaged and not saved", remedy="start the daemon again")
-            sketch_meta, arrays = sketches.state()
-            positions = source.positions()
-            meta = {
-                "sketches": sketch_meta,
-                "positions": positions,
-                "generation": generation(),
-                "saved": extra,
-            }
+            description, arrays = sketches.state()
+            self._positions = self._source.positions()
+            meta = {"sketches": description, "positions": self._positions, "generation": self._generation()}
         self.pause_seconds = time.monotonic() - began
-        self._positions = positions
         fault_point("snapshot.copied")
 
         # 2.
@@ -128,19 +111,19 @@ class SnapshotCycle:
 
         def write() -> None:
             try:
-                snapshots.save(meta, arrays)
+                store.save(meta, arrays)
             except BaseException as error:
                 writing.set_exception(error)
             else:
                 writing.set_result(None)
 
         self._writing = writing
-        if self._background:
+        if self.background:
             threading.Thread(target=write, name="flexd-snapshot", daemon=True).start()
         else:
             write()
 
-    def finish(self, source: Source) -> None:
+    def finish(self) -> None:
         """Run step 3 of ``begin``.
 
         Raises:
@@ -152,7 +135,7 @@ class SnapshotCycle:
         self.saved += 1
         self.saved_at = time.monotonic()
         # 3.
-        failure = source.commit(self._positions)
+        failure = self._source.commit(self._positions)
         fault_point("snapshot.committed")
         if failure is not None:
             self.commit_failures += 1

@@ -15,9 +15,9 @@ import json, os, signal, sys, time
 from pathlib import Path
 import numpy as np
 from flexd.core.keyspace import TableSpec
-from flexd.ingest import Ingestor
-from flexd.ingest.dead_letters import DeadLetterFile
-from flexd.ingest.message_counter import decode_message
+from flexd.sketch.ingestor import Ingestor
+from flexd.sketch.dead_letters import DeadLetterFile
+from flexd.sketch import ingestor as ingestor_module
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import encode_arrow
@@ -34,24 +34,28 @@ if not log.exists():
         sink.send(payload if number != 7 else b"poison")
     sink.close()
 
+decode_message = ingestor_module.decode_message
+
 def decode(payload, limit):
     if bytes(payload) == b"poison":
         os.kill(os.getpid(), signal.SIGKILL)
     return decode_message(payload, limit)
 
+ingestor_module.decode_message = decode
+
 ingestor = Ingestor(
     FileLogSource(log), [TableSpec("t", 20, 4)], SketchSettings(2**20, None), SnapshotStore(state / "snapshots", 2),
     dead_letters=DeadLetterFile(state / "dead", 10_000, 100), snapshot_interval_seconds=0.01, poll_seconds=0.01,
-    decode=decode, work=OffsetsInWork(state),
+    work=OffsetsInWork(state),
 )
 ingestor.start()
 deadline = time.monotonic() + 60
-while ingestor.stats().messages < 20:
+while ingestor.counter.messages < 20:
     assert time.monotonic() < deadline
     time.sleep(0.01)
 ingestor.stop(20)
 counts = ingestor.sketches.query("t", np.arange(20)).tolist()
-print(json.dumps({"counts": counts, "rejected": ingestor.stats().rejected_messages}))
+print(json.dumps({"counts": counts, "rejected": ingestor.counter.rejected}))
 """
 
 

@@ -9,15 +9,13 @@ import pytest
 
 from flexd.core.errors import SketchError
 from flexd.core.supervision import UnsafeStateError
-from flexd.ingest import message_counter
-from flexd.ingest.dead_letters import DeadLetterFile
-from flexd.ingest.message_counter import ArrivalClock, MessageCounter
-from flexd.ingest.stats import EventTimeSkew
+from flexd.sketch import ingestor as ingestor_module
 from flexd.sketch import sketch_set
+from flexd.sketch.dead_letters import DeadLetterFile
 from flexd.sketch.decay import ForwardDecay
-from flexd.sketch.sample import AccessSample
+from flexd.sketch.ingestor import MessageCounter
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.table_sketch import TableSketch
+from flexd.sketch.table_sketch import AccessSample, TableSketch
 from flexd.stream.types import AccessBatch
 from tests.support.ingest_fakes import T0, FakeSource, make_ingestor, run_to_the_end
 
@@ -32,10 +30,9 @@ STAGES: list[tuple[Any, str]] = [
     (TableSketch, "add"),
     (AccessSample, "add"),
     (sketch_set, "_access_counts"),
-    (message_counter, "_ingest"),
+    (ingestor_module, "_ingest"),
     (MessageCounter, "_reject"),
-    (ArrivalClock, "arrival"),
-    (EventTimeSkew, "add"),
+    (MessageCounter, "_arrival"),
     (DeadLetterFile, "_append"),
 ]
 
@@ -67,7 +64,7 @@ def run_all(tmp_path: Any) -> tuple[Any, bool]:
     """Run an ingest to the end of the stream or of itself; return it, and whether it ended because it had to."""
     source = FakeSource({"p": [str(number).encode() for number in range(MESSAGES)]})
     ingestor = make_ingestor(
-        source, SnapshotStore(tmp_path / "state", 2), decode=batches, snapshot_interval_seconds=0.0,
+        source, SnapshotStore(tmp_path / "state", 2), snapshot_interval_seconds=0.0,
         dead_letters=DeadLetterFile(tmp_path / "dead.jsonl", 100_000, 64),
     )  # fmt: skip
     try:
@@ -83,6 +80,7 @@ def run_all(tmp_path: Any) -> tuple[Any, bool]:
 def test_a_fault_at_any_stage_counts_each_message_wholly_or_not_at_all(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, n: int, error: Exception
 ) -> None:
+    monkeypatch.setattr(ingestor_module, "decode_message", batches)
     with monkeypatch.context() as patch:
         fault = FaultAt(patch, owner, name, n, error)
         ingestor, ended = run_all(tmp_path)
@@ -91,11 +89,11 @@ def test_a_fault_at_any_stage_counts_each_message_wholly_or_not_at_all(
         ingestor, again = run_all(tmp_path)
         assert not again
     samples = ingestor.sketches.samples_by_table()
-    stats = ingestor.stats()
-    skipped = sum(stats.rejected_messages.values())
+    counter = ingestor.counter
+    skipped = sum(counter.rejected.values())
     assert samples == ((MESSAGES - skipped) * 2 * 9, (MESSAGES - skipped) * 9)
     assert skipped <= (1 if reached and not ended else 0)
     if not ended:
-        assert stats.messages == MESSAGES
-        assert stats.accesses == sum(samples)
-        assert stats.rejected_accesses["negative_row"] == (MESSAGES - skipped) * 3
+        assert counter.messages == MESSAGES
+        assert counter.accesses.accepted == sum(samples)
+        assert counter.accesses.negative_row == (MESSAGES - skipped) * 3

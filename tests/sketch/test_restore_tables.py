@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import SketchError, StateVersionError
 from flexd.core.keyspace import TableSpec
+from flexd.sketch.restore import restore_tables
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.table_restore import restore
 from flexd.sketch.types import SketchSettings
 
 T0 = 1.7e9
@@ -35,7 +35,7 @@ def counted(tables: list[TableSpec], of: SketchSettings, seed: int = 0) -> Sketc
 def restored(sketches: SketchSet, tables: list[TableSpec], of: SketchSettings):
     meta, arrays = sketches.state()
     meta = json.loads(json.dumps(meta))
-    fresh, outcomes = restore(meta, {name: array.copy() for name, array in arrays.items()}, tables, of)
+    fresh, outcomes = restore_tables(meta, {name: array.copy() for name, array in arrays.items()}, tables, of)
     return fresh, {outcome.table: outcome for outcome in outcomes}
 
 
@@ -62,6 +62,7 @@ ITEMS = TableSpec("items", 100_000, 8)
         (DENSE, DENSE, dataclasses.replace(ITEMS, rows=100_001), "100000 rows to 100001"),
         (DENSE, dataclasses.replace(DENSE, half_life_seconds=50.0), ITEMS, "half-life"),
         (DENSE, dataclasses.replace(DENSE, half_life_seconds=None), ITEMS, "half-life"),
+        (DENSE, dataclasses.replace(DENSE, share=0.5), ITEMS, "1 of the stream was counted, now 0.5"),
     ],
 )
 def test_counters_that_changed_start_empty_and_say_so(before, after, table, words):
@@ -77,7 +78,7 @@ def test_counters_that_changed_start_empty_and_say_so(before, after, table, word
 def test_a_newer_format_and_malformed_states_are_refused():
     meta, arrays = counted([ITEMS], LOG).state()
     with pytest.raises(StateVersionError, match="format 7 is of a newer flexd"):
-        restore({**meta, "format": 7}, arrays, [ITEMS], LOG)
+        restore_tables({**meta, "format": 7}, arrays, [ITEMS], LOG)
     for wrong in (
         {**meta, "format": None},
         {**meta, "format": 5}, {**meta, "format": "6"}, {**meta, "table_list": None}, {**meta, "sketches": []},
@@ -85,7 +86,7 @@ def test_a_newer_format_and_malformed_states_are_refused():
         {**meta, "sketches": [{**meta["sketches"][0], "choice": {"kind": "pickle"}}]},
     ):  # fmt: skip
         with pytest.raises(SketchError):
-            restore(wrong, arrays, [ITEMS], LOG)
+            restore_tables(wrong, arrays, [ITEMS], LOG)
 
 
 NAMES = ("a", "b", "c", "d", "e")

@@ -31,7 +31,7 @@ class DeadLetterFile:
         max_message_bytes: kept of each message.
     """
 
-    def __init__(self, path: Path, max_bytes: int, max_message_bytes: int = 512) -> None:
+    def __init__(self, path: Path = Path(os.devnull), max_bytes: int = 0, max_message_bytes: int = 512) -> None:
         self._path = path
         self._half = max_bytes // 2
         self._max_message_bytes = max_message_bytes

@@ -4,6 +4,12 @@ A pair is *joined* once either cell would reach 2^31 (SALSA: Basat et al., *Self
 ICDE 2021): the top bit of both words is set, and their 31-bit halves hold one value, the low half in the even word.
 So heavy cells need no memory beyond their pair and no look-up elsewhere, and nothing wraps. As a plain 32-bit number a
 joined cell is larger than any other, so the minimum of four words is right as long as one of them is not joined.
+
+Positions are those of Apache DataSketches: ``MurmurHash3_x64_128`` (Appleby, public domain) of the 8 bytes of an id.
+Its count-min hashes row i of the cells with ``seed + s_i``, where s_i are the first outputs of C++'s
+``uniform_int_distribution<uint64>`` over ``default_random_engine(seed)``; the constants below are those of its default
+seed 9001. Its HyperLogLog hashes with the seed itself: the low bits of the first half are the slot, and the leading
+zeros of the second half are counted.
 """
 
 from __future__ import annotations
@@ -13,8 +19,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from flexd.sketch.counters.cache_prefetch import prefetch
-from flexd.sketch.counters.hashing import cell_positions, distinct_halves
+from flexd.sketch.cache_prefetch import prefetch
 
 BLOCK_IDS = 256
 """Ids hashed at once, while the cells of the block before are counted; their cache lines (64 KiB) fit the second-level
@@ -28,6 +33,64 @@ _MOST = np.uint64(2**62 - 1)
 _TOP32 = np.uint32(31)
 _FLAG = np.uint32(2**31)
 _ONE = np.uint64(1)
+SEED = 9001
+"""DEFAULT_SEED of DataSketches."""
+_SPREAD = (4480857443237077987, 6631161516192690341, 11350819014790085518, 4160660749069242171)
+_MASK = 2**64 - 1
+# Both halves of the state start as the seed; the length of the key, 8, is mixed into each.
+_FIRST = tuple(np.uint64(((spread + SEED) & _MASK) ^ 8) for spread in _SPREAD)
+_S0, _S1, _S2, _S3 = _FIRST
+_DISTINCT = np.uint64(SEED ^ 8)
+_33 = np.uint64(33)
+_31 = np.uint64(31)
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _finalise(k: Any) -> Any:
+    k = (k ^ (k >> _33)) * np.uint64(0xFF51AFD7ED558CCD)
+    k = (k ^ (k >> _33)) * np.uint64(0xC4CEB9FE1A85EC53)
+    return k ^ (k >> _33)
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _premix(key: Any) -> Any:
+    k = key * np.uint64(0x87C37B91114253D5)
+    k = (k << _31) | (k >> _33)
+    return k * np.uint64(0x4CF5AD432745937F)
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _first_half(k: Any, s: Any) -> Any:
+    h1 = (s ^ k) + s
+    return _finalise(h1) + _finalise(s + h1)
+
+
+@numba.njit(cache=True, nogil=True)
+def cell_positions(rows: Any, count: int, log2_width: int, positions: Any) -> None:
+    """Write the positions of ``rows[:count]`` (int64, not negative) in the 4 x 2^k cells to uint32[4, >= count]."""
+    width = np.uint64(1) << np.uint64(log2_width)
+    mask = width - np.uint64(1)
+    for i in range(count):
+        k = _premix(np.uint64(rows[i]))
+        positions[0, i] = np.uint32(_first_half(k, _S0) & mask)
+        positions[1, i] = np.uint32((_first_half(k, _S1) & mask) + width)
+        positions[2, i] = np.uint32((_first_half(k, _S2) & mask) + width + width)
+        positions[3, i] = np.uint32((_first_half(k, _S3) & mask) + width + width + width)
+
+
+@numba.njit(cache=True, nogil=True)
+def distinct_halves(rows: Any, count: int, slots: Any, bits: Any) -> None:
+    """Write both halves of the HyperLogLog hash of ``rows[:count]``: the low 16 bits of the first to uint16[>= count],
+    the second to uint64[>= count]."""
+    for i in range(count):
+        k = _premix(np.uint64(rows[i]))
+        h1 = (_DISTINCT ^ k) + _DISTINCT
+        h2 = _DISTINCT + h1
+        h1 = _finalise(h1)
+        h2 = _finalise(h2)
+        h1 = h1 + h2
+        slots[i] = np.uint16(h1)
+        bits[i] = h2 + h1
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
@@ -82,14 +145,6 @@ def _copy_valid(rows: Any, start: int, count: int, limit: Any, kept: Any) -> tup
 
 
 @numba.njit(cache=True, nogil=True)
-def _least(registers: Any) -> Any:
-    least = registers[0]
-    for i in range(registers.size):
-        least = min(least, registers[i])
-    return least
-
-
-@numba.njit(cache=True, nogil=True)
 def _update_registers(kept: Any, count: int, registers: Any, least: Any, slots: Any, bits: Any, rare: Any) -> None:
     """Update HyperLogLog registers, each of which holds 1 + the most leading zeros so far.
 
@@ -128,7 +183,7 @@ def add(
     candidates: Any,
     candidate_count: int,
 ) -> tuple[int, int, int, int, int]:
-    """Count ids as ``CountMin.add`` describes; also return the number of pairs joined."""
+    """Count ids as ``CountMinTable`` describes; also return the number of pairs joined."""
     band = threshold + np.uint64(ADMISSION_BAND) * units
     units32 = np.uint32(units)
     fits = np.uint32(units < _FULL)
@@ -146,7 +201,7 @@ def add(
     n = rows.size
     size: Any = min(BLOCK_IDS, n - start)
     count, below = _copy_valid(rows, start, size, limit, kept)
-    least = _least(registers)
+    least = registers.min()
     _update_registers(kept, count, registers, least, slots, bits, rare)
     cell_positions(kept, count, log2_width, position)
     while start < n and candidate_count + BLOCK_IDS <= candidates.size:
@@ -198,8 +253,8 @@ def add(
             xb = _value(cells, b)
             xc = _value(cells, c)
             xd = _value(cells, d)
-            least = min(min(xa, xb), min(xc, xd))
-            goal = least + units
+            lowest = min(min(xa, xb), min(xc, xd))
+            goal = lowest + units
             if xa < goal:
                 joined += _set(cells, a, goal)
             if xb < goal:
@@ -208,7 +263,7 @@ def add(
                 joined += _set(cells, c, goal)
             if xd < goal:
                 joined += _set(cells, d, goal)
-            if least < band and goal >= threshold:
+            if lowest < band and goal >= threshold:
                 candidates[candidate_count] = kept[i]
                 candidate_count += 1
         negative += below
