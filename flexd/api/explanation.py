@@ -140,14 +140,20 @@ def explanation(
 
 
 def _row(row: RowExplanation, affinity: tuple[int, float] | None) -> RowReport:
-    share = row.source_node_share
+    (estimate, lower, upper), (per_rank, per_node, anywhere) = row.accesses, row.touches
     return RowReport.from_object(
         row,
+        listed=row.place > 0,
+        accesses_per_step=estimate,
+        accesses_lower=lower,
+        accesses_upper=upper,
+        per_rank=per_rank,
+        per_node=per_node,
+        anywhere=anywhere,
         seconds=dict(zip(TIERS, row.seconds.tolist(), strict=True)),
         live=row.live.name,
         planned=row.planned.name,
         reason=row.reason.value,
-        source_node_share=None if share is None else tuple(float(node) for node in share),
         affinity_node=None if affinity is None else affinity[0],
         affinity_share=None if affinity is None else affinity[1],
     )

@@ -199,16 +199,17 @@ def drift_status(monitor: DriftMonitor, threshold: float | None) -> DriftStatus:
     """Return the newest evaluation of drift."""
     drift, compared = monitor.newest, dict[str, Any]()
     if drift is not None:
-        plan, live = drift.plan.total, drift.live.total
+        (plan_seconds, live_seconds), (plan_bytes, live_bytes) = drift.exposed_seconds, drift.inter_node_bytes
+        by_table = zip(drift.table_ratios.items(), drift.table_seconds[1], drift.table_bytes[1], strict=True)
         compared = {
             "ratio": drift.ratio,
-            "plan_exposed_seconds": plan.exposed_seconds,
-            "exposed_seconds": live.exposed_seconds,
-            "plan_inter_node_bytes": plan.inter_node_bytes,
-            "inter_node_bytes": live.inter_node_bytes,
+            "plan_exposed_seconds": float(plan_seconds),
+            "exposed_seconds": float(live_seconds),
+            "plan_inter_node_bytes": float(plan_bytes),
+            "inter_node_bytes": float(live_bytes),
             "tables": tuple(
-                TableDriftStatus.from_object(traffic, table=name, ratio=drift.table_ratios[name])
-                for name, traffic in drift.live.tables.items()
+                TableDriftStatus(table=name, ratio=ratio, exposed_seconds=float(seconds), inter_node_bytes=float(sent))
+                for (name, ratio), seconds, sent in by_table
             ),
         }
     return DriftStatus(

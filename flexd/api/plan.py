@@ -84,7 +84,7 @@ SHARES = ("loader", "dealing_loader", "by_user")
 
 def affinity_report(outlook: AffinityOutlook) -> AffinityReport:
     """Return the report of an outlook."""
-    found = {name: getattr(outlook, name) for name in SHARES}
+    found = {name: getattr(outlook.forecast, name) for name in SHARES}
     shares = {name: None if each is None else ShareRangeReport.from_object(each) for name, each in found.items()}
     return AffinityReport(messages=outlook.messages, **shares)
 

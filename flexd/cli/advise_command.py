@@ -38,8 +38,9 @@ from flexd.core.errors import ConfigError
 from flexd.stream.sample_kinds import SampleKind, SampleLengths
 
 if TYPE_CHECKING:
+    from flexd.planner.model.cost import PredictedRange
     from flexd.simulate.accesses import Accesses
-    from flexd.simulate.advice import Advice, Prediction, Range
+    from flexd.simulate.advice import Advice, Prediction
     from flexd.sketch.coaccess import CoAccess
 
 
@@ -117,7 +118,7 @@ def advise(
     if (trace is None) == (config is None):
         raise ConfigError("no accesses, or two of them", remedy="give --trace or --config")
     from flexd.core.layout import RankLayout
-    from flexd.simulate.accesses import ProfileAccesses, RowFormat
+    from flexd.simulate.accesses import RowFormat, profile_accesses
     from flexd.simulate.advice import NOW, affinity_outlook, outlook_of_samples
     from flexd.simulate.advice import advise as advise_on
     from flexd.simulate.simulation import SimulationSettings
@@ -133,7 +134,7 @@ def advise(
         loaded = load_with_known_tables(config)
         read = read_source(loaded, seconds)
         sampled = read.coaccess
-        accesses = ProfileAccesses(
+        accesses = profile_accesses(
             loaded.job, read.profile, loaded.keyspace().tables, layout,
             accesses_per_rank=(batch or DRAWN_BATCH) * history, steps=steps, seed=seed, micro_batches=micro_batches,
         )  # fmt: skip
@@ -152,7 +153,7 @@ def advise(
     if sampled is not None:
         affinity = outlook_of_samples(sampled, accesses.keyspace, layout, found.simulation.accesses_per_step)
     if affinity is not None:
-        answer["affinity"] = {**asdict(affinity), "messages": list(affinity.messages)}
+        answer["affinity"] = asdict(affinity)
         blocks.append(Sentences("affinity", affinity.messages))
     emit(answer, blocks, output)
 
@@ -180,7 +181,7 @@ def document(advice: Advice) -> dict[str, Any]:
 
 
 def _prediction(found: Prediction) -> dict[str, Any]:
-    def three(given: Range) -> dict[str, float]:
+    def three(given: PredictedRange) -> dict[str, float]:
         return {"expected": given.expected, "low": given.low, "high": given.high}
 
     return {
@@ -296,6 +297,6 @@ def hours(value: float) -> str:
     return f"{value:.3g}"
 
 
-def in_range(given: Range, form: Callable[[float], str]) -> str:
+def in_range(given: PredictedRange, form: Callable[[float], str]) -> str:
     """``2 s (1 s to 3 s)``."""
     return f"{form(given.expected)} ({form(given.low)} to {form(given.high)})"

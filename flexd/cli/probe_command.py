@@ -19,8 +19,7 @@ from flexd.core import units
 from flexd.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from flexd.topology.cluster import Cluster, CollectiveCurve, StepCosts
-    from flexd.topology.fit import CollectiveTimes
+    from flexd.topology.cluster import Cluster, CollectiveCurve, CollectiveTimes, StepCosts
     from flexd.topology.probe import ProbeReport
 
 _STEPS_SHARE = 0.2

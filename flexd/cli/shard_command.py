@@ -28,13 +28,13 @@ from flexd.core import units
 from flexd.core.sharding_types import DATA_PARALLEL
 
 if TYPE_CHECKING:
-    from flexd.planner.tables.sharding import RulePlan, Sharding
     from flexd.planner.tables.solve import TablePlacement
+    from flexd.planner.tables.table_list import ListedTable
     from flexd.sketch.profile import Profile
     from flexd.topology.cluster import Cluster
 
 
-class ShardingKind(StrEnum):
+class LeftOutKind(StrEnum):
     """TorchRec's names; row-wise is always allowed."""
 
     TABLE_WISE = "table_wise"
@@ -81,7 +81,7 @@ def shard(
         ),
     ] = None,
     without: Annotated[
-        list[ShardingKind] | None,
+        list[LeftOutKind] | None,
         typer.Option("--without", help="A sharding type that no table may get; repeatable."),
     ] = None,
     batch: Annotated[
@@ -102,7 +102,14 @@ def shard(
     check_file("--plan", file)
     from flexd.cli.model_tables import tables_of_source
     from flexd.core.layout import RankLayout
-    from flexd.planner.tables.sharding import TableStatistics, listed_seconds, plan_rules, shard_tables
+    from flexd.planner.tables.sharding import (
+        TableStatistics,
+        listed_seconds,
+        plan_rules,
+        rules_document,
+        shard_tables,
+        sharding_document,
+    )
 
     statistics = TableStatistics(zipf, None if trace is None else _counted(trace), dtype, optimizer)
     listed, layout = tables_of_source(tables, batch), RankLayout(nodes, local_ranks)
@@ -110,21 +117,21 @@ def shard(
     left_out = [kind.value for kind in without or ()]
     if trainer == "flexd":
         rules = plan_rules(listed, layout, cluster, memory_gb * 1e9, statistics, without=left_out)
-        _write(rules.document(), file, rule_blocks(rules, file, cluster), output)
+        _write(rules_document(listed, rules), file, rule_blocks(listed, rules, file, cluster), output)
         return
     listed_ranks = 1 + max((max(table.ranks, default=-1) for table in listed), default=-1)
     # A list may come from another job: its plan is then no reason to make none.
     before = None if listed_ranks > layout.world_size else listed_seconds(listed, layout, cluster, statistics)
     found = shard_tables(listed, layout, cluster, memory_gb * 1e9, statistics, without=left_out)
-    document = found.document()
+    document = sharding_document(listed, found)
     document["predicted"]["listed_step_seconds"] = before
-    _write(document, file, sharding_blocks(found, file, before, listed_ranks), output)
+    _write(document, file, sharding_blocks(listed, found, file, before, listed_ranks), output)
 
 
 def _counted(trace: Path) -> Profile:
     """Return the exact shares of the rows in a trace; look-ups of a step are those of the table list."""
     from flexd.core.keyspace import KeySpace, TableSpec
-    from flexd.simulate.exact_profile import exact_profile
+    from flexd.simulate.step_keys import exact_profile
     from flexd.stream.trace import load_trace
 
     events = load_trace(trace)
@@ -139,44 +146,51 @@ def _write(document: dict[str, Any], file: Path, blocks: list[Block], output: Ou
     emit(document | {"plan": str(file)}, blocks, output)
 
 
-def sharding_blocks(found: Sharding, plan: Path, before: float | None, listed_ranks: int) -> list[Block]:
+def sharding_blocks(
+    tables: list[ListedTable], placement: TablePlacement, plan: Path, before: float | None, listed_ranks: int
+) -> list[Block]:
     """Return the predicted step and the sharding of every table.
 
     Args:
         before: seconds of a step by the plan that the list has; None if it is not priced.
         listed_ranks: ranks that the plan of the list needs; 0 if it has none.
     """
-    placement = found.placement
+    from flexd.planner.tables.sharding import torchrec_sharding
+
+    chosen = torchrec_sharding(placement)
     listed = "none" if before is None else f"{units.seconds(before)} a step by the same prices"
     if listed_ranks > placement.layout.world_size:
         listed = f"not priced: it is for {listed_ranks} ranks or more"
-    counts = Counter(kind for kind, _ in found.chosen)
+    counts = Counter(kind for kind, _ in chosen)
     facts = _facts(plan, placement, counts, "all row-wise", ("plan of the list", listed))
     columns = ("table", "rows", "dim", "sharding", "ranks")
     rows = tuple(
         (table.name, units.count(table.rows), str(table.dim), kind, _ranks(ranks))
-        for table, (kind, ranks) in zip(found.tables, found.chosen, strict=True)
+        for table, (kind, ranks) in zip(tables, chosen, strict=True)
     )
     return [facts, Table("sharding", columns, rows, frozenset(columns[1:3]), ("dim", "rows"))]
 
 
-def rule_blocks(found: RulePlan, plan: Path, cluster: Cluster) -> list[Block]:
+def rule_blocks(tables: list[ListedTable], placement: TablePlacement, plan: Path, cluster: Cluster) -> list[Block]:
     """Return the predicted step, and sharding type and pooling place of every table."""
+    from flexd.planner.tables.sharding import flexd_sharding
+
+    chosen = flexd_sharding(tables, placement)
     counts = Counter(
         rule
         if rule == DATA_PARALLEL
         else f"{rule.partition(':')[0]}, {f'pooled at the {pooling_at}' if pooling_at else 'un-pooled'}"
-        for rule, pooling_at in found.chosen
+        for rule, pooling_at in chosen
     )
     columns = ("table", "rows", "dim", "sharding", "pooled at")
     rows = tuple(
         (table.name, units.count(table.rows), str(table.dim), rule, pooling_at or "un-pooled")
-        for table, (rule, pooling_at) in zip(found.tables, found.chosen, strict=True)
+        for table, (rule, pooling_at) in zip(tables, chosen, strict=True)
     )
     return [
         _facts(
             plan,
-            found.placement,
+            placement,
             counts,
             "all row_wise, pooled at the requester",
             ("a step beside its links", step_cost_words(cluster)),

@@ -98,7 +98,7 @@ def simulate(
     if trace is not None and zipf is not None:
         raise ConfigError("--trace and --zipf", remedy="give one of them")
     from flexd.core.layout import RankLayout
-    from flexd.simulate.accesses import RowFormat, ZipfAccesses
+    from flexd.simulate.accesses import RowFormat, zipf_accesses
     from flexd.simulate.simulation import SimulationSettings, simulate
     from flexd.simulate.summary import summarise
 
@@ -112,7 +112,7 @@ def simulate(
     cluster = make_cluster(preset, topology, scale)
     row_format = RowFormat(dim, dtype, optimizer)
     if zipf is not None:
-        accesses: Accesses = ZipfAccesses(
+        accesses = zipf_accesses(
             layout, row_format, table_rows=rows, exponent=zipf, drift_rows=drift,
             accesses_per_rank=(batch or DRAWN_BATCH) * (history + 1), steps=steps, seed=seed,
             micro_batches=micro_batches,
@@ -147,12 +147,12 @@ def make_trace_accesses(
     lengths: SampleLengths = SampleLengths.FIXED,
     micro_batches: int = 1,
 ) -> Accesses:
-    from flexd.simulate.accesses import TraceAccesses
+    from flexd.simulate.accesses import trace_accesses
     from flexd.stream.trace import built_in_trace, load_trace
 
     events = built_in_trace(seed) if path is None else load_trace(path)
     name = "built-in trace" if path is None else path.stem
-    return TraceAccesses(
+    return trace_accesses(
         name, events, layout, row_format, batch_size=batch, steps=steps, history=history, kind=samples, lengths=lengths,
         micro_batches=micro_batches,
     )  # fmt: skip

@@ -15,13 +15,14 @@ from flexd.core.placement import Placement
 from flexd.core.supervision import Supervisor
 from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.affinity.partition import NodeHomes
-from flexd.planner.affinity.sampled_window import sampled_window
-from flexd.planner.affinity.streaming import CONTINUE_WITHIN, AffinityPlan, ShareRange, plan_affinity
+from flexd.planner.affinity.streaming import CONTINUE_WITHIN, AffinityPlan, plan_affinity
 from flexd.planner.affinity.traffic import MIN_SAVING
-from flexd.planner.model.row_bytes import TrafficLink
+from flexd.planner.affinity.window import sampled_window
+from flexd.planner.model.cost import PredictedRange
 from flexd.planner.moves import MoveRoom, moved_placement, placed_homes
 from flexd.planner.plan import Plan
 from flexd.sketch.coaccess import CoAccess
+from flexd.topology.cluster import INTER
 
 PLAN_WAITS_SECONDS = 2.0
 """Longest time that a plan waits for homes; those of a longer learning are in the next plan."""
@@ -78,7 +79,7 @@ class UserNodes:
 
     number: int
     users: NodeMap
-    share: ShareRange | None
+    share: PredictedRange | None
 
 
 def _anywhere(homes: NodeHomes) -> NodeHomes:
@@ -141,8 +142,8 @@ class AffinityMonitor:
         if layout.nodes < 2:
             self._newest = None
             return None, None
-        chain = plan.baselines["two_hop"]
-        transfer = float(chain.transfer_seconds[:, :, TrafficLink.INTER_NODE].sum())
+        chain = plan.costs.baselines["two_hop"]
+        transfer = float(chain.transfer_seconds[:, :, INTER].sum())
         exposed = transfer * chain.exposed_seconds / chain.total_seconds
 
         def learn() -> None:
@@ -200,10 +201,11 @@ class AffinityMonitor:
     ) -> WantedMoves | None:
         """Return where rows are to live: where they are now unless the homes just learnt save ``CONTINUE_WITHIN`` more,
         and all at home where dealing alone sends less than either."""
-        if found.loader is None or found.placed is None or found.dealing_loader is None:
+        forecast = found.forecast
+        if forecast.loader is None or forecast.placed is None or forecast.dealing_loader is None:
             return None
-        placed, learnt, alone = found.placed.expected, found.loader.expected, found.dealing_loader.expected
-        if placed - learnt >= (CONTINUE_WITHIN if len(live.moved) else MIN_SAVING) and found.moves_pay():
+        placed, learnt, alone = (each.expected for each in (forecast.placed, forecast.loader, forecast.dealing_loader))
+        if placed - learnt >= (CONTINUE_WITHIN if len(live.moved) else MIN_SAVING) and forecast.moves_pay:
             return WantedMoves(moved_placement(found.homes, layout), exposed_seconds * (placed - learnt))
         if placed <= alone:
             return WantedMoves(live.moved, 0.0)
@@ -214,7 +216,7 @@ class AffinityMonitor:
         newest = self._newest
         if newest is None or newest.plan.users is None:
             return None
-        return UserNodes(newest.number, newest.plan.users, newest.plan.by_user)
+        return UserNodes(newest.number, newest.plan.users, newest.plan.forecast.by_user)
 
     def home_of(self, key: int) -> tuple[int, float] | None:
         """Return (node in which a row would live, share of its touches that come from there); None if not sampled."""

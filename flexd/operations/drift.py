@@ -20,7 +20,7 @@ from flexd.operations.live_plan import TrainingJob, make_live_plan
 from flexd.operations.live_prices import LivePrices
 from flexd.operations.proposals import saving_gate
 from flexd.operations.training_monitor import TrainingMonitor
-from flexd.planner.drift import Drift, placement_communication
+from flexd.planner.drift import Drift, compare_placements
 from flexd.sketch.profile import Profile
 
 _log = logging.getLogger(__name__)
@@ -142,13 +142,9 @@ class DriftMonitor:
             profile, self._keyspace, live, cluster, placement, settings, job, plan_id="drift",
             step_seconds=self._training.step_seconds(),
         )  # fmt: skip
-        prices = (
-            placement_communication(
-                profile, self._keyspace, live.layout, cluster, each, job.shape, job.exchange,
-            )
-            for each in (plan.target, placement)
-        )  # fmt: skip
-        drift = Drift(*prices)
+        drift = compare_placements(
+            profile, self._keyspace, live.layout, cluster, plan.target, placement, job.shape, job.exchange
+        )
         with self._guard:
             if self._plans != plans or self._executions.migrating:
                 return None

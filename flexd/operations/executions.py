@@ -73,18 +73,16 @@ class Executions:
         """
 
         def chunks(placement: Placement) -> ChunkedDelta:
-            # Not the plan's own delta: an older migration may have moved rows since the plan was made.
-            delta = plan_delta(placement, plan.target, plan.gains, self._keyspace, live.layout, plan.slots)
-            return self._chunked(delta, live.layout)
+            return self._chunked(plan.delta_from(placement, self._keyspace, live.layout), live.layout)
 
-        origin = _of_trigger(plan.plan_id, plan.parent_id, trigger).model_copy(
+        origin = _of_trigger(plan.plan_id, plan.origin.parent_id, trigger).model_copy(
             update={
                 "overridden_gates": overridden, "rows": len(plan.delta), "bytes_to_copy": plan.migration_bytes,
                 "promotions": plan.promotions, "demotions": plan.demotions,
-                "why": tuple(plan.summary()["replication"]["messages"]), "predicted_saving_seconds": plan.saved_seconds,
+                "why": tuple(plan.costs.messages()), "predicted_saving_seconds": plan.saved_seconds,
             }
         )  # fmt: skip
-        return self._submit(origin, chunks, plan.topology_generation, plan)
+        return self._submit(origin, chunks, plan.origin.topology_generation, plan)
 
     def abort(
         self, reason: str, requested_by: str, rollback: bool, live: LiveTopology | None

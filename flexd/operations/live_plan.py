@@ -17,9 +17,9 @@ from flexd.core.placement import Placement
 from flexd.operations.affinity import AffinityMonitor
 from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.model.row_bytes import Exchange
-from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import TrainingShape
 from flexd.planner.moves import MoveRoom, with_moves
-from flexd.planner.plan import Plan, make_plan
+from flexd.planner.plan import Plan, PlanOrigin, make_plan
 from flexd.planner.solver.limits import PlanLimits, RowPin
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
@@ -106,7 +106,7 @@ class TrainingJob:
 
     @property
     def shape(self) -> TrainingShape:
-        return TrainingShape(micro_batches=self.passes, merged_backward=True, comm_dtype=self.comm_dtype)
+        return TrainingShape(micro_batches=self.passes, comm_dtype=self.comm_dtype)
 
     @property
     def at_owner(self) -> frozenset[str]:
@@ -117,11 +117,12 @@ class TrainingJob:
 def cheaper_exchange(plan: Plan) -> str:
     """Return the configured name of the cheaper of the chain, with the plan's copies if it is for the chain, and the
     direct exchange with dedup."""
-    chain, direct = plan.baselines["two_hop"], plan.baselines["row_wise_dedup"]
-    if plan.exchange is Exchange.CHAIN:
-        chain = plan.after
-    elif plan.exchange is Exchange.DIRECT_DEDUP:
-        direct = plan.after
+    costs = plan.costs
+    chain, direct = costs.baselines["two_hop"], costs.baselines["row_wise_dedup"]
+    if costs.exchange is Exchange.CHAIN:
+        chain = costs.after
+    else:
+        direct = costs.after
     return "direct" if direct.exposed_seconds < chain.exposed_seconds else "chain"
 
 
@@ -156,9 +157,9 @@ def make_live_plan(
         PlanError: as ``make_plan``.
     """
     return make_plan(
-        profile, keyspace, topology.layout, cluster, slots_of_copies(topology, settings), live, plan_id=plan_id,
-        parent_id=parent_id, topology_generation=topology.generation, horizon_steps=settings.horizon_steps,
-        now_unix_seconds=time.time(), reason=reason, shape=job.shape, limits=plan_limits(settings, job),
+        profile, keyspace, topology.layout, cluster, slots_of_copies(topology, settings), live,
+        PlanOrigin(plan_id, parent_id, topology.generation, reason, time.time()),
+        horizon_steps=settings.horizon_steps, shape=job.shape, limits=plan_limits(settings, job),
         exchange=job.exchange, step_seconds=step_seconds,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase, StepRepor
 from flexd.core.layout import RankLayout
 from flexd.operations.phase_averages import PHASES, phase_values, priced_by
 from flexd.operations.training_monitor import TrainingMonitor
-from flexd.planner.model.price_correction import PriceCorrection
+from flexd.planner.model.prices import PriceCorrection
 from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Link
 
 Float64Array = npt.NDArray[np.float64]

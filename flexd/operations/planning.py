@@ -41,7 +41,7 @@ from flexd.operations.proposals import (
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
 from flexd.planner.affinity.outlook import AffinityOutlook
-from flexd.planner.drift import Drift, placement_communication
+from flexd.planner.drift import compare_placements
 from flexd.planner.explain import TableExplanation, explain
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
@@ -202,7 +202,7 @@ class Planning:
         """Return why a proposal can no longer be executed, without evaluating the accesses; empty if it can."""
         return outdated(
             proposal, self._coordinator.live(), self._coordinator.placement(), migrating=self.migrating(),
-            age_seconds=time.time() - proposal.plan.created_unix_seconds,
+            age_seconds=time.time() - proposal.plan.origin.created_unix_seconds,
         )  # fmt: skip
 
     def _drifted(self, proposal: Proposal) -> str:
@@ -212,11 +212,10 @@ class Planning:
             return ""
         plan, profile, _, layout, _ = self._make("apply", checked=False)
         job, cluster = self._job, self.cluster
-        prices = (
-            placement_communication(profile, self._keyspace, layout, cluster, placement, job.shape, job.exchange)
-            for placement in (plan.target, proposal.plan.target)
+        drift = compare_placements(
+            profile, self._keyspace, layout, cluster, plan.target, proposal.plan.target, job.shape, job.exchange
         )
-        beyond = Drift(*prices).reason_to_plan(threshold)
+        beyond = drift.reason_to_plan(threshold)
         return "" if beyond is None else f"the accesses have moved on since it was made: {beyond}"
 
     def explain(self, table: str, row: int | None, hottest: int) -> tuple[TableExplanation, tuple[Gate, ...]]:

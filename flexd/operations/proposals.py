@@ -182,11 +182,9 @@ def outdated(
     """Return why a proposal can no longer be executed, without evaluating the accesses; empty if it can."""
     if topology is None or not topology.ready:
         return "not all ranks are ready"
-    if topology.generation != proposal.plan.topology_generation:
-        return (
-            f"the ranks have changed: it is for topology generation {proposal.plan.topology_generation}, they are at "
-            f"{topology.generation}"
-        )
+    generation = proposal.plan.origin.topology_generation
+    if topology.generation != generation:
+        return f"the ranks have changed: it is for topology generation {generation}, they are at {topology.generation}"
     if migrating:
         return "a migration is running: it moves what this plan starts from"
     if placement.version != proposal.live.version or placement.digest() != proposal.live.digest():

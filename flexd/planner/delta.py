@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier, by_slots, is_moved, without_moves
 from flexd.core.placement import Delta, Placement
-from flexd.planner.solver.limits import slots_of_ranks, slots_used
-
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
-UInt8Array = npt.NDArray[np.uint8]
+from flexd.planner.solver.limits import slots_used
 
 _MIN_BLOCK_ROWS = 64
 _MAX_BLOCKS = 512
@@ -44,7 +40,7 @@ def plan_delta(
     gains: Float64Array,
     keyspace: KeySpace,
     layout: RankLayout,
-    replica_slots: Sequence[int | Int64Array] | Int64Array,
+    replica_slots: Sequence[int],
 ) -> Delta:
     """Return the changes from ``live`` to ``target``, the most useful first.
 
@@ -54,12 +50,12 @@ def plan_delta(
 
     Args:
         gains: float64[len(target)], of each row of ``target`` at its tier.
-        replica_slots: of each dim-group, one number of slots or int64[world].
+        replica_slots: of a rank, by dim-group.
 
     Raises:
         PlanError: the target itself takes more slots than there are.
     """
-    slots = np.stack([slots_of_ranks(group, layout) for group in replica_slots])
+    slots = np.array(replica_slots, dtype=np.int64)[:, None]
     if bool((slots_used(target.keys, target.tiers, keyspace, layout) > slots).any()):
         raise PlanError("the plan takes more replica slots than the ranks have", remedy="plan again with these slots")
     changes = live.delta_to(target)

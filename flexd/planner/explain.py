@@ -8,33 +8,26 @@ slots ran out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import BoolArray, Float64Array, Int64Array, UInt8Array
 from flexd.core.errors import PlanError
 from flexd.core.homes import Homes, homes_of
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier, nodes_of_moved
 from flexd.core.placement import Placement
-from flexd.planner.model.cost import CostBreakdown, LoadSums, step_latencies
-from flexd.planner.model.gains import migration_seconds, row_seconds, usable_tiers
-from flexd.planner.model.prices import exposed_share, linear_exposure
-from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.cost import migration_seconds, row_seconds, sync_latency, usable_tiers
+from flexd.planner.model.prices import linear_exposure
 from flexd.planner.model.touches import TouchRelation
-from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.model.workload import ANYWHERE, PER_NODE, PER_RANK, GroupLoad, make_loads
+from flexd.planner.model.workload import ANYWHERE, PER_NODE, PER_RANK, GroupLoad, RowLoads, TrainingShape, make_loads
 from flexd.planner.plan import Plan
 from flexd.planner.solver.limits import FREE, PlanLimits, slots_used
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.cluster import Cluster
-
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
-UInt8Array = npt.NDArray[np.uint8]
 
 
 class TierReason(StrEnum):
@@ -61,34 +54,29 @@ class RowExplanation:
     """Explanation of one row. Accesses are expected look-ups; seconds are exposed communication per step.
 
     Attributes:
-        listed: whether the profile lists the row; if not, the mean of the unlisted rows stands in.
-        place: 1 for the table's most frequent listed row; 0 if not listed.
-        accesses_per_step, accesses_lower, accesses_upper: of the whole job.
-        per_rank, per_node, anywhere: u, v and w of docs/cost-model.md.
+        place: 1 for the table's most frequent listed row; 0 if the profile does not list it: the mean of the unlisted
+            rows stands in then.
+        accesses: estimate, lower and upper bound, of the whole job per step.
+        touches: presence probabilities u, v and w of docs/cost-model.md, by a rank, by a node and anywhere.
         seconds: float64[3], by tier.
         live, planned: tiers now and if a plan were made now.
         home_rank: of the authoritative copy.
         moved_to: the node in which it lives instead; None if it has not moved.
-        source_node_share: float32[nodes], or None if not known.
+        source_node_share: shares of its accesses by node, or None if not known.
     """
 
     row: int
     key: int
-    listed: bool
     place: int
-    accesses_per_step: float
-    accesses_lower: float
-    accesses_upper: float
-    per_rank: float
-    per_node: float
-    anywhere: float
+    accesses: tuple[float, float, float]
+    touches: tuple[float, float, float]
     seconds: Float64Array
     live: Tier
     planned: Tier
     reason: TierReason
     home_rank: int
     moved_to: int | None
-    source_node_share: npt.NDArray[np.float32] | None
+    source_node_share: tuple[float, ...] | None
 
 
 @dataclass(frozen=True)
@@ -178,10 +166,10 @@ def explain(
     loads = make_loads(profile, keyspace, layout, shape, also)
     group = int(keyspace.group_of(keyspace.first_key[index : index + 1])[0])
     used = slots_used(plan.target.keys, plan.target.tiers, keyspace, layout)[group]
-    bench = _GroupPricing(
+    pricing = _GroupPricing(
         plan, loads, group, homes_of(keyspace, layout), used, horizon_steps, table not in shape.frozen_tables
     )
-    fixed = limits.fixed_tiers(bench.load.keys, keyspace)
+    fixed = limits.fixed_tiers(pricing.load.keys, keyspace)
     first, end = int(keyspace.first_key[index]), int(keyspace.first_key[index]) + seen.rows
     return TableExplanation(
         table=table,
@@ -191,24 +179,12 @@ def explain(
         coverage=seen.coverage,
         live_rows=_by_tier(live, first, end),
         planned_rows=_by_tier(plan.target, first, end),
-        slots_used=int(bench.used.max(initial=0)),
-        slots=int(bench.slots.min()),
-        sync_latency_seconds=bench.sync_latency(),
-        thresholds=bench.thresholds(),
-        explained=bench.rows(keys, wanted, seen, live, fixed, table in limits.exclude_tables),
+        slots_used=int(used.max(initial=0)),
+        slots=pricing.slots,
+        sync_latency_seconds=pricing.sync_latency(),
+        thresholds=pricing.thresholds(),
+        explained=pricing.rows(keys, wanted, seen, live, fixed, table in limits.exclude_tables),
     )
-
-
-def _message_sizes(cost: CostBreakdown, without_copies: CostBreakdown) -> Float64Array:
-    """Return float64[3, 6, 3] bytes by (tier, phase, link) at which rows are priced one by one.
-
-    A tier that is not in use has no message; it is priced as if one of the exchange's size went there.
-    """
-    sent = cost.bytes.copy()
-    largest = without_copies.bytes.sum(axis=0)
-    for tier in (Tier.NODE, Tier.DEVICE):
-        sent[tier][sent[tier] == 0] = largest.max(initial=0.0)
-    return sent
 
 
 def _by_tier(placement: Placement, first: int, end: int) -> Int64Array:
@@ -248,34 +224,38 @@ class _GroupPricing:
 
     @cached_property
     def factors(self) -> Float64Array:
-        """float64[tier, statistic]: exposed seconds."""
-        sent = _message_sizes(self.plan.after, self.plan.baselines["two_hop"])
-        return row_seconds(self.load, self.layout, self.cluster, sent, self.plan.exchange)
+        """float64[tier, statistic]: exposed seconds at the message sizes of the plan.
+
+        A tier that is not in use has no message; it is priced as if one of the exchange's size went there."""
+        costs, sent = self.plan.costs, self.plan.costs.after.bytes.copy()
+        largest = costs.baselines["two_hop"].bytes.sum(axis=0).max(initial=0.0)
+        for tier in (Tier.NODE, Tier.DEVICE):
+            sent[tier][sent[tier] == 0] = largest
+        return row_seconds(self.load, self.cluster, sent, costs.exchange)
 
     @cached_property
     def cluster(self) -> Cluster:
         """The cluster with the exposure by which the plan added up gains."""
-        name = "two_hop" if self.plan.exchange is Exchange.CHAIN else "row_wise_dedup"
-        return linear_exposure(self.plan.cluster, self.plan.baselines[name].phase_seconds.sum(axis=1))
+        return linear_exposure(self.plan.costs.cluster, self.plan.costs.home.phase_seconds.sum(axis=1))
 
     @cached_property
     def usable(self) -> tuple[Tier, ...]:
-        return usable_tiers(self.layout, self.plan.exchange)
+        return usable_tiers(self.layout, self.plan.costs.exchange)
 
     @cached_property
     def slot_counts(self) -> Int64Array:
         """int64[tier]: slots one row takes on all ranks together."""
         return np.array([0, self.layout.nodes - 1, self.layout.world_size - 1], dtype=np.int64)
 
-    @cached_property
-    def slots(self) -> Int64Array:
-        """int64[world]."""
-        return np.asarray(self.plan.slots[self.group], dtype=np.int64)
+    @property
+    def slots(self) -> int:
+        """Replica slots of a rank."""
+        return self.plan.slots[self.group]
 
     @cached_property
     def paid(self) -> Float64Array:
         """float64[tier]: the copying of one row, a step of the horizon."""
-        paid: Float64Array = migration_seconds(self.load, self.layout, self.plan.cluster) / self.horizon_steps
+        paid: Float64Array = migration_seconds(self.load, self.plan.costs.cluster) / self.horizon_steps
         return paid
 
     @cached_property
@@ -286,11 +266,11 @@ class _GroupPricing:
         because homes are not spread exactly evenly. 0 while every rank has slots left.
         """
         room = self.slots - self.used
-        if not self.used.any() or int(room.min()) > 1 + _FREE_SHARE * int(self.slots.min()):
+        if not self.used.any() or int(room.min()) > 1 + _FREE_SHARE * self.slots:
             return 0.0
         tiers = list(self.usable)
         counts = self.slot_counts[tiers][:, None]
-        gains = self.gains(LoadSums(self.load, self.layout).listed)[tiers]
+        gains = self.gains(self.load.statistics)[tiers]
         gains = gains[:, (gains > 0).any(axis=0)]
         taken = int(self.used.sum())
 
@@ -307,11 +287,11 @@ class _GroupPricing:
 
     @cached_property
     def relation(self) -> TouchRelation | None:
-        """Touches by accesses in the dim-group; None where nothing is measured."""
-        load = self.load
-        if load.touches is None:
+        """Presence probabilities by accesses in the dim-group; None where nothing is measured."""
+        listed = self.load.listed
+        if listed.touches is None:
             return None
-        return TouchRelation.fit(load.accesses / load.micro_batches, load.touches, self.layout)
+        return TouchRelation.fit(listed.accesses / self.load.shape.micro_batches, listed.touches, self.layout)
 
     def gains(self, statistics: Float64Array) -> Float64Array:
         """float64[statistic, n] -> float64[tier, n]: exposed seconds saved against HOME."""
@@ -320,53 +300,40 @@ class _GroupPricing:
 
     def gains_at(self, accesses: Float64Array) -> Float64Array:
         """float64[n] accesses per rank and step of an un-pooled row of the table -> float64[tier, n]."""
-        touches = None if self.relation is None else self.relation.touches(accesses / self.load.micro_batches)
-        load = replace(
-            self.load, keys=np.zeros(len(accesses), np.int64), accesses=accesses, accesses_lower=accesses,
-            accesses_upper=accesses, trained=None if self.trained else np.zeros(len(accesses)),
-            touches=touches,
-        )  # fmt: skip
-        return self.gains(load.listed_statistics(self.layout))
+        passes = self.load.shape.micro_batches
+        touches = None if self.relation is None else self.relation.touches(accesses / passes)
+        trained = None if self.trained else np.zeros(len(accesses))
+        return self.gains(self.load.statistics_of(RowLoads(accesses, trained, touches)))
 
     def sync_latency(self) -> float:
         """Return the fixed exposed seconds of synchronising the tiers that the plan uses, or would use first."""
         used = set[int]()
         for load in self.loads:
-            tiers = self.plan.target.tiers_of(load.keys)
-            used |= set(np.unique(tiers if load.trained is None else tiers[load.trained > 0]).tolist())
+            tiers, trained = self.plan.target.tiers_of(load.keys), load.listed.trained
+            used |= set(np.unique(tiers if trained is None else tiers[trained > 0]).tolist())
         used = used - {int(Tier.HOME)} or ({int(tier) for tier in self.usable[:1]} if self.trained else used)
-        sums = [LoadSums(load, self.layout) for load in self.loads]
-        with_sync, without = (
-            step_latencies(sums, self.plan.cluster, self.plan.exchange, tiers) for tiers in (used, set())
-        )
-        return float(exposed_share(self.cluster) @ (with_sync - without).sum(axis=1))
+        costs = self.plan.costs
+        return sync_latency(self.loads, costs.cluster, costs.exchange, self.cluster.exposed, used)
 
     def thresholds(self) -> tuple[TierThreshold, ...]:
-        world = self.layout.world_size
-        found = []
-        for tier in self.usable:
-            promote, demote = (self._threshold(tier, pay) for pay in (True, False))
-            found.append(
-                TierThreshold(
-                    tier=tier,
-                    slots=int(self.slot_counts[tier]),
-                    slot_seconds=self.slot_seconds,
-                    promote_accesses=None if promote is None else promote * world,
-                    demote_accesses=None if demote is None else demote * world,
-                )
+        return tuple(
+            TierThreshold(
+                tier, int(self.slot_counts[tier]), self.slot_seconds, self._threshold(tier, True),
+                self._threshold(tier, False),
             )
-        return tuple(found)
+            for tier in self.usable
+        )  # fmt: skip
 
-    def _pays(self, accesses: Float64Array, tier: Tier, pay: bool) -> npt.NDArray[np.bool_]:
+    def _pays(self, accesses: Float64Array, tier: Tier, pay: bool) -> BoolArray:
         """Return bool[n]: the tier gains more than its slots (and migration) cost, and more than lower tiers."""
         net = self.gains_at(accesses) - (self.slot_seconds * self.slot_counts + self.paid * pay)[:, None]
         lower = [below for below in self.usable if below < tier]
         most = np.maximum(net[lower].max(axis=0, initial=0.0), 0.0)
-        pays: npt.NDArray[np.bool_] = net[tier] > most
+        pays: BoolArray = net[tier] > most
         return pays
 
     def _threshold(self, tier: Tier, pay: bool) -> float | None:
-        """Return the least accesses per rank and step at which the tier pays; None if it never does."""
+        """Return the least accesses of the job per step at which the tier pays; None if it never does."""
         pays = self._pays(_GRID, tier, pay)
         if not pays.any():
             return None
@@ -377,52 +344,41 @@ class _GroupPricing:
         for _ in range(_BISECTIONS):
             middle = (low * high) ** 0.5
             low, high = (low, middle) if bool(self._pays(np.array([middle]), tier, pay)[0]) else (middle, high)
-        return high
+        return high * self.layout.world_size
 
     def rows(
         self, keys: Int64Array, rows: Int64Array, seen: TableProfile, live: Placement, fixed: UInt8Array,
         excluded: bool,
     ) -> tuple[RowExplanation, ...]:  # fmt: skip
-        load, world = self.load, self.layout.world_size
+        load = self.load
         at = np.searchsorted(load.keys, keys)
-        statistics = LoadSums(load, self.layout).listed[:, at]
-        seconds = self.factors @ statistics
-        gains = self.gains(statistics)
-        low = np.minimum(self.gains_at(load.accesses_lower[at]), gains)
+        statistics = load.statistics[:, at]
+        seconds, gains = self.factors @ statistics, self.gains(statistics)
+        low = np.minimum(self.gains_at(load.bounds[0, at]), gains)
+        accesses = np.stack([load.listed.accesses[at], *load.bounds[:, at]]) * self.layout.world_size
         live_tiers, planned = live.copies.tiers_of(keys), self.plan.target.copies.tiers_of(keys)
-        moved_to = nodes_of_moved(live.tiers_of(keys))
+        moved_to, homes = nodes_of_moved(live.tiers_of(keys)), self.homes.home_rank(keys)
         order = np.argsort(seen.hot_rows, kind="stable")
         spot = np.minimum(np.searchsorted(seen.hot_rows[order], rows), max(0, len(order) - 1))
         listed = seen.hot_rows[order[spot]] == rows if len(order) else np.zeros(len(rows), np.bool_)
-        shares = None
-        if seen.sources is not None and len(order):
-            shares = seen.sources.share(order[spot])
-        homes = self.homes.home_rank(keys)
-        found = []
-        for i in range(len(keys)):
-            pinned = int(fixed[at[i]]) != FREE
-            found.append(
-                RowExplanation(
-                    row=int(rows[i]),
-                    key=int(keys[i]),
-                    listed=bool(listed[i]),
-                    place=int(order[spot[i]]) + 1 if listed[i] else 0,
-                    accesses_per_step=float(load.accesses[at[i]]) * world,
-                    accesses_lower=float(load.accesses_lower[at[i]]) * world,
-                    accesses_upper=float(load.accesses_upper[at[i]]) * world,
-                    per_rank=float(statistics[PER_RANK, i]),
-                    per_node=float(statistics[PER_NODE, i]),
-                    anywhere=float(statistics[ANYWHERE, i]),
-                    seconds=seconds[:, i],
-                    live=Tier(int(live_tiers[i])),
-                    planned=Tier(int(planned[i])),
-                    reason=self._reason(int(planned[i]), gains[:, i], low[:, i], pinned, excluded),
-                    home_rank=int(homes[i]),
-                    moved_to=int(moved_to[i]) if moved_to[i] >= 0 else None,
-                    source_node_share=shares[i] if shares is not None and listed[i] else None,
-                )
+        shares = None if seen.sources is None or not len(order) else seen.sources.share(order[spot]).tolist()
+        return tuple(
+            RowExplanation(
+                row=int(rows[i]),
+                key=int(keys[i]),
+                place=int(order[spot[i]]) + 1 if listed[i] else 0,
+                accesses=tuple(accesses[:, i].tolist()),
+                touches=tuple(statistics[[PER_RANK, PER_NODE, ANYWHERE], i].tolist()),
+                seconds=seconds[:, i],
+                live=Tier(int(live_tiers[i])),
+                planned=Tier(int(planned[i])),
+                reason=self._reason(int(planned[i]), gains[:, i], low[:, i], int(fixed[at[i]]) != FREE, excluded),
+                home_rank=int(homes[i]),
+                moved_to=int(moved_to[i]) if moved_to[i] >= 0 else None,
+                source_node_share=tuple(shares[i]) if shares is not None and listed[i] else None,
             )
-        return tuple(found)
+            for i in range(len(keys))
+        )
 
     def _reason(self, planned: int, gains: Float64Array, low: Float64Array, pinned: bool, excluded: bool) -> TierReason:
         if excluded or pinned:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import MAX_MOVED_NODES, MOVED, RankLayout, is_moved
 from flexd.core.placement import Placement
@@ -16,17 +16,13 @@ from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.affinity.traffic import rule_nodes
 from flexd.planner.delta import moved_bytes, plan_delta
 from flexd.planner.plan import Plan
-from flexd.planner.solver.limits import slots_of_ranks
-
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
 
 
 class MoveRoom:
     """Replica slots that rows which move may take, and which rows may move.
 
     Args:
-        slots: of each dim-group, one number of slots or int64 [world], beside those of copies.
+        slots: of a rank, by dim-group, beside those of copies.
         copies: a placement without moved rows, whose rows do not move.
         excluded: tables whose rows do not move, by name.
     """
@@ -35,12 +31,12 @@ class MoveRoom:
         self,
         keyspace: KeySpace,
         layout: RankLayout,
-        slots: Sequence[int | Int64Array],
+        slots: Sequence[int],
         copies: Placement,
         excluded: frozenset[str] = frozenset(),
     ) -> None:
         self._keyspace, self._layout, self._copies = keyspace, layout, copies
-        self._slots = np.stack([slots_of_ranks(group, layout) for group in slots])
+        self._slots = np.array(slots, dtype=np.int64)
         self._movable = np.array([spec.sharding == ROW_WISE and spec.name not in excluded for spec in keyspace.tables])
 
     def fit(self, homes: NodeHomes) -> NodeHomes:
@@ -68,7 +64,7 @@ class MoveRoom:
         order = np.lexsort((keys[rows], -gain[rows], cell))
         ordered = cell[order]
         place = np.arange(len(order)) - np.searchsorted(ordered, ordered)
-        return np.sort(rows[order[place < self._slots.reshape(-1)[ordered]]])
+        return np.sort(rows[order[place < self._slots[ordered // layout.world_size]]])
 
 
 def moved_placement(homes: NodeHomes, layout: RankLayout) -> Placement:
@@ -90,7 +86,7 @@ def with_moves(
     live: Placement,
     keyspace: KeySpace,
     layout: RankLayout,
-    slots: Sequence[int | Int64Array],
+    slots: Sequence[int],
     saved_seconds: float = 0.0,
     live_fits: bool = True,
 ) -> Plan:
@@ -102,7 +98,7 @@ def with_moves(
     Args:
         moved: rows that fit beside the copies (``MoveRoom``).
         live: with its moved rows.
-        slots: of each dim-group, one number of slots or int64 [world], of copies and moves together.
+        slots: of a rank, by dim-group, of copies and moves together.
         saved_seconds: what the moves save a step.
         live_fits: whether all moved rows of ``live`` may stay. If not, the plan is needed whatever it saves.
     """
@@ -114,9 +110,8 @@ def with_moves(
     )
     gains = np.full(len(target), max(0.0, saved_seconds) / max(1, len(moved)))
     gains[np.searchsorted(target.keys, plan.target.keys)] = plan.gains
-    of_ranks = np.stack([slots_of_ranks(group, layout) for group in slots])
     delta = plan_delta(live, target, gains, keyspace, layout, slots)
     return replace(
-        plan, target=target, gains=gains, delta=delta, slots=of_ranks, moves_save_seconds=saved_seconds,
+        plan, target=target, gains=gains, delta=delta, slots=tuple(slots), moves_save_seconds=saved_seconds,
         live_fits=plan.live_fits and live_fits, migration_bytes=int(moved_bytes(delta, keyspace, layout).sum()),
     )  # fmt: skip

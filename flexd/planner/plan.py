@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core import units
+from flexd.core.arrays import Float64Array
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier, by_slots
 from flexd.core.placement import Delta, Placement
 from flexd.planner.delta import moved_bytes, plan_delta, rows_by_tier
-from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
-from flexd.planner.model.gains import canonical_tiers, migration_seconds
-from flexd.planner.model.row_bytes import Exchange
-from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.model.workload import GroupLoad, make_loads
-from flexd.planner.replication_summary import replication_words
-from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, slots_of_ranks, slots_used
-from flexd.planner.solver.relaxation import missed_share
-from flexd.planner.solver.tiers import choose_jointly
+from flexd.planner.model.cost import CostBreakdown, canonical_tiers, joint_cost, migration_seconds
+from flexd.planner.model.row_bytes import Exchange, TrafficPhase
+from flexd.planner.model.workload import GroupLoad, TrainingShape, make_loads
+from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, slots_used
+from flexd.planner.solver.tiers import Optimum, choose_jointly
 from flexd.sketch.profile import Profile
-from flexd.topology.cluster import Cluster
-
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
-UInt8Array = npt.NDArray[np.uint8]
-
+from flexd.topology.cluster import INTER, Cluster, Collective, Link
 
 BASELINES = {"row_wise_dedup": Exchange.DIRECT_DEDUP, "two_hop": Exchange.CHAIN}
 """Strategies that every plan is shown beside, all rows at HOME: row-wise with dedup is TorchRec's ``use_index_dedup``
@@ -38,66 +30,45 @@ blocks."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One plan. Costs are per rank and step.
+class PlanOrigin:
+    """What a plan is made for and from.
 
     Attributes:
         plan_id, parent_id: this plan and the one the live placement came from ("" if none).
-        topology_generation, profile_generation: what it was made for and from.
+        topology_generation: of the ranks.
         reason: trigger of the plan.
         created_unix_seconds: given by the caller.
-        target: the planned placement; its version is the live one's.
-        gains: float64[len(target)], exposed seconds per step each of its rows saves against HOME.
-        delta: the changes from the live placement, in the order to apply them.
-        before, after: cost of the live placement and of the target.
-        baselines: cost of the other strategies by name; ``two_hop`` is the same chain without replicas.
-        objective_seconds: what the optimiser minimised: ``after`` with row bounds and migration over the horizon.
-        lower_bound_seconds: no plan within the slots has a smaller objective.
-        migration_bytes: values and optimizer state of the promoted rows, once each.
-        migration_seconds: time to move them, bandwidth only.
-        cluster: at whose prices.
-        slots: int64[groups, world], replica slots of the ranks.
-        exchange: that the job runs, under which the plan is priced.
-        home_seconds: objective of the placement with every row at HOME that is not pinned elsewhere.
-        live_fits: whether the live placement keeps to slots, pins and excluded tables. If not, the plan is needed
-            whatever it saves.
-        step_seconds: measured wall time of a step; None if it is not known.
-        moves_save_seconds: exposed seconds a step that rows which move to other nodes or back save, beside the costs.
+        profile_generation: filled in by ``make_plan``.
     """
 
     plan_id: str
     parent_id: str
     topology_generation: int
-    profile_generation: int
     reason: str
     created_unix_seconds: float
-    target: Placement
-    gains: Float64Array
-    delta: Delta
+    profile_generation: int = 0
+
+
+@dataclass(frozen=True)
+class PlanCosts:
+    """Costs per rank and step at the prices of one cluster.
+
+    Attributes:
+        exchange: that the job runs, under which ``before`` and ``after`` are priced.
+        before, after: cost of the live placement and of the target.
+        baselines: cost of the other strategies by name; ``two_hop`` is the same chain without replicas.
+    """
+
+    cluster: Cluster
+    exchange: Exchange
     before: CostBreakdown
     after: CostBreakdown
     baselines: Mapping[str, CostBreakdown]
-    objective_seconds: float
-    lower_bound_seconds: float
-    migration_bytes: int
-    migration_seconds: float
-    cluster: Cluster
-    slots: Int64Array
-    exchange: Exchange
-    home_seconds: float
-    live_fits: bool
-    step_seconds: float | None = None
-    moves_save_seconds: float = 0.0
 
     @property
-    def saved_seconds(self) -> float:
-        """Exposed seconds that a step would take less than at the live placement, in the mean over the ranks."""
-        return self.before.exposed_seconds - self.after.exposed_seconds + self.moves_save_seconds
-
-    @property
-    def saved_share(self) -> float | None:
-        """The saving as a share of the measured step; None if that is not known."""
-        return self.saved_seconds / self.step_seconds if self.step_seconds else None
+    def home(self) -> CostBreakdown:
+        """Cost of the same exchange with every row at HOME."""
+        return self.baselines["two_hop" if self.exchange is Exchange.CHAIN else "row_wise_dedup"]
 
     @property
     def recommended_exchange(self) -> Exchange:
@@ -105,13 +76,63 @@ class Plan:
         dedup = self.baselines["row_wise_dedup"].exposed_seconds
         return Exchange.DIRECT_DEDUP if dedup < self.after.exposed_seconds else self.exchange
 
-    @property
-    def gap(self) -> float:
-        """Largest share that the plan may miss of what any plan could save against every row at HOME, 0 to 1, in the
-        mean over the ranks.
+    def messages(self) -> list[str]:
+        """Return gain and cost of replicas per rank and step against the same exchange without, in sentences."""
+        messages = _compared(self)
+        dedup, plan = self.baselines["row_wise_dedup"].exposed_seconds, self.after.exposed_seconds
+        if dedup < plan:
+            messages.append(
+                f"row-wise sharding with dedup (exchange 'direct') would take {units.seconds(dedup)} a step, this "
+                f"plan {units.seconds(plan)}: latency dominates here. A running job cannot change its exchange; start "
+                "the next one with it"
+            )
+        return messages
 
-        An empty plan has 1 where some plan could save anything, and 0 where none can."""
-        return missed_share(self.objective_seconds, self.home_seconds, self.lower_bound_seconds)
+
+@dataclass(frozen=True)
+class Plan:
+    """One plan.
+
+    Attributes:
+        target: the planned placement; its version is that of the live placement from which the plan starts.
+        gains: float64[len(target)], exposed seconds per step each of its rows saves against HOME.
+        delta: the changes from the live placement, in the order to apply them.
+        migration_bytes: values and optimizer state of the promoted rows, once each.
+        migration_seconds: time to move them, bandwidth only.
+        optimum: what the optimiser minimised, and what it may miss.
+        slots: replica slots of a rank, by dim-group.
+        live_fits: whether the live placement keeps to slots, pins and excluded tables. If not, the plan is needed
+            whatever it saves.
+        step_seconds: measured wall time of a step; None if it is not known.
+        moves_save_seconds: exposed seconds per step that rows which move to other nodes or back save, beside the costs.
+    """
+
+    origin: PlanOrigin
+    target: Placement
+    gains: Float64Array
+    delta: Delta
+    migration_bytes: int
+    migration_seconds: float
+    costs: PlanCosts
+    optimum: Optimum
+    slots: tuple[int, ...]
+    live_fits: bool
+    step_seconds: float | None = None
+    moves_save_seconds: float = 0.0
+
+    @property
+    def plan_id(self) -> str:
+        return self.origin.plan_id
+
+    @property
+    def saved_seconds(self) -> float:
+        """Exposed seconds that a step would take less than at the live placement, in the mean over the ranks."""
+        return self.costs.before.exposed_seconds - self.costs.after.exposed_seconds + self.moves_save_seconds
+
+    @property
+    def saved_share(self) -> float | None:
+        """The saving as a share of the measured step; None if that is not known."""
+        return self.saved_seconds / self.step_seconds if self.step_seconds else None
 
     @property
     def promotions(self) -> int:
@@ -122,17 +143,23 @@ class Plan:
     def demotions(self) -> int:
         return len(self.delta) - self.promotions
 
+    def delta_from(self, placement: Placement, keyspace: KeySpace, layout: RankLayout) -> Delta:
+        """Return the changes to the target from the placement that the ranks have when the migration starts.
+
+        They are the plan's ``delta`` unless rows have moved since the plan was made: a migration that this one
+        supersedes.
+        """
+        if placement.version == self.target.version:
+            return self.delta
+        return plan_delta(placement, self.target, self.gains, keyspace, layout, self.slots)
+
     def summary(self) -> dict[str, Any]:
         """Return everything but the rows, JSON-able, with units in the names."""
+        costs = self.costs
         return {
-            "plan_id": self.plan_id,
-            "parent_id": self.parent_id,
-            "topology_generation": self.topology_generation,
-            "profile_generation": self.profile_generation,
-            "reason": self.reason,
-            "created_unix_seconds": self.created_unix_seconds,
-            "cluster": self.cluster.name,
-            "replica_slots": self.slots.min(axis=1).tolist(),
+            **asdict(self.origin),
+            "cluster": costs.cluster.name,
+            "replica_slots": list(self.slots),
             "rows": rows_by_tier(self.target),
             "moved_rows": len(self.target.moved),
             "moves_save_seconds": self.moves_save_seconds,
@@ -140,30 +167,23 @@ class Plan:
             "demotions": self.demotions,
             "migration_bytes": self.migration_bytes,
             "migration_seconds": self.migration_seconds,
-            "objective_seconds": self.objective_seconds,
-            "lower_bound_seconds": self.lower_bound_seconds,
-            "gap": self.gap,
+            "objective_seconds": self.optimum.objective_seconds,
+            "lower_bound_seconds": self.optimum.lower_bound_seconds,
+            "gap": self.optimum.gap,
             "saved_seconds": self.saved_seconds,
             "saved_share": self.saved_share,
             "step_seconds": self.step_seconds,
-            "before": self.before.to_dict(),
-            "after": self.after.to_dict(),
+            "before": costs.before.to_dict(),
+            "after": costs.after.to_dict(),
             "exchange": {
-                "planned": self.exchange.value,
-                "recommended": self.recommended_exchange.value,
+                "planned": costs.exchange.value,
+                "recommended": costs.recommended_exchange.value,
                 "recommended_exposed_seconds": min(
-                    self.after.exposed_seconds, self.baselines["row_wise_dedup"].exposed_seconds
+                    costs.after.exposed_seconds, costs.baselines["row_wise_dedup"].exposed_seconds
                 ),
             },
-            "baselines": {name: cost.to_dict() for name, cost in self.baselines.items()},
-            "replication": {
-                "messages": replication_words(
-                    self.baselines["two_hop" if self.exchange is Exchange.CHAIN else "row_wise_dedup"],
-                    self.after,
-                    self.cluster,
-                    self.baselines["row_wise_dedup"],
-                )
-            },
+            "baselines": {name: cost.to_dict() for name, cost in costs.baselines.items()},
+            "replication": {"messages": costs.messages()},
         }
 
 
@@ -172,15 +192,11 @@ def make_plan(
     keyspace: KeySpace,
     layout: RankLayout,
     cluster: Cluster,
-    replica_slots: Sequence[int | Int64Array],
+    replica_slots: Sequence[int],
     live: Placement,
+    origin: PlanOrigin,
     *,
-    plan_id: str,
-    parent_id: str,
-    topology_generation: int,
     horizon_steps: float,
-    now_unix_seconds: float,
-    reason: str,
     shape: TrainingShape | None = None,
     limits: PlanLimits | None = None,
     exchange: Exchange = Exchange.CHAIN,
@@ -192,7 +208,7 @@ def make_plan(
     as rows at HOME; ``flexd.planner.moves`` adds those of the plan.
 
     Args:
-        replica_slots: per dim-group, replica slots of every rank (one number) or of each (int64[world]).
+        replica_slots: of a rank, by dim-group.
         horizon_steps: steps within which a promotion must pay for its migration.
         shape: how the job trains.
         limits: pins, excluded tables.
@@ -210,53 +226,45 @@ def make_plan(
             remedy="give one number of slots per dim-group",
         )
     cluster, live = cluster.of_layout(layout.nodes, layout.local_ranks), live.copies
-    shape, limits = shape or TrainingShape(), limits or PlanLimits()
+    limits = limits or PlanLimits()
     limits.check(keyspace)
-    slots = [slots_of_ranks(group, layout) for group in replica_slots]
     loads = make_loads(profile, keyspace, layout, shape, limits.replicated_keys(keyspace))
-    sums = [LoadSums(load, layout) for load in loads]
     group_limits = [
-        GroupLimits(of_group, limits.fixed_tiers(load.keys, keyspace))
-        for load, of_group in zip(loads, slots, strict=True)
+        GroupLimits(np.full(layout.world_size, slots, np.int64), limits.fixed_tiers(load.keys, keyspace))
+        for load, slots in zip(loads, replica_slots, strict=True)
     ]
     live_tiers = [live.tiers_of(load.keys) for load in loads]
-    choice = choose_jointly(sums, cluster, group_limits, live_tiers, horizon_steps, exchange)
+    choice = choose_jointly(loads, cluster, group_limits, live_tiers, horizon_steps, exchange)
     keys = np.concatenate([load.keys for load in loads])
     tiers = np.concatenate(choice.tiers)
     target = Placement.of(keys, tiers, live.version)
     gains = np.concatenate(choice.gains)[tiers != Tier.HOME]
-    delta = plan_delta(live, target, gains, keyspace, layout, slots)
-    at_home = [np.zeros(len(group.load.keys), np.uint8) for group in sums]
-    baselines = {name: joint_cost(sums, at_home, cluster, way) for name, way in BASELINES.items()}
+    delta = plan_delta(live, target, gains, keyspace, layout, replica_slots)
+    row_bytes, group = moved_bytes(delta, keyspace, layout), keyspace.group_of(delta.keys)
+    at_home = [np.zeros(len(load.keys), np.uint8) for load in loads]
+    baselines = {name: joint_cost(loads, at_home, cluster, way) for name, way in BASELINES.items()}
+    before = placement_cost(loads, live, keyspace, cluster, exchange)
     return Plan(
-        plan_id=plan_id,
-        parent_id=parent_id,
-        topology_generation=topology_generation,
-        profile_generation=profile.generation,
-        reason=reason,
-        created_unix_seconds=now_unix_seconds,
+        origin=replace(origin, profile_generation=profile.generation),
         target=target,
         gains=gains,
         delta=delta,
-        before=_placement_cost(sums, live, keyspace, cluster, exchange),
-        after=choice.cost,
-        baselines=baselines,
-        objective_seconds=choice.objective_seconds,
-        lower_bound_seconds=choice.lower_bound_seconds,
-        migration_bytes=int(moved_bytes(delta, keyspace, layout).sum()),
-        migration_seconds=_migration_seconds(delta, loads, keyspace, layout, cluster),
-        cluster=cluster,
-        slots=np.stack(slots),
-        exchange=exchange,
-        home_seconds=choice.home.exposed_seconds,
-        live_fits=_fits(live, limits, keyspace, layout, np.stack(slots)),
+        migration_bytes=int(row_bytes.sum()),
+        migration_seconds=sum(
+            float(migration_seconds(load, cluster)[delta.new_tiers[(row_bytes > 0) & (group == load.group)]].sum())
+            for load in loads
+        ),
+        costs=PlanCosts(cluster, exchange, before, choice.cost, baselines),
+        optimum=choice.optimum,
+        slots=tuple(replica_slots),
+        live_fits=_fits(live, limits, keyspace, layout, replica_slots),
         step_seconds=step_seconds,
     )
 
 
-def _fits(live: Placement, limits: PlanLimits, keyspace: KeySpace, layout: RankLayout, slots: Int64Array) -> bool:
+def _fits(live: Placement, limits: PlanLimits, keyspace: KeySpace, layout: RankLayout, slots: Sequence[int]) -> bool:
     """Return whether a placement keeps to slots, pins and excluded tables."""
-    if bool((slots_used(live.keys, live.tiers, keyspace, layout) > slots).any()):
+    if bool((slots_used(live.keys, live.tiers, keyspace, layout) > np.array(slots)[:, None]).any()):
         return False
     keys = np.union1d(live.keys, limits.replicated_keys(keyspace))
     fixed = limits.fixed_tiers(keys, keyspace)
@@ -269,7 +277,6 @@ def placement_cost(
     loads: Sequence[GroupLoad],
     placement: Placement,
     keyspace: KeySpace,
-    layout: RankLayout,
     cluster: Cluster,
     exchange: Exchange = Exchange.CHAIN,
 ) -> CostBreakdown:
@@ -277,34 +284,64 @@ def placement_cost(
 
     Rows above HOME that a load does not list are priced at the mean frequency of its unlisted rows.
     """
-    cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
-    return _placement_cost([LoadSums(load, layout) for load in loads], placement, keyspace, cluster, exchange)
-
-
-def _placement_cost(
-    sums: Sequence[LoadSums], placement: Placement, keyspace: KeySpace, cluster: Cluster, exchange: Exchange
-) -> CostBreakdown:
-    group_of = keyspace.group_of(placement.keys)
+    group_of, layout = keyspace.group_of(placement.keys), loads[0].layout
     listed, unlisted = [], []
-    for group in sums:
-        tiers = canonical_tiers(placement.tiers[group_of == group.load.group], group.layout)
-        listed.append(canonical_tiers(placement.tiers_of(group.load.keys), group.layout))
+    for load in loads:
+        tiers = canonical_tiers(placement.tiers[group_of == load.group], layout)
+        listed.append(canonical_tiers(placement.tiers_of(load.keys), layout))
         more = np.bincount(tiers, minlength=len(Tier)) - np.bincount(listed[-1], minlength=len(Tier))
         more[Tier.HOME] = 0
         unlisted.append(more.astype(np.float64))
-    return joint_cost(sums, listed, cluster, exchange, unlisted)
+    return joint_cost(loads, listed, cluster.of_layout(layout.nodes, layout.local_ranks), exchange, unlisted)
 
 
-def _migration_seconds(
-    delta: Delta,
-    loads: Sequence[GroupLoad],
-    keyspace: KeySpace,
-    layout: RankLayout,
-    cluster: Cluster,
-) -> float:
-    moves = moved_bytes(delta, keyspace, layout) > 0
-    group = keyspace.group_of(delta.keys)
-    return sum(
-        float(migration_seconds(load, layout, cluster)[delta.new_tiers[moves & (group == load.group)]].sum())
-        for load in loads
+def _compared(costs: PlanCosts) -> list[str]:
+    home, plan, cluster = costs.home, costs.after, costs.cluster
+    exchanged, alone, synced = plan.all_to_all_bytes(INTER), home.all_to_all_bytes(INTER), plan.sync_bytes(INTER)
+    wire = cluster.link(Link.INTER_NODE).wire_bytes_per_second
+    reduce, to_all = (
+        cluster.curve(Link.INTER_NODE, collective).bandwidth(size)
+        for collective, size in (
+            (Collective.ALL_REDUCE, synced), (Collective.ALL_TO_ALL, max(exchanged, alone)),
+        )
+    )  # fmt: skip
+    bandwidth = (
+        f"between nodes an all-reduce moves {units.size(reduce)}/s a rank ({reduce / wire:.0%} of the wire), an "
+        f"all-to-all {units.size(to_all)}/s ({to_all / wire:.0%}): {reduce / to_all:.2f} times as much"
     )
+    if plan.summed_at_home:
+        bandwidth = (
+            "gradients travel narrower than they are added (in float32), so copies are summed at their homes and "
+            "receive the sums by all-to-all; an all-reduce would round at every addition"
+        )
+    if plan.rows[Tier.NODE] + plan.rows[Tier.DEVICE] == 0:
+        return [
+            "no row is replicated: at these bandwidths, latencies and budgets no copy pays for its synchronisation "
+            f"({bandwidth})"
+        ]
+    share = cluster.exposed
+    ids_seconds = float((home.phase_seconds - plan.phase_seconds)[TrafficPhase.FORWARD_IDS].sum())
+    return [
+        _saving(home.exposed_seconds - plan.exposed_seconds),
+        f"ids: {units.count(home.ids_sent - plan.ids_sent)} requests per rank and step are not sent "
+        f"({units.seconds(ids_seconds)})",
+        bandwidth[0].upper() + bandwidth[1:],
+        f"the forward exchange takes {units.seconds(home.forward_seconds - plan.forward_seconds)} less and "
+        f"sends {units.size(_forward_bytes(home) - _forward_bytes(plan))} less between nodes; the backward exchange "
+        f"takes {units.seconds(home.backward_seconds - plan.backward_seconds)} less; the synchronisation takes "
+        f"{units.seconds(plan.sync_seconds)} "
+        f"(exposed: forward {share.forward:.0%}, backward {share.backward:.0%}, synchronisation {share.sync:.0%})",
+        f"replication saves time, not bytes: {units.size(alone - exchanged)} of all-to-all "
+        f"between nodes become {units.size(synced)} of synchronisation",
+    ]
+
+
+def _saving(seconds: float) -> str:
+    against = "exposed communication per step against the same chain with every row at home"
+    if seconds >= 0:
+        return f"replicas save {units.seconds(seconds)} of {against}"
+    return f"replicas cost {units.seconds(-seconds)} more {against}"
+
+
+def _forward_bytes(cost: CostBreakdown) -> float:
+    return float(cost.bytes[:, [TrafficPhase.FORWARD_IDS, TrafficPhase.FORWARD_ROWS], INTER].sum())

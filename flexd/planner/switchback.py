@@ -62,23 +62,14 @@ class SwitchbackRule:
     """When a switchback ends, and its verdict.
 
     Attributes:
-        max_pairs: pairs after which it ends in any case.
+        max_pairs: pairs after which it ends in any case, at least ``FIRST_LOOK``.
         confidence: probability that no look gives a wrong FASTER or SLOWER.
         resolution: a change within +- this share of the step counts as none.
-
-    Raises:
-        ValueError: a number is out of range.
     """
 
     max_pairs: int
     confidence: float
     resolution: float
-
-    def __post_init__(self) -> None:
-        if self.max_pairs < FIRST_LOOK or not 0.5 <= self.confidence < 1 or self.resolution < 0:
-            raise ValueError(
-                f"{self} needs {FIRST_LOOK} pairs, a confidence in [0.5, 1) and a resolution of at least 0"
-            )
 
     @property
     def looks(self) -> tuple[int, ...]:

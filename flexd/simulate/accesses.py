@@ -3,55 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Int64Array
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.stream.batches import Batch, Batches
+from flexd.stream.batches import Batches
 from flexd.stream.sample_kinds import SampleKind, SampleLengths
 from flexd.stream.trace import Trace
 from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
 
-Int64Array = npt.NDArray[np.int64]
-
 MAX_STEP_ACCESSES = 2**28
 """Look-ups of one step of the whole job: 2 GiB of keys."""
+Passes = list[tuple[Int64Array, ...]]
+"""By forward pass and rank int64 [n] keys; a key is repeated as often as it is looked up."""
 
 
-class Accesses(Protocol):
-    """Look-ups by step. ``passes`` returns the same for the same step every time."""
+@dataclass(frozen=True)
+class Accesses:
+    """Look-ups by step.
 
-    @property
-    def name(self) -> str:
-        """Name in titles."""
-        ...
+    Attributes:
+        name: in titles.
+        made_of: how the batches are made, in words.
+        micro_batches: forward passes of a step.
+        passes: returns those of a step, the same for the same step every time.
+        batches: of a trace; None where look-ups are drawn row by row.
+    """
 
-    @property
-    def made_of(self) -> str:
-        """How the batches are made, in words."""
-        ...
-
-    @property
-    def keyspace(self) -> KeySpace: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def micro_batches(self) -> int:
-        """Forward passes of a step."""
-        ...
-
-    def passes(self, step: int) -> list[tuple[Int64Array, ...]]:
-        """Return by pass and rank int64 [n] keys; a key is repeated as often as it is looked up."""
-        ...
+    name: str
+    made_of: str
+    keyspace: KeySpace
+    steps: int
+    micro_batches: int
+    passes: Callable[[int], Passes]
+    batches: Batches | None = None
 
 
 def check_size(layout: RankLayout, batch_size: int, rows_per_sample: int, micro_batches: int = 1) -> None:
@@ -76,8 +67,20 @@ class RowFormat:
         return TableSpec(name, rows, self.dim, self.dtype, self.optimizer)
 
 
-class TraceAccesses:
-    """A trace as a next-item model reads it (``flexd.stream.batches``).
+def trace_accesses(
+    name: str,
+    trace: Trace,
+    layout: RankLayout,
+    rows: RowFormat,
+    *,
+    batch_size: int | None,
+    steps: int | None,
+    history: int,
+    kind: SampleKind = SampleKind.SEQUENCES,
+    lengths: SampleLengths = SampleLengths.FIXED,
+    micro_batches: int = 1,
+) -> Accesses:
+    """Return a trace as a next-item model reads it (``flexd.stream.batches``).
 
     Args:
         batch_size, steps: see ``Batches``.
@@ -86,152 +89,133 @@ class TraceAccesses:
         ConfigError: a step is too large.
         StreamError: the trace has too few samples, or none of that kind.
     """
+    check_size(layout, batch_size or 1, history + 1, micro_batches)
+    keyspace = KeySpace(
+        [rows.table(table, int(count)) for table, count in zip(trace.table_names, trace.table_rows, strict=True)]
+    )
+    batches = Batches(
+        trace, world_size=layout.world_size, batch_size=batch_size, steps=steps, history=history, kind=kind,
+        lengths=lengths, micro_batches=micro_batches,
+    )  # fmt: skip
 
-    def __init__(
-        self,
-        name: str,
-        trace: Trace,
-        layout: RankLayout,
-        rows: RowFormat,
-        *,
-        batch_size: int | None,
-        steps: int | None,
-        history: int,
-        kind: SampleKind = SampleKind.SEQUENCES,
-        lengths: SampleLengths = SampleLengths.FIXED,
-        micro_batches: int = 1,
-    ) -> None:
-        check_size(layout, batch_size or 1, history + 1, micro_batches)
-        self.micro_batches = micro_batches
-        self.name = name
-        self.keyspace = KeySpace(
-            [rows.table(table, int(count)) for table, count in zip(trace.table_names, trace.table_rows, strict=True)]
-        )
-        self.batches = Batches(
-            trace, world_size=layout.world_size, batch_size=batch_size, steps=steps, history=history, kind=kind,
-            lengths=lengths, micro_batches=micro_batches,
-        )  # fmt: skip
-        self.steps = self.batches.steps
-        self.made_of = self.batches.describe()
+    def keys(step: int, rank: int, micro_batch: int) -> Int64Array:
+        ids = batches.batch(step, rank, micro_batch).ids
+        return np.concatenate([keyspace.keys(table, rows) for table, rows in enumerate(ids)])
 
-    def passes(self, step: int) -> list[tuple[Int64Array, ...]]:
-        return [
-            tuple(self._keys(self.batches.batch(step, rank, index)) for rank in range(self.batches.world_size))
-            for index in range(self.micro_batches)
-        ]
-
-    def _keys(self, batch: Batch) -> Int64Array:
-        return np.concatenate([self.keyspace.keys(table, ids) for table, ids in enumerate(batch.ids)])
+    passes = _passes(layout, micro_batches, keys)
+    return Accesses(name, batches.describe(), keyspace, batches.steps, micro_batches, passes, batches)
 
 
-def _random(seed: int, step: int, rank: int, source: int, micro_batch: int) -> np.random.Generator:
-    """A generator of its own for each pass of each rank."""
-    key = np.array([seed, micro_batch], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=[0, step, rank, source]))
+def _passes(
+    layout: RankLayout, micro_batches: int, keys: Callable[[int, int, int], Int64Array]
+) -> Callable[[int], Passes]:
+    """Return ``Accesses.passes`` of the keys by step, rank and micro-batch."""
+    return lambda step: [
+        tuple(keys(step, rank, micro_batch) for rank in range(layout.world_size))
+        for micro_batch in range(micro_batches)
+    ]
 
 
-def _drawn_words(accesses_per_rank: int, micro_batches: int) -> str:
-    of = "step" if micro_batches == 1 else f"micro-batch, {micro_batches} micro-batches per step"
-    return f"independent draws, {accesses_per_rank:,} a rank and {of}"
+def _drawn(
+    name: str,
+    keyspace: KeySpace,
+    layout: RankLayout,
+    draw: Callable[[int, np.random.Generator], Int64Array],
+    *,
+    accesses_per_rank: int,
+    steps: int,
+    seed: int,
+    micro_batches: int,
+    source: int,
+) -> Accesses:
+    """Return independent draws: keys by step and random generator, of which each pass of each rank has its own."""
+    check_size(layout, accesses_per_rank, 1, micro_batches)
+    per = "step" if micro_batches == 1 else f"micro-batch, {micro_batches} micro-batches per step"
+
+    def keys(step: int, rank: int, micro_batch: int) -> Int64Array:
+        key = np.array([seed, micro_batch], dtype=np.uint64)
+        return draw(step, np.random.Generator(np.random.Philox(key=key, counter=[0, step, rank, source])))
+
+    return Accesses(
+        name, f"independent draws, {accesses_per_rank:,} a rank and {per}", keyspace, steps, micro_batches,
+        _passes(layout, micro_batches, keys),
+    )  # fmt: skip
 
 
-class ZipfAccesses:
-    """One table whose k-th most popular row is looked up with probability proportional to k^-exponent.
+def zipf_accesses(
+    layout: RankLayout,
+    rows: RowFormat,
+    *,
+    table_rows: int,
+    exponent: float,
+    drift_rows: float,
+    accesses_per_rank: int,
+    steps: int,
+    seed: int,
+    micro_batches: int = 1,
+) -> Accesses:
+    """Return one table whose k-th most popular row is looked up with probability proportional to k^-exponent.
 
     Each step ``drift_rows`` new rows enter at the top and every row falls as many places.
 
     Raises:
         ConfigError: a number is out of range, or a step is too large.
     """
+    if not (0 < exponent <= 4 and 1 <= table_rows <= 2**40 and 0 <= drift_rows < math.inf and seed >= 0):
+        raise ConfigError(
+            f"Zipf {exponent} over {table_rows} rows, drift {drift_rows}, seed {seed}",
+            remedy="exponent above 0 and up to 4, 1 to 2^40 rows, drift and seed of at least 0",
+        )
+    sampler, multiplier = ZipfSampler(table_rows, exponent), scatter_multiplier(table_rows)
 
-    def __init__(
-        self,
-        layout: RankLayout,
-        rows: RowFormat,
-        *,
-        table_rows: int,
-        exponent: float,
-        drift_rows: float,
-        accesses_per_rank: int,
-        steps: int,
-        seed: int,
-        micro_batches: int = 1,
-    ) -> None:
-        if not (0 < exponent <= 4 and 1 <= table_rows <= 2**40 and 0 <= drift_rows < math.inf and seed >= 0):
-            raise ConfigError(
-                f"Zipf {exponent} over {table_rows} rows, drift {drift_rows}, seed {seed}",
-                remedy="exponent above 0 and up to 4, 1 to 2^40 rows, drift and seed of at least 0",
-            )
-        check_size(layout, accesses_per_rank, 1, micro_batches)
-        self.name = f"Zipf {exponent:g}"
-        self.made_of, self.micro_batches = _drawn_words(accesses_per_rank, micro_batches), micro_batches
-        self.keyspace = KeySpace([rows.table("rows", table_rows)])
-        self.steps = steps
-        self._world_size = layout.world_size
-        self._sampler = ZipfSampler(table_rows, exponent)
-        self._rows, self._multiplier = table_rows, scatter_multiplier(table_rows)
-        self._drift, self._count, self._seed = drift_rows, accesses_per_rank, seed
+    def draw(step: int, random: np.random.Generator) -> Int64Array:
+        ranks = sampler.sample(accesses_per_rank, random) - math.floor(drift_rows * step)
+        return scatter(ranks, table_rows, multiplier)
 
-    def passes(self, step: int) -> list[tuple[Int64Array, ...]]:
-        return [
-            tuple(self._of_rank(step, rank, index) for rank in range(self._world_size))
-            for index in range(self.micro_batches)
-        ]
-
-    def _of_rank(self, step: int, rank: int, index: int) -> Int64Array:
-        random = _random(self._seed, step, rank, 0, index)
-        ranks = self._sampler.sample(self._count, random) - math.floor(self._drift * step)
-        return scatter(ranks, self._rows, self._multiplier)
+    return _drawn(
+        f"Zipf {exponent:g}", KeySpace([rows.table("rows", table_rows)]), layout, draw, source=0,
+        accesses_per_rank=accesses_per_rank, steps=steps, seed=seed, micro_batches=micro_batches,
+    )  # fmt: skip
 
 
-class ProfileAccesses:
-    """Independent draws from a profile: its listed rows by their share, the rest by its frequency bins.
+def profile_accesses(
+    name: str,
+    profile: Profile,
+    tables: Sequence[TableSpec],
+    layout: RankLayout,
+    *,
+    accesses_per_rank: int,
+    steps: int,
+    seed: int,
+    micro_batches: int = 1,
+) -> Accesses:
+    """Return independent draws from a profile: its listed rows by their share, the rest by its frequency bins.
 
     The rows of a bin are not known by name; they are taken to be the lowest ids that are not listed.
 
     Raises:
-        ConfigError: the profile has seen nothing or lists other tables, or a step is too large.
+        ConfigError: the profile has seen nothing, or a step is too large.
     """
+    weights = np.array([table.weight for table in profile.tables])
+    if not weights.sum() > 0:
+        raise ConfigError(f"{name}: the profile has seen no access", remedy="make it from a stream")
+    keyspace, shares = KeySpace(tables), weights / weights.sum()
+    draws = [_TableDraw(table) if table.weight > 0 else None for table in profile.tables]
 
-    def __init__(
-        self,
-        name: str,
-        profile: Profile,
-        tables: Sequence[TableSpec],
-        layout: RankLayout,
-        *,
-        accesses_per_rank: int,
-        steps: int,
-        seed: int,
-        micro_batches: int = 1,
-    ) -> None:
-        if [table.table for table in profile.tables] != [table.name for table in tables]:
-            raise ConfigError(f"{name}: a profile of other tables", remedy="give the tables it was made with")
-        check_size(layout, accesses_per_rank, 1, micro_batches)
-        weights = np.array([table.weight for table in profile.tables])
-        if not weights.sum() > 0:
-            raise ConfigError(f"{name}: the profile has seen no access", remedy="make it from a stream")
-        self.name, self.keyspace, self.steps = name, KeySpace(tables), steps
-        self.made_of, self.micro_batches = _drawn_words(accesses_per_rank, micro_batches), micro_batches
-        self._world_size, self._count, self._seed = layout.world_size, accesses_per_rank, seed
-        self._shares = weights / weights.sum()
-        self._draws = [_TableDraw(table) if table.weight > 0 else None for table in profile.tables]
+    def draw(step: int, random: np.random.Generator) -> Int64Array:
+        counts = random.multinomial(accesses_per_rank, shares)
+        return np.concatenate(
+            [
+                keyspace.keys(index, of_table.rows(int(count), random))
+                for index, (of_table, count) in enumerate(zip(draws, counts, strict=True))
+                if of_table is not None
+            ]
+        )
 
-    def passes(self, step: int) -> list[tuple[Int64Array, ...]]:
-        return [
-            tuple(self._of_rank(step, rank, index) for rank in range(self._world_size))
-            for index in range(self.micro_batches)
-        ]
-
-    def _of_rank(self, step: int, rank: int, index: int) -> Int64Array:
-        random = _random(self._seed, step, rank, 1, index)
-        counts = random.multinomial(self._count, self._shares)
-        drawn = [
-            self.keyspace.keys(index, draw.rows(int(count), random))
-            for index, (draw, count) in enumerate(zip(self._draws, counts, strict=True))
-            if draw is not None
-        ]
-        return np.concatenate(drawn)
+    return _drawn(
+        name, keyspace, layout, draw, source=1, accesses_per_rank=accesses_per_rank, steps=steps, seed=seed,
+        micro_batches=micro_batches,
+    )  # fmt: skip
 
 
 class _TableDraw:

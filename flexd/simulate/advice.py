@@ -12,43 +12,39 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.planner.affinity.outlook import AffinityOutlook
-from flexd.planner.affinity.sampled_window import sampled_window
 from flexd.planner.affinity.streaming import plan_affinity
-from flexd.simulate.accesses import Accesses, TraceAccesses
-from flexd.simulate.byte_counter import INTER, StepPart
+from flexd.planner.affinity.window import sampled_window
+from flexd.planner.model.cost import PredictedRange
+from flexd.planner.model.row_bytes import EXCHANGE_PHASES, TrafficPhase
+from flexd.simulate.accesses import Accesses
 from flexd.simulate.simulation import (
     DIRECT,
     REPLANNED,
     ROW_WISE,
     TWO_HOP,
+    ReplayStrategy,
     Simulation,
     SimulationSettings,
-    Strategy,
     StrategyRun,
     simulate,
 )
 from flexd.simulate.summary import compared_steps
 from flexd.sketch.coaccess import NO_USER, CoAccess
-from flexd.topology.cluster import Cluster
-
-Float64Array = npt.NDArray[np.float64]
+from flexd.topology.cluster import INTER, Cluster
 
 HOURS_PER_DAY = 24
-MAX_PRICE_ERROR = 0.9
 STEP_PERCENTILES = (5, 95)
 """Of the steps' predicted savings; with the error of the prices they make the range of an answer."""
-_AHEAD = (StepPart.IDS, StepPart.FORWARD, StepPart.BACKWARD)
-"""Parts that the prefetch pipeline moves beside computing."""
 
 
 @dataclass(frozen=True)
-class Option:
+class ExchangeOption:
     """A way to run the exchange.
 
     Attributes:
@@ -59,34 +55,23 @@ class Option:
 
     name: str
     title: str
-    strategy: Strategy
+    strategy: ReplayStrategy
     prefetch_pipeline: bool = False
 
 
 OPTIONS = (
-    Option("row_wise", "row-wise, no dedup (TorchRec row-wise)", ROW_WISE),
-    Option("dedup", "dedup (exchange: direct)", DIRECT),
-    Option("two_hops", "two hops (exchange: chain)", TWO_HOP),
-    Option("dedup_prefetch_pipeline", "dedup, prefetch pipeline", DIRECT, prefetch_pipeline=True),
-    Option("two_hops_prefetch_pipeline", "two hops, prefetch pipeline", TWO_HOP, prefetch_pipeline=True),
-    Option("copies", "two hops, copies of hot rows", REPLANNED),
-    Option("copies_prefetch_pipeline", "two hops, copies, prefetch pipeline", REPLANNED, prefetch_pipeline=True),
+    ExchangeOption("row_wise", "row-wise, no dedup (TorchRec row-wise)", ROW_WISE),
+    ExchangeOption("dedup", "dedup (exchange: direct)", DIRECT),
+    ExchangeOption("two_hops", "two hops (exchange: chain)", TWO_HOP),
+    ExchangeOption("dedup_prefetch_pipeline", "dedup, prefetch pipeline", DIRECT, True),
+    ExchangeOption("two_hops_prefetch_pipeline", "two hops, prefetch pipeline", TWO_HOP, True),
+    ExchangeOption("copies", "two hops, copies of hot rows", REPLANNED),
+    ExchangeOption(
+        "copies_prefetch_pipeline", "two hops, copies, prefetch pipeline", REPLANNED, prefetch_pipeline=True
+    ),
 )
 NOW = {option.name: option for option in OPTIONS[:3]}
 """Exchanges that a training may use today."""
-
-
-@dataclass(frozen=True)
-class Range:
-    """A predicted figure, and what it may be."""
-
-    expected: float
-    low: float
-    high: float
-
-    def scaled(self, factor: float) -> Range:
-        """Return the range times a factor of at least 0."""
-        return Range(factor * self.expected, factor * self.low, factor * self.high)
 
 
 @dataclass(frozen=True)
@@ -101,11 +86,11 @@ class Prediction:
         extra_memory_bytes: of a rank: replica slots with optimizer state, and rows fetched ahead.
     """
 
-    option: Option
-    step_seconds: Range
-    saved_seconds: Range
-    saved_share: Range
-    gpu_hours_per_day: Range
+    option: ExchangeOption
+    step_seconds: PredictedRange
+    saved_seconds: PredictedRange
+    saved_share: PredictedRange
+    gpu_hours_per_day: PredictedRange
     inter_node_bytes: float
     extra_memory_bytes: int
 
@@ -129,7 +114,7 @@ class Advice:
         worth: least share of the step that an option must save to be advised.
     """
 
-    now: Option
+    now: ExchangeOption
     step_seconds: float
     exchange_seconds: float
     price_correction: float
@@ -154,7 +139,7 @@ def advise(
     step_seconds: float,
     computing_seconds: float | None = None,
     row_work_seconds: float = 0.0,
-    now: Option = OPTIONS[0],
+    now: ExchangeOption = OPTIONS[0],
     scale: float = 1.0,
     price_error: float = 0.15,
     worth: float = 0.02,
@@ -180,18 +165,17 @@ def advise(
     """
     if layout.world_size == 1:
         raise ConfigError("one rank exchanges no rows", remedy="give the --nodes and --local-ranks of the job")
-    if not (math.isfinite(step_seconds) and step_seconds > 0):
-        raise ConfigError(f"step time {step_seconds}", remedy="give the measured time of a step, above 0")
-    if computing_seconds is not None and not 0 <= computing_seconds < step_seconds:
-        raise ConfigError(f"computing {computing_seconds} s", remedy="a part of the step: at least 0, and less than it")
-    if not (math.isfinite(row_work_seconds) and 0 <= row_work_seconds < step_seconds):
-        raise ConfigError(f"row work {row_work_seconds} s", remedy="a part of the computing: at least 0")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ConfigError(f"scale {scale}", remedy="give a number above 0")
-    if not 0 <= price_error <= MAX_PRICE_ERROR:
-        raise ConfigError(f"price error {price_error}", remedy=f"a share of 0 to {MAX_PRICE_ERROR}")
-    if not 0 <= worth < 1:
-        raise ConfigError(f"worth {worth}", remedy="a share of the step, 0 to 1")
+    above_0 = math.ulp(0.0)
+    for what, given, least, below, remedy in (
+        ("step time", step_seconds, above_0, math.inf, "the measured time of a step, above 0"),
+        ("computing", computing_seconds or 0.0, 0.0, step_seconds, "a part of the step: at least 0, and less than it"),
+        ("row work", row_work_seconds, 0.0, step_seconds, "a part of the computing: at least 0"),
+        ("scale", scale, above_0, math.inf, "a number above 0"),
+        ("price error", price_error, 0.0, 1.0, "a share, 0 to 1"),
+        ("worth", worth, 0.0, 1.0, "a share of the step, 0 to 1"),
+    ):
+        if not least <= given < below:
+            raise ConfigError(f"{what} {given}", remedy=f"give {remedy}")
     strategies = (ROW_WISE, DIRECT, TWO_HOP, REPLANNED)
     simulation = simulate(accesses, layout, cluster, settings, strategies, progress)
     steps = compared_steps(simulation.steps)
@@ -231,7 +215,7 @@ class _StepModel:
 
     simulation: Simulation
     steps: slice
-    now: Option
+    now: ExchangeOption
     step_seconds: float
     reused: float
     scale: float
@@ -239,20 +223,20 @@ class _StepModel:
     measured_computing_seconds: float | None = None
     correction: float = 1.0
 
-    def seconds(self, option: Option) -> Float64Array:
-        """float64 [steps, parts]: of the job; latencies of a scale model are divided by the scale already."""
+    def seconds(self, option: ExchangeOption) -> Float64Array:
+        """float64 [steps, phases]: of the job; latencies of a scale model are divided by the scale already."""
         seconds: Float64Array = self.correction * self.scale * self.run(option).seconds[self.steps]
         return seconds
 
-    def run(self, option: Option) -> StrategyRun:
+    def run(self, option: ExchangeOption) -> StrategyRun:
         return self.simulation.runs[option.strategy.name]
 
-    def exchange(self, option: Option) -> Float64Array:
+    def exchange(self, option: ExchangeOption) -> Float64Array:
         """float64 [steps]: seconds of the whole exchange, nothing hidden."""
         seconds: Float64Array = self.seconds(option).sum(axis=1)
         return seconds
 
-    def step(self, option: Option, price_factor: float) -> Float64Array:
+    def step(self, option: ExchangeOption, price_factor: float) -> Float64Array:
         """float64 [steps]: predicted seconds of a step, where prices are so many times those of the cluster."""
         computing = self.measured_computing_seconds
         if computing is None:
@@ -261,7 +245,7 @@ class _StepModel:
         result: Float64Array = computing + exchange
         if option.prefetch_pipeline:
             parts = price_factor * self.seconds(option)
-            ahead = (1 - self.reused) * parts[:, list(_AHEAD)].sum(axis=1)
+            ahead = (1 - self.reused) * parts[:, list(EXCHANGE_PHASES)].sum(axis=1)
             result -= np.minimum(ahead, max(0.0, computing - self.row_work_seconds))
         return result
 
@@ -270,19 +254,19 @@ class _StepModel:
         return self.step(self.now, price_factor)
 
 
-def _predict(model: _StepModel, option: Option, price_error: float) -> Prediction:
+def _predict(model: _StepModel, option: ExchangeOption, price_error: float) -> Prediction:
     expected = model.step(option, 1.0)
     saved = model.today(1.0) - expected
     saved_by_price = [model.today(1 + error) - model.step(option, 1 + error) for error in (-price_error, price_error)]
     low = min(float(np.percentile(saved, STEP_PERCENTILES[0])), *(float(s.mean()) for s in saved_by_price))
     high = max(float(np.percentile(saved, STEP_PERCENTILES[1])), *(float(s.mean()) for s in saved_by_price))
-    seconds = Range(float(saved.mean()), low, high)
+    seconds = PredictedRange(float(saved.mean()), low, high)
     today = float(model.today(1.0).mean())
     share = seconds.scaled(1 / today)
     ranks = model.simulation.layout.world_size
     run = model.run(option)
     return Prediction(
-        step_seconds=Range(today - seconds.expected, today - seconds.high, today - seconds.low),
+        step_seconds=PredictedRange(today - seconds.expected, today - seconds.high, today - seconds.low),
         saved_seconds=seconds,
         saved_share=share,
         gpu_hours_per_day=share.scaled(HOURS_PER_DAY * ranks),
@@ -292,7 +276,7 @@ def _predict(model: _StepModel, option: Option, price_error: float) -> Predictio
     )
 
 
-def _extra_memory_bytes(model: _StepModel, option: Option) -> int:
+def _extra_memory_bytes(model: _StepModel, option: ExchangeOption) -> int:
     simulation, total = model.simulation, 0
     groups = simulation.keyspace.groups
     if option.strategy is REPLANNED:
@@ -302,7 +286,7 @@ def _extra_memory_bytes(model: _StepModel, option: Option) -> int:
             total += count * (spec.row_bytes + spec.state_bytes)
     if option.prefetch_pipeline:
         # The rows that a rank receives forward wait a step longer: about as many bytes as it sends.
-        forward = model.run(option).sent[model.steps, :, StepPart.FORWARD, :].sum(axis=2)
+        forward = model.run(option).sent[model.steps, :, TrafficPhase.FORWARD_ROWS, :].sum(axis=2)
         total += int(model.scale * forward.max(initial=0))
     return total
 
@@ -318,9 +302,9 @@ def affinity_outlook(accesses: Accesses, layout: RankLayout) -> AffinityOutlook 
 
     The newest quarter of the steps (at most eight) is judged by what those before it show, as the daemon does.
     """
-    if not isinstance(accesses, TraceAccesses) or layout.nodes < 2:
-        return None
     batches = accesses.batches
+    if batches is None or layout.nodes < 2:
+        return None
     first = max(0, batches.steps - MAX_STEPS)
     numbers, tables, rows = batches.samples_of(first, batches.steps)
     size = batches.samples_per_step

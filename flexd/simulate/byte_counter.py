@@ -11,24 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import BoolArray, Int64Array, UInt8Array
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
-from flexd.planner.model.row_bytes import ID_BYTES, Exchange
-from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.row_bytes import ID_BYTES, Exchange, TrafficPhase
+from flexd.planner.model.workload import TrainingShape
 from flexd.simulate.step_keys import StepKeys, StepPasses
-from flexd.topology.cluster import Collective
+from flexd.topology.cluster import INTER, INTRA, Collective
 
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
-BoolArray = npt.NDArray[np.bool_]
-
+MIGRATION = len(TrafficPhase)
+"""The phase after those of a step without one: rows and optimizer state copied to new replicas."""
+PHASES = MIGRATION + 1
 _WORD_BITS = 64
 
 
@@ -67,7 +65,7 @@ class BitWords:
         words: Int64Array = 8 * self._words[:, list(tiers)].sum(axis=(0, 1))
         return words
 
-    def _count(self, keys: Int64Array, tiers: npt.NDArray[np.uint8]) -> Int64Array:
+    def _count(self, keys: Int64Array, tiers: UInt8Array) -> Int64Array:
         """int64 [groups, tiers, ranks], HOME not counted."""
         listed = tiers != Tier.HOME
         keys = keys[listed]
@@ -78,29 +76,6 @@ class BitWords:
 
 AGREEMENT_NUMBERS = 3
 """Chunk version and fault, which travel with the sizes."""
-INTRA, INTER = 0, 1
-"""Links: the last axis of all byte arrays."""
-
-
-class StepPart(IntEnum):
-    """The parts of a step's communication."""
-
-    IDS = 0
-    """Sizes and requested keys."""
-    FORWARD = 1
-    """Row values on their way back."""
-    BACKWARD = 2
-    """Gradients on their way to the home rank."""
-    SYNC_MASK = 3
-    """Which replicated rows were touched: one bit per row."""
-    SYNC_ROWS = 4
-    """Gradients of the touched replicated rows."""
-    MIGRATION = 5
-    """Rows and optimizer state copied to new replicas."""
-
-
-ALL_TO_ALL_PARTS = (StepPart.IDS, StepPart.FORWARD, StepPart.BACKWARD)
-SYNC_PARTS = (StepPart.SYNC_MASK, StepPart.SYNC_ROWS)
 
 
 @dataclass(frozen=True)
@@ -108,7 +83,7 @@ class CollectiveBytes:
     """One collective.
 
     Attributes:
-        part: which part of the step.
+        phase: which part of the step, a ``TrafficPhase`` or ``MIGRATION``.
         collective: whose bandwidth curve prices it.
         link: the farthest link it takes, whose latency it has.
         sent: int64 [ranks, 2], bytes sent to other ranks, by link.
@@ -116,7 +91,7 @@ class CollectiveBytes:
         piggybacked: it travels in another collective's message, and has no latency of its own.
     """
 
-    part: StepPart
+    phase: int
     collective: Collective
     link: int
     sent: Int64Array
@@ -124,16 +99,22 @@ class CollectiveBytes:
     piggybacked: bool = False
 
 
-def _even(part: StepPart, collective: Collective, link: int, sent: Int64Array) -> CollectiveBytes:
+def _on_link(
+    phase: int, link: int, sent: Int64Array, received: Int64Array, *, piggybacked: bool = False
+) -> CollectiveBytes:
+    """An all-to-all over one link: int64 [ranks] bytes sent and received."""
+    by_link, peak = np.zeros((len(sent), 2), dtype=np.int64), np.zeros(2, dtype=np.int64)
+    by_link[:, link], peak[link] = sent, max(sent.max(), received.max())
+    return CollectiveBytes(phase, Collective.ALL_TO_ALL, link, by_link, peak, piggybacked)
+
+
+def _even(phase: int, collective: Collective, link: int, sent: Int64Array) -> CollectiveBytes:
     """A collective in which every rank receives what it sends."""
-    return CollectiveBytes(part, collective, link, sent, sent.max(axis=0))
+    return CollectiveBytes(phase, collective, link, sent, sent.max(axis=0))
 
 
 class StepByteCounter:
-    """Counts for one key space and layout.
-
-    Args:
-    """
+    """Counts for one key space and layout."""
 
     def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
         shape = TrainingShape()
@@ -252,10 +233,10 @@ class StepByteCounter:
         sizes = self._sizes(link, peers)
         all_to_all, farthest = Collective.ALL_TO_ALL, self._farthest if link is None else link
         return _Hop(
-            sizes=_even(StepPart.IDS, all_to_all, farthest, sizes),
-            ids=CollectiveBytes(StepPart.IDS, all_to_all, farthest, ids_out, _peak(ids_out, ids_in)),
-            rows=CollectiveBytes(StepPart.FORWARD, all_to_all, farthest, rows_in, _peak(rows_out, rows_in)),
-            grads=CollectiveBytes(StepPart.BACKWARD, all_to_all, farthest, rows_out, _peak(rows_out, rows_in)),
+            sizes=_even(TrafficPhase.FORWARD_IDS, all_to_all, farthest, sizes),
+            ids=CollectiveBytes(TrafficPhase.FORWARD_IDS, all_to_all, farthest, ids_out, _peak(ids_out, ids_in)),
+            rows=CollectiveBytes(TrafficPhase.FORWARD_ROWS, all_to_all, farthest, rows_in, _peak(rows_out, rows_in)),
+            grads=CollectiveBytes(TrafficPhase.BACKWARD_ROWS, all_to_all, farthest, rows_out, _peak(rows_out, rows_in)),
         )
 
     def _sizes(self, link: int | None, peers: int) -> Int64Array:
@@ -326,17 +307,12 @@ class StepByteCounter:
             of_rail = np.bincount(self._homes.rail(rows[of_dtype]), weights=size, minlength=local).astype(np.int64)
             sent = np.zeros((self._layout.world_size, 2), dtype=np.int64)
             sent[:, INTER] = (2 * of_rail * (nodes - 1) // nodes)[self._local_of]
-            yield _even(StepPart.SYNC_ROWS, Collective.ALL_REDUCE, INTER, sent)
+            yield _even(TrafficPhase.SYNC_ROWS, Collective.ALL_REDUCE, INTER, sent)
 
     def _masks(self, link: int, of_mine: Int64Array, of_others: Int64Array, peers: int) -> CollectiveBytes:
         """Touched bits go to the peers that serve the rows, and their union comes back to every peer."""
-        sent = np.zeros((self._layout.world_size, 2), dtype=np.int64)
-        sent[:, link] = of_others + peers * of_mine
-        received = np.zeros_like(sent)
-        received[:, link] = peers * of_mine + of_others
-        return CollectiveBytes(
-            StepPart.SYNC_MASK, Collective.ALL_TO_ALL, link, sent, _peak(sent, received), piggybacked=True
-        )
+        both = of_others + peers * of_mine
+        return _on_link(TrafficPhase.SYNC_MASK, link, both, both, piggybacked=True)
 
     def _rows(
         self, link: int, source: Int64Array, target: Int64Array, row: Int64Array, keys: StepKeys
@@ -346,59 +322,42 @@ class StepByteCounter:
         size = self._row_bytes[self._group_of(keys.rows[row])]
         sent, received = (self._by_rank(side, far, size) for side in (source, target))
         return CollectiveBytes(
-            StepPart.SYNC_ROWS, Collective.ALL_TO_ALL, link, sent, _peak(sent, received), piggybacked=True
+            TrafficPhase.SYNC_ROWS, Collective.ALL_TO_ALL, link, sent, _peak(sent, received), piggybacked=True
         )
 
     def _spread(self, link: int, keys: StepKeys, chosen: BoolArray, peers: int, *, every_node: bool) -> CollectiveBytes:
         """Sums of the chosen rows of the step, from their homes (or from the owner in every node) to all peers."""
-        rows = np.flatnonzero(chosen)
-        size = self._row_bytes[self._group_of(keys.rows[rows])]
-        world = self._layout.world_size
-        home = self._homes.home_rank(keys.rows[rows])
-        by_home = np.bincount(home, weights=size, minlength=world).astype(np.int64)
-        by_rail = by_home.reshape(self._layout.nodes, -1).sum(axis=0)[self._local_of]
+        rows = keys.rows[np.flatnonzero(chosen)]
+        by_home, by_rail = self._by_home(rows, self._row_bytes[self._group_of(rows)])
         held = by_rail if every_node else by_home
-        among = np.full(world, int(by_home.sum())) if every_node else by_rail
-        sent = np.zeros((world, 2), dtype=np.int64)
-        sent[:, link] = held * peers
-        received = np.zeros_like(sent)
-        received[:, link] = among - held
-        return CollectiveBytes(StepPart.SYNC_ROWS, Collective.ALL_TO_ALL, link, sent, _peak(sent, received))
+        among = np.full(len(held), int(by_home.sum())) if every_node else by_rail
+        return _on_link(TrafficPhase.SYNC_SUMS, link, held * peers, among - held)
+
+    def _by_home(self, keys: Int64Array, size: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return int64 [ranks] sums of ``size`` by the home of each key, and of all homes of each rank's rail."""
+        home = self._homes.home_rank(keys)
+        by_home = np.bincount(home, weights=size, minlength=self._layout.world_size).astype(np.int64)
+        return by_home, by_home.reshape(self._layout.nodes, -1).sum(axis=0)[self._local_of]
 
     def migration(self, chunk: Delta) -> list[CollectiveBytes]:
         """Return the copies of one chunk (``RowCarrier``): rows and state in the messages of a look-up's rows, from the
         homes over the rails, then from the owners inside the nodes. A chunk above the cap of a step is taken to be
         copied in one piece, and without the all-gathers of its own that it has then."""
-        layout, world = self._layout, self._layout.world_size
-        size = self._moved_bytes[self._group_of(chunk.keys)]
+        layout, size = self._layout, self._moved_bytes[self._group_of(chunk.keys)]
         from_home = (chunk.old_tiers == Tier.HOME) & (chunk.new_tiers != Tier.HOME)
-        home = self._homes.home_rank(chunk.keys[from_home])
-        by_home = np.bincount(home, weights=size[from_home], minlength=world).astype(np.int64)
-        by_rail = by_home.reshape(layout.nodes, -1).sum(axis=0)[self._local_of]
+        by_home, by_rail = self._by_home(chunk.keys[from_home], size[from_home])
         to_all = (chunk.old_tiers != Tier.DEVICE) & (chunk.new_tiers == Tier.DEVICE)
         owners = self._homes.rail(chunk.keys[to_all])
         of_owners = np.bincount(owners, weights=size[to_all], minlength=layout.local_ranks).astype(np.int64)
         in_node = of_owners[self._local_of]
-        found = []
-        for link, peers, held, among in (
-            (INTER, layout.nodes, by_home, by_rail),
-            (INTRA, layout.local_ranks, in_node, np.full(world, of_owners.sum())),
-        ):
-            if peers > 1 and held.any():
-                sent, received = np.zeros((2, world, 2), dtype=np.int64)
-                sent[:, link] = held * (peers - 1)
-                received[:, link] = among - held
-                found.append(
-                    CollectiveBytes(
-                        StepPart.MIGRATION, Collective.ALL_TO_ALL, link, sent, _peak(sent, received), piggybacked=True
-                    )
-                )
-        return found
-
-    def copied_bytes(self, chunk: Delta) -> int:
-        """Row and state bytes that the busiest link copies for a chunk: what the cap of a step counts."""
-        promoted = chunk.new_tiers > chunk.old_tiers
-        return int(self._moved_bytes[self._group_of(chunk.keys[promoted])].sum())
+        return [
+            _on_link(MIGRATION, link, held * (peers - 1), among - held, piggybacked=True)
+            for link, peers, held, among in (
+                (INTER, layout.nodes, by_home, by_rail),
+                (INTRA, layout.local_ranks, in_node, np.full(layout.world_size, of_owners.sum())),
+            )
+            if peers > 1 and held.any()
+        ]
 
 
 @dataclass(frozen=True)
@@ -415,8 +374,8 @@ def _peak(sent: Int64Array, received: Int64Array) -> Int64Array:
 
 
 def sent_bytes(collectives: Sequence[CollectiveBytes], world_size: int) -> Int64Array:
-    """int64 [ranks, parts, 2]: what each rank sends to others, by part and link."""
-    sent = np.zeros((world_size, len(StepPart), 2), dtype=np.int64)
+    """int64 [ranks, phases, 2]: what each rank sends to others, by phase and link."""
+    sent = np.zeros((world_size, PHASES, 2), dtype=np.int64)
     for collective in collectives:
-        sent[:, collective.part] += collective.sent
+        sent[:, collective.phase] += collective.sent
     return sent

@@ -8,29 +8,29 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
-from flexd.planner.delta import delta_chunks
+from flexd.planner.delta import delta_chunks, moved_bytes
+from flexd.planner.model.prices import exposed_share
 from flexd.planner.model.row_bytes import Exchange
-from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.plan import make_plan
+from flexd.planner.model.workload import TrainingShape
+from flexd.planner.plan import PlanOrigin, make_plan
 from flexd.simulate.accesses import Accesses
-from flexd.simulate.byte_counter import INTER, INTRA, BitWords, CollectiveBytes, StepByteCounter, StepPart, sent_bytes
-from flexd.simulate.exact_profile import exact_profile
-from flexd.simulate.step_keys import StepPasses, TouchCounter
+from flexd.simulate.byte_counter import PHASES, BitWords, CollectiveBytes, StepByteCounter, sent_bytes
+from flexd.simulate.step_keys import StepPasses, TouchCounter, exact_profile
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
-from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Link
+from flexd.topology.cluster import INTER, Cluster, Collective, CollectiveCurve, Link
 
 
 class PlanningInput(Enum):
@@ -47,7 +47,7 @@ class PlanningInput(Enum):
 
 
 @dataclass(frozen=True)
-class Strategy:
+class ReplayStrategy:
     """One strategy.
 
     Attributes:
@@ -65,56 +65,36 @@ class Strategy:
     dedup: bool = True
 
 
-ROW_WISE = Strategy("row_wise", "row-wise", Exchange.DIRECT_DEDUP, merges_passes=False, dedup=False)
-ROW_WISE_DEDUP = Strategy("row_wise_dedup", "row-wise, dedup", Exchange.DIRECT_DEDUP, merges_passes=False)
-DIRECT = Strategy("direct", "flexd, direct with dedup", Exchange.DIRECT_DEDUP)
-TWO_HOP = Strategy("two_hop", "two-hop chain", Exchange.CHAIN)
-STATIC = Strategy("static", "flexd, planned once", Exchange.CHAIN, PlanningInput.FIRST_QUARTER)
-REPLANNED = Strategy("replanned", "flexd, re-planned", Exchange.CHAIN, PlanningInput.STREAM)
-ORACLE = Strategy("oracle", "oracle of the next window", Exchange.CHAIN, PlanningInput.NEXT_WINDOW)
+ROW_WISE = ReplayStrategy("row_wise", "row-wise", Exchange.DIRECT_DEDUP, merges_passes=False, dedup=False)
+ROW_WISE_DEDUP = ReplayStrategy("row_wise_dedup", "row-wise, dedup", Exchange.DIRECT_DEDUP, merges_passes=False)
+DIRECT = ReplayStrategy("direct", "flexd, direct with dedup", Exchange.DIRECT_DEDUP)
+TWO_HOP = ReplayStrategy("two_hop", "two-hop chain", Exchange.CHAIN)
+STATIC = ReplayStrategy("static", "flexd, planned once", Exchange.CHAIN, PlanningInput.FIRST_QUARTER)
+REPLANNED = ReplayStrategy("replanned", "flexd, re-planned", Exchange.CHAIN, PlanningInput.STREAM)
+ORACLE = ReplayStrategy("oracle", "oracle of the next window", Exchange.CHAIN, PlanningInput.NEXT_WINDOW)
 
 STRATEGIES = (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, STATIC, REPLANNED, ORACLE)
 
 
-_LINKS = {INTRA: Link.INTRA_NODE, INTER: Link.INTER_NODE}
+def collective_seconds(collectives: Sequence[CollectiveBytes], cluster: Cluster) -> Float64Array:
+    """Return float64 [phases]: collectives follow one another; each waits for its busiest rank.
 
-
-def exposed_share(cluster: Cluster) -> Float64Array:
-    """Return float64 [parts]: share that compute does not hide. A migration runs between steps and is never hidden."""
-    exposed = cluster.exposed
-    return np.array([exposed.forward, exposed.forward, exposed.backward, exposed.sync, exposed.sync, 1.0])
-
-
-class CollectivePricer:
-    """Prices collectives on a cluster."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self.exposed_share = exposed_share(cluster)
-
-    def seconds(self, collectives: Sequence[CollectiveBytes]) -> Float64Array:
-        """float64 [parts]: collectives follow one another; each waits for its busiest rank."""
-        total = np.zeros(len(StepPart))
-        for one in collectives:
-            total[one.part] += self._one(one)
-        return total
-
-    def _one(self, one: CollectiveBytes) -> float:
-        """Latency, and the transfer. A collective over both links uses them at the same time: the slower counts."""
+    A collective takes its latency and the transfer. One over both links uses them at the same time: the slower counts.
+    """
+    total = np.zeros(PHASES)
+    for one in collectives:
+        curves = [cluster.curve(link, one.collective) for link in Link]
         over_world = one.collective is Collective.ALL_TO_ALL and bool(one.sent.any(axis=0).all())
-        curves = {link: self._cluster.curve(of_link, one.collective) for link, of_link in _LINKS.items()}
-        if over_world and self._cluster.world is not None:
-            curves[INTER] = self._cluster.world.all_to_all
+        if over_world and cluster.world is not None:
+            curves[INTER] = cluster.world.all_to_all
         latency = 0.0 if one.piggybacked else curves[one.link].latency_seconds
-        return latency + max(_transfer(curve, float(one.peak[link])) for link, curve in curves.items())
+        total[one.phase] += latency + max(map(_transfer, curves, one.peak.astype(np.float64)))
+    return total
 
 
 def _transfer(curve: CollectiveCurve, message_bytes: float) -> float:
     return message_bytes / curve.bandwidth(message_bytes) if message_bytes else 0.0
 
-
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
 
 STATIC_SHARE = 4
 """The offline plans are made from the first of so many parts of the run."""
@@ -163,15 +143,17 @@ class StrategyRun:
     """Bytes, seconds and placements of one strategy.
 
     Attributes:
-        sent: int64 [steps, ranks, parts, 2], bytes each rank sent to others, by ``StepPart`` and link.
-        seconds: float64 [steps, parts], of the busiest rank.
-        exposed_share: float64 [parts], share that compute does not hide.
+        sent: int64 [steps, ranks, phases, 2], bytes each rank sent to others, by ``TrafficPhase`` (last ``MIGRATION``)
+            and link.
+        seconds: float64 [steps, phases], of the busiest rank.
+        exposed_share: float64 [phases], share that compute does not hide: a migration runs between steps and is never
+            hidden.
         replicated_rows: int64 [steps], rows above HOME.
         plan_steps: steps at which a new plan's first rows moved.
         migrated_rows: int64 [steps], rows that changed tier at the start of the step.
     """
 
-    strategy: Strategy
+    strategy: ReplayStrategy
     sent: Int64Array
     seconds: Float64Array
     exposed_share: Float64Array
@@ -185,9 +167,9 @@ class StrategyRun:
         exposed: Float64Array = self.seconds @ self.exposed_share
         return exposed
 
-    def job_bytes(self, parts: Sequence[StepPart], link: int) -> Int64Array:
+    def job_bytes(self, phases: Sequence[int], link: int) -> Int64Array:
         """int64 [steps]: sent by all ranks together."""
-        sent: Int64Array = self.sent[:, :, list(parts), link].sum(axis=(1, 2))
+        sent: Int64Array = self.sent[:, :, list(phases), link].sum(axis=(1, 2))
         return sent
 
 
@@ -215,7 +197,7 @@ class Simulation:
 class _StrategyRunner:
     """One strategy on its way through the steps."""
 
-    def __init__(self, strategy: Strategy, shared: _Shared) -> None:
+    def __init__(self, strategy: ReplayStrategy, shared: _Shared) -> None:
         self.strategy = strategy
         self._shared = shared
         self._slots = shared.settings.slots(shared.keyspace)
@@ -224,22 +206,21 @@ class _StrategyRunner:
         self._pending_chunks: deque[Delta] = deque()
         self._new_plan = False
         steps, world = shared.steps, shared.layout.world_size
-        self._sent = np.zeros((steps, world, len(StepPart), 2), dtype=np.int64)
-        self._seconds = np.zeros((steps, len(StepPart)))
+        self._sent = np.zeros((steps, world, PHASES, 2), dtype=np.int64)
+        self._seconds = np.zeros((steps, PHASES))
         self._replicated = np.zeros(steps, dtype=np.int64)
         self._migrated = np.zeros(steps, dtype=np.int64)
         self._plan_steps: list[int] = []
 
     def plan(self, profile: Profile) -> None:
-        """Makes a plan against the placement as it is; its chunks follow, one step after another."""
+        """Make a plan against the placement as it is; its chunks follow, one step after another."""
         shared, settings = self._shared, self._shared.settings
         free = self.strategy.planning_input is PlanningInput.NEXT_WINDOW
         plan = make_plan(
             profile, shared.keyspace, shared.layout, shared.cluster, self._slots,
             Placement.empty() if free else self._placement,
-            plan_id=self.strategy.name, parent_id="", topology_generation=0,
-            horizon_steps=math.inf if free else settings.horizon_steps, now_unix_seconds=0.0, reason="replay",
-            shape=shared.shape,
+            PlanOrigin(self.strategy.name, "", 0, "replay", 0.0),
+            horizon_steps=math.inf if free else settings.horizon_steps, shape=shared.shape,
         )  # fmt: skip
         if free:
             self._placement = plan.target
@@ -257,23 +238,23 @@ class _StrategyRunner:
             dedup=self.strategy.dedup,
         )  # fmt: skip
         self._sent[step] = sent_bytes(collectives, self._shared.layout.world_size)
-        self._seconds[step] = self._shared.pricer.seconds(collectives)
+        self._seconds[step] = collective_seconds(collectives, self._shared.cluster)
         self._replicated[step] = len(self._placement)
 
     def _migrate(self, step: int) -> list[CollectiveBytes]:
         """Apply pending chunks up to the cap of a step, at least one, as ``ChunkInbox`` does."""
-        counter, spent = self._shared.counter, 0
+        shared, spent = self._shared, 0
         found: list[CollectiveBytes] = []
         while self._pending_chunks:
-            cost = counter.copied_bytes(self._pending_chunks[0])
-            if found and spent + cost > self._shared.settings.migration_bytes_per_step:
+            cost = int(moved_bytes(self._pending_chunks[0], shared.keyspace, shared.layout).sum())
+            if found and spent + cost > shared.settings.migration_bytes_per_step:
                 break
             chunk = self._pending_chunks.popleft()
             spent += cost
             self._placement = self._placement.apply(chunk)
             self._words.apply(chunk)
             self._migrated[step] += len(chunk)
-            found += counter.migration(chunk)
+            found += shared.counter.migration(chunk)
         if self._migrated[step] and self._new_plan:
             self._plan_steps.append(step)
             self._new_plan = False
@@ -281,12 +262,12 @@ class _StrategyRunner:
 
     def run(self) -> StrategyRun:
         return StrategyRun(
-            self.strategy, self._sent, self._seconds, self._shared.pricer.exposed_share,
+            self.strategy, self._sent, self._seconds, np.append(exposed_share(self._shared.cluster.exposed), 1.0),
             self._replicated, tuple(self._plan_steps), self._migrated,
         )  # fmt: skip
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Shared:
     """Objects that all strategies share."""
 
@@ -296,12 +277,7 @@ class _Shared:
     settings: SimulationSettings
     steps: int
     shape: TrainingShape
-    counter: StepByteCounter = field(init=False)
-    pricer: CollectivePricer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counter = StepByteCounter(self.keyspace, self.layout)
-        self.pricer = CollectivePricer(self.cluster)
+    counter: StepByteCounter
 
 
 class _SimulatedDaemon:
@@ -346,10 +322,10 @@ def simulate(
     layout: RankLayout,
     cluster: Cluster,
     settings: SimulationSettings,
-    strategies: Sequence[Strategy] = STRATEGIES,
+    strategies: Sequence[ReplayStrategy] = STRATEGIES,
     progress: Callable[[int], None] | None = None,
 ) -> Simulation:
-    """Replays all steps through all strategies. Deterministic.
+    """Replay all steps through all strategies. Deterministic.
 
     A plan made after step t from what was seen up to then reaches the ranks during step t + 1 and is applied at the
     start of step t + 2, as through the control channel.
@@ -365,8 +341,8 @@ def simulate(
     if steps < STATIC_SHARE:
         raise ConfigError(f"{steps} steps", remedy=f"at least {STATIC_SHARE}")
     cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
-    shape = TrainingShape(micro_batches=accesses.micro_batches, merged_backward=True)
-    shared = _Shared(accesses.keyspace, layout, cluster, settings, steps, shape)
+    shape, counter = TrainingShape(micro_batches=accesses.micro_batches), StepByteCounter(accesses.keyspace, layout)
+    shared = _Shared(accesses.keyspace, layout, cluster, settings, steps, shape, counter)
     runners = [_StrategyRunner(strategy, shared) for strategy in strategies]
     by_planning_input = {
         planning_input: [runner for runner in runners if runner.strategy.planning_input is planning_input]

@@ -1,4 +1,5 @@
-"""Distinct rows of one step, of every rank, of every node and of the job, and their touches."""
+"""Distinct rows of one step, of every rank, of every node and of the job, and what they say of several steps: presence
+probabilities, and a profile that is counted exactly."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array, Int64Array
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
-
-Int64Array = npt.NDArray[np.int64]
+from flexd.sketch.profile import Profile, RowTouches, TableProfile
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,6 @@ class StepKeys:
             node_row=np.concatenate([np.searchsorted(rows, node) for node in nodes]),
             rows=rows,
         )
-
-    @property
-    def accesses(self) -> int:
-        return int(self.count.sum())
 
 
 @dataclass(frozen=True)
@@ -132,3 +130,64 @@ def touches_in_words(touches: dict[str, Any], nodes: int, local_ranks: int) -> s
         text += f", the job {touches['rows_of_job']:,.0f} (w)"
         ratios.append(f"w/v {touches['job_over_node']:.2f} of {nodes}")
     return ": ".join([text, ", ".join(ratios)] if ratios else [text])
+
+
+def exact_profile(
+    passes: Sequence[Sequence[Int64Array]],
+    keyspace: KeySpace,
+    layout: RankLayout | None = None,
+    micro_batches: int = 1,
+) -> Profile:
+    """Return a profile that lists every row that was looked up, with its exact share.
+
+    Args:
+        passes: by forward pass and rank, int64 [n] keys.
+        layout: of the ranks. With it the profile has the touches of every row in a pass, counted in these.
+        micro_batches: passes of a step.
+
+    Raises:
+        PlanError: no passes, or no access in them.
+    """
+    keys = [mine for ranks in passes for mine in ranks]
+    total = sum(len(mine) for mine in keys)
+    if not total:
+        raise PlanError("no accesses to count", remedy="replay more steps, or larger batches")
+    rows, counts = np.unique(np.concatenate(keys), return_counts=True)
+    table_of = keyspace.table_of(rows)
+    touches = None if layout is None else _touches(passes, rows, layout)
+    made = []
+    for index, table in enumerate(keyspace.tables):
+        mine = np.flatnonzero(table_of == index)
+        mine = mine[np.argsort(-counts[mine], kind="stable")]
+        weight = float(counts[mine].sum())
+        share = counts[mine] / weight if weight else np.empty(0)
+        made.append(
+            TableProfile(
+                table=table.name,
+                rows=table.rows,
+                weight=weight,
+                accesses_per_step=weight * micro_batches / len(passes),
+                hot_rows=rows[mine] - keyspace.first_key[index],
+                hot_share=share,
+                bin_share=np.empty(0),
+                bin_rows=np.empty(0),
+                distinct_rows=float(len(mine)),
+                touches=None
+                if layout is None or touches is None
+                else RowTouches(layout.nodes, layout.local_ranks, *touches[:, mine]),
+            )
+        )
+    return Profile(tuple(made), samples=total)
+
+
+def _touches(passes: Sequence[Sequence[Int64Array]], rows: Int64Array, layout: RankLayout) -> Float64Array:
+    """Return float64[3, rows]: means a pass over the ranks, over the nodes, and of the job."""
+    counts = np.zeros((3, len(rows)))
+    for ranks in passes:
+        keys = StepKeys.of(ranks, layout)
+        at = np.searchsorted(rows, keys.rows)
+        counts[0, at] += np.bincount(keys.pair_row, minlength=len(at))
+        counts[1, at] += np.bincount(keys.node_row, minlength=len(at))
+        counts[2, at] += 1
+    touches: Float64Array = counts / (len(passes) * np.array([[layout.world_size], [layout.nodes], [1]]))
+    return touches

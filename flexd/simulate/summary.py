@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, INTRA, SYNC_PARTS, StepPart
+from flexd.planner.model.row_bytes import EXCHANGE_PHASES, SYNC_PHASES, TrafficPhase
+from flexd.simulate.byte_counter import MIGRATION
 from flexd.simulate.simulation import ORACLE, REPLANNED, ROW_WISE, STATIC, TWO_HOP, Simulation, StrategyRun
+from flexd.topology.cluster import INTER, Link
 
 COMPARED_SHARE = 4
 """Strategies are compared over the last of so many parts of the run."""
-_KINDS = {"all_to_all": ALL_TO_ALL_PARTS, "sync": SYNC_PARTS, "migration": (StepPart.MIGRATION,)}
-_LINKS = {"intra_node": INTRA, "inter_node": INTER}
+_KINDS = {"all_to_all": EXCHANGE_PHASES, "sync": SYNC_PHASES, "migration": (MIGRATION,)}
+_PHASES = (*(phase.name.lower() for phase in TrafficPhase), "migration")
 
 
 def compared_steps(steps: int) -> slice:
@@ -61,8 +63,8 @@ def summarise(simulation: Simulation) -> dict[str, Any]:
 def _figures(run: StrategyRun, steps: slice) -> dict[str, Any]:
     seconds = run.seconds[steps].mean(axis=0)
     sent = {
-        link: {kind: float(run.job_bytes(parts, at)[steps].mean()) for kind, parts in _KINDS.items()}
-        for link, at in _LINKS.items()
+        link.value: {kind: float(run.job_bytes(phases, at)[steps].mean()) for kind, phases in _KINDS.items()}
+        for at, link in enumerate(Link)
     }
     for by_kind in sent.values():
         by_kind["total"] = sum(by_kind.values())
@@ -72,7 +74,7 @@ def _figures(run: StrategyRun, steps: slice) -> dict[str, Any]:
         "name": run.strategy.name,
         "title": run.strategy.title,
         "exposed_seconds": float(run.exposed_seconds[steps].mean()),
-        "seconds": {part.name.lower(): float(seconds[part]) for part in StepPart},
+        "seconds": dict(zip(_PHASES, seconds.tolist(), strict=True)),
         "bytes": sent,
         "critical_inter_node_bytes": inter["all_to_all"] + inter["migration"],
         "busiest_rank_share": float(by_rank.max() / by_rank.mean()) if by_rank.any() else 1.0,

@@ -1,18 +1,49 @@
-"""Model of a cluster: for each link and collective the time of a message as a function of its size."""
+"""Model of a cluster: for each link and collective the time of a message as a function of its size.
+
+A curve is fitted to measured times: latency from the small messages, then bandwidth at each size from the rest.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from enum import StrEnum
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array
+from flexd.core.bounds import Range
 from flexd.core.errors import TopologyError
 
-Float64Array = npt.NDArray[np.float64]
+_MOST = sys.float_info.max
+_Bandwidth = Annotated[float, Range(5e-324, _MOST), "give bytes per second above 0"]
+_Seconds = Annotated[float, Range(0.0, _MOST), "give a number of seconds, at least 0"]
+_Share = Annotated[float, Range(0.0, 1.0), "give a share between 0 and 1"]
+_Several = Annotated[int, Range(2, _MOST), "give a number of at least 2"]
+
+
+def _bounds(kind: type) -> dict[str, tuple[Range, str]]:
+    """Return the bounds of the figures of a class, which their types state, and what to give instead."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint.__metadata__ for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+
+
+def _check(value: Any, where: str) -> None:
+    """Raise TopologyError that names ``where`` and the key of a figure outside its bounds, of this or a part of it."""
+    known = _bounds(type(value))
+    for name, given in vars(value).items():
+        if is_dataclass(given):
+            _check(given, f"{where}{name}.")
+        elif name in known:
+            bounds, remedy = known[name]
+            # NaN is in none.
+            if not bounds.low <= given <= bounds.high:
+                raise TopologyError(f"{where}{name}: {given!r}", remedy=remedy)
+    if isinstance(value, CollectiveCurve):
+        value.check_points(f"{where}points")
 
 
 class Link(StrEnum):
@@ -20,6 +51,10 @@ class Link(StrEnum):
 
     INTRA_NODE = "intra_node"
     INTER_NODE = "inter_node"
+
+
+INTRA, INTER = range(len(Link))
+"""Indices of the links in arrays."""
 
 
 class Collective(StrEnum):
@@ -43,29 +78,25 @@ class CollectiveCurve:
             size (a straight line on log-log axes), beyond the ends it is constant.
     """
 
-    latency_seconds: float
+    latency_seconds: _Seconds
     points: tuple[tuple[float, float], ...]
 
-    def check(self, where: str) -> None:
-        """Raise TopologyError that names ``where`` and the invalid key: a value is NaN, zero or negative, sizes do not
-        increase, or a larger message would be faster."""
-        if not (math.isfinite(self.latency_seconds) and self.latency_seconds >= 0):
-            raise TopologyError(
-                f"{where}.latency_seconds: {self.latency_seconds!r}", remedy="give a number of seconds, at least 0"
-            )
+    def check_points(self, where: str) -> None:
+        """Raise TopologyError that names ``where`` and the invalid point: a value is NaN, zero or negative, sizes do
+        not increase, or a larger message would be faster."""
         if not self.points:
-            raise TopologyError(f"{where}.points: empty", remedy="give at least one [message bytes, bytes per second]")
+            raise TopologyError(f"{where}: empty", remedy="give at least one [message bytes, bytes per second]")
         for i, (size, bandwidth) in enumerate(self.points):
             if not (math.isfinite(size) and size > 0 and math.isfinite(bandwidth) and bandwidth > 0):
                 raise TopologyError(
-                    f"{where}.points[{i}]: [{size!r}, {bandwidth!r}]",
+                    f"{where}[{i}]: [{size!r}, {bandwidth!r}]",
                     remedy="message bytes and bytes per second must be finite and above 0",
                 )
             if i and size <= self.points[i - 1][0]:
-                raise TopologyError(f"{where}.points[{i}]: size {size:g} does not increase", remedy="sort by size")
+                raise TopologyError(f"{where}[{i}]: size {size:g} does not increase", remedy="sort by size")
             if i and size / bandwidth < self.points[i - 1][0] / self.points[i - 1][1]:
                 raise TopologyError(
-                    f"{where}.points[{i}]: {size:g} bytes would take less time than {self.points[i - 1][0]:g}",
+                    f"{where}[{i}]: {size:g} bytes would take less time than {self.points[i - 1][0]:g}",
                     remedy="measure this size again",
                 )
 
@@ -106,7 +137,7 @@ class LinkModel:
         all_to_all, all_reduce, all_gather: measured curves.
     """
 
-    wire_bytes_per_second: float
+    wire_bytes_per_second: _Bandwidth
     all_to_all: CollectiveCurve
     all_reduce: CollectiveCurve
     all_gather: CollectiveCurve
@@ -119,14 +150,6 @@ class LinkModel:
         """Return the same link with every curve changed."""
         return LinkModel(self.wire_bytes_per_second, **{c.value: change(self.curve(c)) for c in Collective})
 
-    def check(self, where: str) -> None:
-        if not (math.isfinite(self.wire_bytes_per_second) and self.wire_bytes_per_second > 0):
-            raise TopologyError(
-                f"{where}.wire_bytes_per_second: {self.wire_bytes_per_second!r}", remedy="give bytes per second above 0"
-            )
-        for collective in Collective:
-            self.curve(collective).check(f"{where}.{collective}")
-
 
 @dataclass(frozen=True)
 class WorldModel:
@@ -137,15 +160,9 @@ class WorldModel:
         all_to_all: curve by the bytes that one rank sends to other nodes. Bytes to the ranks of its node travel beside.
     """
 
-    nodes: int
-    local_ranks: int
+    nodes: _Several
+    local_ranks: _Several
     all_to_all: CollectiveCurve
-
-    def check(self, where: str) -> None:
-        for key in ("nodes", "local_ranks"):
-            if getattr(self, key) < 2:
-                raise TopologyError(f"{where}.{key}: {getattr(self, key)}", remedy="give a number of at least 2")
-        self.all_to_all.check(f"{where}.all_to_all")
 
 
 @dataclass(frozen=True)
@@ -162,18 +179,10 @@ class Exposed:
         cover_seconds: compute of a step beside which the rest can run.
     """
 
-    forward: float = 1.0
-    backward: float = 1.0
-    sync: float = 1.0
-    cover_seconds: float = math.inf
-
-    def check(self, where: str) -> None:
-        for key in ("forward", "backward", "sync"):
-            value = getattr(self, key)
-            if not (math.isfinite(value) and 0 <= value <= 1):
-                raise TopologyError(f"{where}.{key}: {value!r}", remedy="give a share between 0 and 1")
-        if not self.cover_seconds >= 0:
-            raise TopologyError(f"{where}.cover_seconds: {self.cover_seconds!r}", remedy="give seconds, at least 0")
+    forward: _Share = 1.0
+    backward: _Share = 1.0
+    sync: _Share = 1.0
+    cover_seconds: Annotated[float, Range(0.0, math.inf), "give seconds, at least 0"] = math.inf
 
 
 @dataclass(frozen=True)
@@ -189,19 +198,9 @@ class StepCosts:
         row_bytes_per_second: at which look-ups and updates read and write rows, of one rank while all others do so.
     """
 
-    sums_seconds: float
-    copies_seconds: float
-    row_bytes_per_second: float
-
-    def check(self, where: str) -> None:
-        for key in ("sums_seconds", "copies_seconds"):
-            value = getattr(self, key)
-            if not (math.isfinite(value) and value >= 0):
-                raise TopologyError(f"{where}.{key}: {value!r}", remedy="give seconds, at least 0")
-        if not (math.isfinite(self.row_bytes_per_second) and self.row_bytes_per_second > 0):
-            raise TopologyError(
-                f"{where}.row_bytes_per_second: {self.row_bytes_per_second!r}", remedy="give bytes per second above 0"
-            )
+    sums_seconds: _Seconds
+    copies_seconds: _Seconds
+    row_bytes_per_second: _Bandwidth
 
 
 @dataclass(frozen=True)
@@ -234,13 +233,7 @@ class Cluster:
             raise TopologyError("name: empty", remedy="name the cluster")
         if not self.source.strip():
             raise TopologyError(f"cluster {self.name!r}: source: empty", remedy="state the origin of the figures")
-        for link in Link:
-            self.link(link).check(f"cluster {self.name!r}: {link}")
-        self.exposed.check(f"cluster {self.name!r}: exposed")
-        if self.world is not None:
-            self.world.check(f"cluster {self.name!r}: world")
-        if self.step_costs is not None:
-            self.step_costs.check(f"cluster {self.name!r}: step_costs")
+        _check(self, f"cluster {self.name!r}: ")
 
     def link(self, link: Link) -> LinkModel:
         model: LinkModel = getattr(self, link.value)
@@ -281,11 +274,80 @@ class Cluster:
         """Return the same cluster with other exposed shares, and another name if one is given."""
         return replace(self, exposed=exposed, name=name or self.name)
 
-    def bandwidth_only(self) -> Cluster:
-        """Return the same cluster without latencies and step costs, for a small rehearsal of a job whose messages are
-        large.
 
-        They are fixed costs of a step, small beside the time of the bytes in a large job, and would dominate in a
-        rehearsal with thousandths of the bytes.
-        """
-        return replace(self.with_curves(lambda link, curve: curve.divide_latency(math.inf)), step_costs=None)
+_LATENCY_BOUND = 2.0
+"""Messages that take at most this many times as long as the smallest one determine the latency."""
+_RESOLVED = 0.05
+"""Below this share of the latency the time of the bytes cannot be distinguished from noise."""
+_STEP = 1e-5
+"""Least relative increase of the bytes' time from one size to the next: keeps curves valid when figures are rounded."""
+_DIGITS = 7
+_LEAST_SECONDS = 1e-9
+
+
+@dataclass(frozen=True)
+class CollectiveTimes:
+    """Measured times of one collective on one link.
+
+    Attributes:
+        message_bytes: float64[k], bytes that a rank sends over the link, ascending.
+        seconds: k arrays float64[r], of one collective in each repetition; r may differ from size to size.
+    """
+
+    message_bytes: Float64Array
+    seconds: tuple[Float64Array, ...]
+
+    @property
+    def medians(self) -> Float64Array:
+        """float64[k] seconds."""
+        return np.array([float(np.median(times)) for times in self.seconds])
+
+    @property
+    def spread(self) -> Float64Array:
+        """float64[k]: distance of the quartiles as a share of the median."""
+        quartiles = np.array([np.percentile(times, (25, 75)) for times in self.seconds])
+        share: Float64Array = (quartiles[:, 1] - quartiles[:, 0]) / self.medians
+        return share
+
+
+def fit_curve(times: CollectiveTimes) -> CollectiveCurve:
+    """Return the curve through the medians.
+
+    - A size that took longer than a larger one was disturbed (a disturbance only adds time), so it gets the larger
+      one's time.
+    - Latency: the intercept at zero bytes of the times of the small messages, up to twice the smallest one's time
+      (Theil-Sen: the median of the slopes between all pairs, so that one bad size does not tilt it).
+    - Bandwidth at a size: its bytes over its time without the latency. A size at which that time cannot be
+      distinguished from noise gives no point; the first point's bandwidth applies to it.
+    """
+    sizes = times.message_bytes
+    seconds = np.minimum.accumulate(times.medians[::-1])[::-1]
+    latency = _latency(sizes, seconds)
+    moving = seconds - latency
+    resolved = moving > np.maximum(_RESOLVED * latency, _LEAST_SECONDS)
+    if not resolved.any():
+        # All of it is latency. The largest size bounds the bandwidth from below.
+        sizes, moving = sizes[-1:], np.array([max(moving[-1], _RESOLVED * latency, _LEAST_SECONDS)])
+    else:
+        first = int(np.argmax(resolved))
+        sizes, moving = sizes[first:], moving[first:]
+    rise = (1.0 + _STEP) ** np.arange(len(sizes))
+    moving = np.maximum.accumulate(moving / rise) * rise
+    points = tuple((float(size), _rounded(size / time)) for size, time in zip(sizes, moving, strict=True))
+    return CollectiveCurve(_rounded(latency), points)
+
+
+def _latency(sizes: Float64Array, seconds: Float64Array) -> float:
+    """Return the seconds of an empty message, between 0 and the smallest message's time."""
+    count = max(int(np.searchsorted(seconds, _LATENCY_BOUND * seconds[0], side="right")), min(2, len(sizes)))
+    size, time = sizes[:count], seconds[:count]
+    if count == 1:
+        return float(time[0])
+    i, j = np.triu_indices(count, 1)
+    slope = float(np.median((time[j] - time[i]) / (size[j] - size[i])))
+    return float(np.clip(np.median(time - slope * size), 0.0, seconds[0]))
+
+
+def _rounded(value: float) -> float:
+    """Round to a number of digits that is readable in a file."""
+    return float(f"{value:.{_DIGITS}g}")

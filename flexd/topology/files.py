@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flexd.core.errors import TopologyError
 from flexd.topology.cluster import Cluster
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_FILE_BYTES = 2**20
 _PRESETS = resources.files("flexd.topology") / "presets"
 
@@ -73,8 +73,12 @@ def parse_cluster(text: str, origin: str) -> Cluster:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise TopologyError(f"{origin}: invalid YAML: {error}", remedy="correct the syntax") from error
-    if not isinstance(data, dict) or data.pop("version", None) != FORMAT_VERSION:
-        raise TopologyError(f"{origin}: no topology of this version", remedy=f"begin it with version: {FORMAT_VERSION}")
+    version = data.pop("version", None) if isinstance(data, dict) else None
+    if version != FORMAT_VERSION:
+        raise TopologyError(
+            f"{origin}: " + ("no topology version" if version is None else f"topology version {version!r}"),
+            remedy=f"version {FORMAT_VERSION} is read: measure the links again with flexd probe",
+        )
     try:
         return _File.model_validate({"cluster": data}).cluster
     except ValidationError as error:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from flexd.core.arrays import Float64Array
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
-from flexd.topology.cluster import Cluster, Collective, Link, LinkModel, WorldModel
-from flexd.topology.fit import CollectiveTimes, fit_curve
+from flexd.topology.cluster import Cluster, Collective, CollectiveTimes, Link, LinkModel, WorldModel, fit_curve
 from flexd.topology.timing import ProbeGroups, make_collective
-
-Float64Array = npt.NDArray[np.float64]
 
 WARM_UPS = 3
 MIN_REPEATS = 3
@@ -124,23 +121,13 @@ class ProbeReport:
         return Cluster(name, source, links[Link.INTRA_NODE], links[Link.INTER_NODE], world=world)
 
 
-def measure(groups: ProbeGroups, options: ProbeOptions | None = None) -> Cluster:
-    """``probe(...).cluster()``: for a trainer that measures once at its start."""
-    return probe(groups, options).cluster()
-
-
-def probe(
-    groups: ProbeGroups, options: ProbeOptions | None = None, clock: Callable[[], float] = time.perf_counter
-) -> ProbeReport:
+def probe(groups: ProbeGroups, options: ProbeOptions | None = None) -> ProbeReport:
     """Collective. Measure the links of the job and return the same report on every rank.
 
     Each class of links is measured over the groups that use it alone: the ranks of a node (all nodes at once), and the
     ranks of equal local rank (all rails at once), because a training step loads them like that. The all-to-all of a
     direct exchange is measured over all ranks, if that is another group. The number of repetitions follows from values
     that are equal on all ranks, so that every rank runs the same collectives.
-
-    Args:
-        clock: monotonic seconds.
 
     Raises:
         TopologyError: the job has one rank, ranks were given different options, or a rank did not answer in time.
@@ -155,13 +142,13 @@ def probe(
     if not links:
         raise TopologyError("probe: one rank has no link to measure", remedy="launch at least two ranks")
     started_unix_seconds = groups.from_rank0(time.time())
-    started = clock()
+    started = time.perf_counter()
 
     def measured(group: dist.ProcessGroup, collective: Collective, shares: int) -> CollectiveTimes:
         """Measure in one of so many equal shares of the time that is left."""
-        spent = float(groups.max_over_ranks(np.array([clock() - started]))[0])
+        spent = float(groups.max_over_ranks(np.array([time.perf_counter() - started]))[0])
         budget_seconds = max(options.budget_seconds - spent, 0.0) / shares
-        return _measure_one(groups, group, collective, options.sizes, budget_seconds, clock)
+        return _measure_one(groups, group, collective, options.sizes, budget_seconds)
 
     wanted = [(link, collective) for link in links for collective in Collective]
     has_world = len(links) == len(Link)
@@ -175,7 +162,7 @@ def probe(
     if has_world:
         world = measured(groups.world, Collective.ALL_TO_ALL, 1)
         world = CollectiveTimes(world.message_bytes * _share_between_nodes(groups.layout), world.seconds)
-    seconds = float(groups.max_over_ranks(np.array([clock() - started]))[0])
+    seconds = float(groups.max_over_ranks(np.array([time.perf_counter() - started]))[0])
     conditions = _conditions(groups, options, times)
     return ProbeReport(times, started_unix_seconds, seconds, conditions, groups.layout, world)
 
@@ -191,14 +178,13 @@ def _measure_one(
     collective: Collective,
     sizes: Sequence[int],
     budget_seconds: float,
-    clock: Callable[[], float],
 ) -> CollectiveTimes:
     """Measure one collective over one group at ascending sizes until the budget ends, the smallest in any case."""
-    started = clock()
+    started = time.perf_counter()
     sent_bytes: list[float] = []
     seconds: list[Float64Array] = []
     for index, size in enumerate(sizes):
-        left = budget_seconds - float(groups.max_over_ranks(np.array([clock() - started]))[0])
+        left = budget_seconds - float(groups.max_over_ranks(np.array([time.perf_counter() - started]))[0])
         if seconds:
             expected = float(np.median(seconds[-1])) * size / sent_bytes[-1]
             if (WARM_UPS + MIN_REPEATS) * expected > left:
@@ -206,12 +192,12 @@ def _measure_one(
         sent, work = make_collective(collective, size, group, groups.device)
         if sent_bytes and sent <= sent_bytes[-1]:
             continue  # rounded up to the same size
-        began = clock()
+        began = time.perf_counter()
         one = float(groups.max_over_ranks(np.array([groups.seconds(work, 1) for _ in range(WARM_UPS)])).min())
         # Includes the barrier, which on a slow machine takes longer than a small message.
-        with_barrier = float(groups.max_over_ranks(np.array([clock() - began]))[0]) / WARM_UPS
+        with_barrier = float(groups.max_over_ranks(np.array([time.perf_counter() - began]))[0]) / WARM_UPS
         in_a_row = min(max(math.ceil(SAMPLE_SECONDS / one), 1), MAX_IN_A_ROW)
-        left = budget_seconds - float(groups.max_over_ranks(np.array([clock() - started]))[0])
+        left = budget_seconds - float(groups.max_over_ranks(np.array([time.perf_counter() - started]))[0])
         allotted = left / (len(sizes) - index + 1)
         repeats = min(max(int(allotted / (one * (in_a_row - 1) + with_barrier)), MIN_REPEATS), MAX_REPEATS)
         samples = np.array([groups.seconds(work, in_a_row) for _ in range(repeats)])

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from flexd.core.arrays import Float64Array
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
 from flexd.topology.cluster import Collective, Link
-
-Float64Array = npt.NDArray[np.float64]
 
 _POLL_SECONDS = 1e-4
 _REMEDY = "see the first error among the other ranks; a slow network needs a longer timeout"

@@ -11,7 +11,7 @@ from flexd.api.plan import PlanReport
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
-from flexd.planner.plan import make_plan
+from flexd.planner.plan import PlanOrigin, make_plan
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.files import load_preset
 
@@ -31,12 +31,8 @@ def plan():
         load_preset("azure-a100-200g"),
         [1000],
         Placement.of(np.arange(19_990, 20_000), np.full(10, Tier.DEVICE, np.uint8)),
-        plan_id="p7",
-        parent_id="p6",
-        topology_generation=2,
+        PlanOrigin("p7", "p6", 2, "drift", 1.7e9),
         horizon_steps=10_000,
-        now_unix_seconds=1.7e9,
-        reason="drift",
     )
 
 

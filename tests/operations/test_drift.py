@@ -20,6 +20,7 @@ from flexd.core.placement import Placement
 from flexd.daemon import Daemon
 from flexd.operations.drift import DriftMonitor
 from flexd.operations.live_prices import LivePrices
+from flexd.planner.drift import LIVE
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
@@ -29,6 +30,7 @@ from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
 from flexd.topology.files import load_preset, scale_model
 from tests.support.fake_coordinator import FakeCoordinator
+from tests.support.planner_cases import ORIGIN
 from tests.support.planning_harness import ANY_SAVING
 from tests.support.until import until
 
@@ -101,8 +103,8 @@ class DriftHarness:
         live = self.coordinator.topology
         assert live is not None
         plan = make_plan(
-            profile, self.keyspace, live.layout, CLUSTER, live.replica_slots, self.coordinator.now, plan_id="p",
-            parent_id="", topology_generation=1, horizon_steps=1e9, now_unix_seconds=0.0, reason="test",
+            profile, self.keyspace, live.layout, CLUSTER, live.replica_slots, self.coordinator.now, ORIGIN,
+            horizon_steps=1e9,
         )  # fmt: skip
         self.monitor.planned()
         return plan.target
@@ -151,7 +153,7 @@ def test_a_flatter_popularity_that_no_plan_serves_better_is_no_drift(harness: Dr
     drift = harness.monitor.evaluate()
     assert before is not None
     assert drift is not None
-    assert drift.live.total.exposed_seconds > 1.2 * before.live.total.exposed_seconds
+    assert drift.exposed_seconds[LIVE] > 1.2 * before.exposed_seconds[LIVE]
     assert len(placement) > 100
     assert drift.ratio < 1.03
     assert harness.monitor.pop_reason() is None
@@ -225,7 +227,7 @@ def test_the_job_is_priced_with_its_training_settings(tmp_path: Path) -> None:
         harness.see()
         drift = harness.monitor.evaluate()
         assert drift is not None
-        prices.append(drift.live.total.exposed_seconds)
+        prices.append(drift.exposed_seconds[LIVE])
     assert len(set(prices)) == len(prices)
 
 

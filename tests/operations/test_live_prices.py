@@ -12,9 +12,8 @@ from flexd.api.placement import prices_status
 from flexd.control.protocol.report import PhaseReport, StepReport
 from flexd.operations.live_prices import MIN_STEPS, LivePrices
 from flexd.operations.training_monitor import TrainingMonitor
-from flexd.planner.model.price_correction import MIN_REPORTS
-from flexd.planner.model.row_bytes import TrafficLink
-from flexd.topology.cluster import Collective, Link
+from flexd.planner.model.prices import MIN_REPORTS
+from flexd.topology.cluster import INTER, INTRA, Collective, Link
 from tests.support.components import report
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.planner_cases import cluster
@@ -90,9 +89,9 @@ def test_plans_and_their_drift_are_priced_with_them(tmp_path: Path) -> None:
             phases = (PhaseReport("rows", inter_seconds=10 * seconds, inter_bytes=100_000, inter_collectives=10),)
             harness.prices.add(rank, replace(report(1, steps=10), phases=phases, phase_steps=10, exchange="chain"))
     after = harness.propose("corrected", dry_run=True).plan
-    assert after.cluster.name.startswith(f"{probed.name} (corrected: between nodes x")
-    for link, factor in ((TrafficLink.INTRA_NODE, 1.0), (TrafficLink.INTER_NODE, 4.0)):
-        seconds = [float(plan.before.phase_seconds[:, link].sum()) for plan in (before, after)]
+    assert after.costs.cluster.name.startswith(f"{probed.name} (corrected: between nodes x")
+    for link, factor in ((INTRA, 1.0), (INTER, 4.0)):
+        seconds = [float(plan.costs.before.phase_seconds[:, link].sum()) for plan in (before, after)]
         assert seconds[0] > 0
         assert seconds[1] == pytest.approx(factor * seconds[0], rel=0.15 if factor > 1 else 1e-9)
 

@@ -73,6 +73,6 @@ def test_plans_use_the_measured_exposure(tmp_path: Path) -> None:
         )
     plan = harness.propose("after them").plan
     assert plan.promotions == 0
-    assert plan.before.exposed_seconds == 0
-    assert "1e+06 ms cover the rest" in plan.cluster.name
-    assert math.isfinite(plan.cluster.exposed.cover_seconds)
+    assert plan.costs.before.exposed_seconds == 0
+    assert "1e+06 ms cover the rest" in plan.costs.cluster.name
+    assert math.isfinite(plan.costs.cluster.exposed.cover_seconds)

@@ -77,7 +77,12 @@ def test_the_saving_counts_as_a_share_of_the_measured_step(tmp_path: Path) -> No
     proposal = it.propose("look", dry_run=True)
     plan, report = proposal.plan, proposal_report(proposal)
     assert plan.step_seconds == pytest.approx(0.1)
-    assert report.saved_seconds == plan.saved_seconds == plan.before.exposed_seconds - plan.after.exposed_seconds > 0
+    assert (
+        report.saved_seconds
+        == plan.saved_seconds
+        == plan.costs.before.exposed_seconds - plan.costs.after.exposed_seconds
+        > 0
+    )
     assert report.saved_share == pytest.approx(plan.saved_seconds / 0.1)
     share = plan.saved_seconds / 0.1
     for factor, withheld in ((0.99, False), (1.01, True)):

@@ -88,7 +88,7 @@ def test_a_plan_that_changes_nothing_pushes_nothing(harness: PlanningHarness) ->
     harness.coordinator.execute(execution)
     proposal = harness.propose("second")
     second, live = proposal.plan, proposal.live
-    assert second.parent_id == plan.plan_id
+    assert second.origin.parent_id == plan.plan_id
     assert len(second.delta) == 0
     assert live.digest() == plan.target.digest()
     assert harness.planning.execute(proposal) is None

@@ -9,13 +9,14 @@ import pytest
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.planner.drift import Drift, PlacementCommunication, placement_communication
-from flexd.planner.model.row_bytes import Exchange, TrafficLink
-from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.model.workload import make_loads
+from flexd.planner.drift import LIVE, Drift, compare_placements
+from flexd.planner.model.prices import exposed_share
+from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.workload import TrainingShape, make_loads
 from flexd.planner.plan import make_plan, placement_cost
 from flexd.sketch.profile import Profile
-from tests.support.planner_cases import cluster, profile
+from flexd.topology.cluster import INTER
+from tests.support.planner_cases import ORIGIN, cluster, profile
 
 KEYSPACE = KeySpace([TableSpec("item", 4_000, 64), TableSpec("shop", 900, 64), TableSpec("user", 2_000, 16)])
 LAYOUT = RankLayout(2, 4)
@@ -24,39 +25,34 @@ ACCESSES = 40_000.0
 
 
 def _planned(seen: Profile) -> Placement:
-    return make_plan(
-        seen, KEYSPACE, LAYOUT, CLUSTER, (300, 100), Placement.empty(), plan_id="p", parent_id="",
-        topology_generation=1, horizon_steps=1e9, now_unix_seconds=0.0, reason="test",
-    ).target  # fmt: skip
+    return make_plan(seen, KEYSPACE, LAYOUT, CLUSTER, (300, 100), Placement.empty(), ORIGIN, horizon_steps=1e9).target
 
 
-def _priced(seen: Profile, placement: Placement) -> PlacementCommunication:
-    return placement_communication(seen, KEYSPACE, LAYOUT, CLUSTER, placement)
+def _compared(seen: Profile, plan: Placement, live: Placement, *more: object) -> Drift:
+    return compare_placements(seen, KEYSPACE, LAYOUT, CLUSTER, plan, live, *more)  # type: ignore[arg-type]
 
 
 def test_the_total_is_the_price_of_the_placement_and_bytes_of_tables_sum_to_it() -> None:
     seen = profile(KEYSPACE, ACCESSES, hot=500)
     placement = _planned(seen)
-    traffic = _priced(seen, placement)
-    cost = placement_cost(make_loads(seen, KEYSPACE, LAYOUT), placement, KEYSPACE, LAYOUT, CLUSTER)
-    assert traffic.total.exposed_seconds == cost.exposed_seconds
-    assert traffic.total.inter_node_bytes == pytest.approx(
-        cost.all_to_all_bytes(TrafficLink.INTER_NODE) + cost.sync_bytes(TrafficLink.INTER_NODE)
-    )
-    assert sum(t.inter_node_bytes for t in traffic.tables.values()) == pytest.approx(traffic.total.inter_node_bytes)
-    latency = float(cost.exposed_share @ cost.latency_seconds.sum(axis=1))
+    drift = _compared(seen, Placement.empty(), placement)
+    cost = placement_cost(make_loads(seen, KEYSPACE, LAYOUT), placement, KEYSPACE, CLUSTER)
+    assert drift.exposed_seconds[LIVE] == cost.exposed_seconds
+    assert drift.inter_node_bytes[LIVE] == pytest.approx(cost.all_to_all_bytes(INTER) + cost.sync_bytes(INTER))
+    assert drift.table_bytes.sum(axis=1) == pytest.approx(drift.inter_node_bytes)
+    latency = float(exposed_share(cost.exposed) @ cost.latency_seconds.sum(axis=1))
     assert latency > 0
-    without = sum(t.exposed_seconds for t in traffic.tables.values())
-    assert without == pytest.approx(traffic.total.exposed_seconds - latency), "flat bandwidths: sizes do not matter"
+    without = drift.table_seconds[LIVE].sum()
+    assert without == pytest.approx(cost.exposed_seconds - latency), "flat bandwidths: sizes do not matter"
 
 
 def test_moved_popularity_is_drift() -> None:
     then, now = profile(KEYSPACE, ACCESSES, hot=500), profile(KEYSPACE, ACCESSES, hot=500, shift=200)
     old, fresh = _planned(then), _planned(now)
-    drift = Drift(_priced(now, fresh), _priced(now, old))
+    drift = _compared(now, fresh, old)
     assert drift.ratio > 1.02
     loads = make_loads(now, KEYSPACE, LAYOUT)
-    plan, live = (placement_cost(loads, each, KEYSPACE, LAYOUT, CLUSTER).exposed_seconds for each in (fresh, old))
+    plan, live = (placement_cost(loads, each, KEYSPACE, CLUSTER).exposed_seconds for each in (fresh, old))
     assert drift.ratio == pytest.approx(live / plan)
     reason = drift.reason_to_plan(1.02)
     assert reason is not None
@@ -78,7 +74,7 @@ def _mixed(weights: dict[str, float], shifts: dict[str, int]) -> Profile:
 
 def test_the_table_that_would_gain_the_most_is_named() -> None:
     old, now = _planned(_mixed({}, {})), _mixed({}, {"shop": 300})
-    drift = Drift(_priced(now, _planned(now)), _priced(now, old))
+    drift = _compared(now, _planned(now), old)
     assert drift.table_ratios["shop"] > 1.02
     assert "(table shop)" in str(drift.reason_to_plan(1.001))
 
@@ -88,9 +84,8 @@ def test_priced_as_the_plan_was_with_the_same_shape_and_exchange() -> None:
     placement = _planned(seen)
     shape = TrainingShape(micro_batches=4, frozen_tables=frozenset({"shop"}))
     for exchange in (Exchange.CHAIN, Exchange.DIRECT_DEDUP):
-        traffic = placement_communication(seen, KEYSPACE, LAYOUT, CLUSTER, placement, shape, exchange)
-        loads = make_loads(seen, KEYSPACE, LAYOUT, shape)
-        cost = placement_cost(loads, placement, KEYSPACE, LAYOUT, CLUSTER, exchange)
-        assert traffic.total.exposed_seconds == cost.exposed_seconds
-        assert traffic.total.exposed_seconds != _priced(seen, placement).total.exposed_seconds
-        assert sum(t.inter_node_bytes for t in traffic.tables.values()) == pytest.approx(traffic.total.inter_node_bytes)
+        drift = _compared(seen, placement, placement, shape, exchange)
+        cost = placement_cost(make_loads(seen, KEYSPACE, LAYOUT, shape), placement, KEYSPACE, CLUSTER, exchange)
+        assert drift.exposed_seconds[LIVE] == cost.exposed_seconds
+        assert drift.exposed_seconds[LIVE] != _compared(seen, placement, placement).exposed_seconds[LIVE]
+        assert drift.table_bytes.sum(axis=1) == pytest.approx(drift.inter_node_bytes)

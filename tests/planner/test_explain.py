@@ -12,11 +12,12 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.planner.explain import TableExplanation, TierReason, explain
-from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import TrainingShape
 from flexd.planner.plan import Plan, make_plan
 from flexd.planner.solver.limits import PlanLimits, RowPin
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.files import load_preset, scale_model
+from tests.support.planner_cases import ORIGIN
 
 LAYOUT = RankLayout(2, 2)
 CLUSTER = scale_model(load_preset("azure-a100-200g"), 1e9)
@@ -44,8 +45,8 @@ def planned(
 ) -> tuple[Plan, Profile, Placement]:
     profile, live = profile or profile_of(), live or Placement.empty()
     plan = make_plan(
-        profile, KEYSPACE, LAYOUT, changes.pop("cluster", CLUSTER), [slots], live, plan_id="p", parent_id="",
-        topology_generation=0, horizon_steps=HORIZON, now_unix_seconds=0.0, reason="test", **changes,
+        profile, KEYSPACE, LAYOUT, changes.pop("cluster", CLUSTER), [slots], live, ORIGIN,
+        horizon_steps=HORIZON, **changes,
     )  # fmt: skip
     return plan, profile, live
 
@@ -68,13 +69,11 @@ def test_the_threshold_parts_the_rows_that_are_promoted_from_the_others(slots: i
     assert node.demote_accesses is not None
     assert node.demote_accesses <= node.promote_accesses
     wrong = [
-        row
-        for row in answer.explained
-        if (row.accesses_per_step > node.promote_accesses) != (row.planned is not Tier.HOME)
+        row for row in answer.explained if (row.accesses[0] > node.promote_accesses) != (row.planned is not Tier.HOME)
     ]
     # Slots are met rank by rank and homes are spread by chance: rows about the threshold may be on its other side, as
     # many on one as on the other.
-    assert all(0.7 < row.accesses_per_step / node.promote_accesses < 1.3 for row in wrong)
+    assert all(0.7 < row.accesses[0] / node.promote_accesses < 1.3 for row in wrong)
     promoted = sum(row.planned is not Tier.HOME for row in wrong)
     assert abs(len(wrong) - 2 * promoted) <= max(2, 0.1 * len(wrong))
 
@@ -88,7 +87,7 @@ def test_the_gain_that_is_told_is_that_of_the_plan() -> None:
     for row in rows:
         assert row.seconds[Tier.HOME] - row.seconds[row.planned] == pytest.approx(gain_of[row.key], rel=1e-6)
         assert row.home_rank == row.key % 4
-        assert row.per_rank <= row.per_node <= row.anywhere <= 1
+        assert row.touches[0] <= row.touches[1] <= row.touches[2] <= 1
 
 
 def test_reasons() -> None:
@@ -131,14 +130,14 @@ def test_micro_batches_and_frozen_tables_are_priced_as_the_plan_prices_them(slot
     assert above
     for row in above:
         assert row.seconds[Tier.HOME] - row.seconds[row.planned] == pytest.approx(gain_of[row.key], rel=1e-6)
-        assert row.anywhere == 0, "nothing of a frozen table is synchronised"
-    assert above[0].per_rank == pytest.approx(micro_batches, rel=0.1)
+        assert row.touches[2] == 0, "nothing of a frozen table is synchronised"
+    assert above[0].touches[0] == pytest.approx(micro_batches, rel=0.1)
     assert answer.sync_latency_seconds == 0
     node = next(threshold for threshold in answer.thresholds if threshold.tier is Tier.NODE)
     assert node.promote_accesses is not None
     for row in answer.explained:
-        if not 0.7 < row.accesses_per_step / node.promote_accesses < 1.3:
-            assert (row.accesses_per_step > node.promote_accesses) == (row.planned is not Tier.HOME)
+        if not 0.7 < row.accesses[0] / node.promote_accesses < 1.3:
+            assert (row.accesses[0] > node.promote_accesses) == (row.planned is not Tier.HOME)
 
 
 @pytest.mark.parametrize(

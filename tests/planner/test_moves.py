@@ -34,16 +34,13 @@ class PlannedCopies:
     live_fits: bool = True
     moves_save_seconds: float = 0.0
     migration_bytes: int = 0
-    objective_seconds: float = 3e-3
-    lower_bound_seconds: float = 2e-3
-    home_seconds: float = 5e-3
 
 
 def some_homes(seed: int) -> NodeHomes:
     rng = np.random.default_rng(seed)
     keys = np.sort(rng.choice(ROWS, 70, replace=False)).astype(np.int64)
     home = rng.integers(0, LAYOUT.nodes, len(keys))
-    return NodeHomes(keys, home, rng.random((len(keys), LAYOUT.nodes), dtype=np.float32), 0.0, 0)
+    return NodeHomes(keys, home, rng.random((len(keys), LAYOUT.nodes), dtype=np.float32), 0.0)
 
 
 def some_placement(seed: int, rows: int, slots: list[int]) -> Placement:

@@ -8,16 +8,17 @@ import json
 import numpy as np
 import pytest
 
+from flexd.core import units
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.workload import make_loads
-from flexd.planner.plan import Plan, make_plan, placement_cost
+from flexd.planner.plan import Plan, PlanCosts, make_plan, placement_cost
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import CollectiveCurve, WorldModel
 from flexd.topology.files import load_preset
-from tests.support.planner_cases import cluster, profile
+from tests.support.planner_cases import ORIGIN, cluster, group_cost, load, profile, zipf
 
 KEYSPACE = KeySpace([TableSpec("items", 5000, 16), TableSpec("users", 3000, 32, optimizer="rowwise_adagrad")])
 LAYOUT = RankLayout(2, 2)
@@ -34,12 +35,8 @@ def plan(
         kwargs.pop("machine", cluster()),
         slots,
         live or Placement.empty(),
-        plan_id="p2",
-        parent_id="p1",
-        topology_generation=4,
+        ORIGIN,
         horizon_steps=horizon,
-        now_unix_seconds=123.5,
-        reason="test",
         **kwargs,
     )
 
@@ -78,28 +75,24 @@ def test_presets_with_a_large_job(name: str, rows: int) -> None:
         load_preset(name),
         [15_000],
         Placement.empty(),
-        plan_id="p",
-        parent_id="",
-        topology_generation=1,
+        ORIGIN,
         horizon_steps=1e4,
-        now_unix_seconds=0.0,
-        reason="",
     )
     assert 0.9 * rows <= len(made.target) <= rows
-    assert (made.after.exposed_seconds < made.baselines["two_hop"].exposed_seconds) == (rows > 0)
-    assert made.after.exposed_seconds < made.baselines["row_wise_dedup"].exposed_seconds
-    assert made.gap < 1e-3
+    assert (made.costs.after.exposed_seconds < made.costs.baselines["two_hop"].exposed_seconds) == (rows > 0)
+    assert made.costs.after.exposed_seconds < made.costs.baselines["row_wise_dedup"].exposed_seconds
+    assert made.optimum.gap < 1e-3
 
 
 def test_placement_cost_of_nothing_is_the_chain() -> None:
     loads = make_loads(profile(KEYSPACE, ACCESSES, hot=50), KEYSPACE, LAYOUT)
     made = plan(profile(KEYSPACE, ACCESSES, hot=50), slots=(0, 0))
-    cost = placement_cost(loads, Placement.empty(), KEYSPACE, LAYOUT, cluster())
-    assert cost.to_dict() == made.baselines["two_hop"].to_dict()
+    cost = placement_cost(loads, Placement.empty(), KEYSPACE, cluster())
+    assert cost.to_dict() == made.costs.baselines["two_hop"].to_dict()
     # Unlisted rows of a placement are priced, not forgotten.
     unlisted = np.setdiff1d(np.arange(5000), loads[0].keys)[:40]
     live = Placement.of(unlisted, np.full(40, Tier.DEVICE, np.uint8))
-    cost = placement_cost(loads, live, KEYSPACE, LAYOUT, cluster())
+    cost = placement_cost(loads, live, KEYSPACE, cluster())
     assert cost.rows[Tier.DEVICE] == 40
     assert cost.sync_seconds > 0
 
@@ -111,7 +104,47 @@ def test_a_layout_is_priced_with_its_own_world_alone() -> None:
     probed = dataclasses.replace(machine, world=slow)
     loads = make_loads(seen, KEYSPACE, LAYOUT)
     # The curve over the world is that of 8 x 8 ranks.
-    priced = placement_cost(loads, Placement.empty(), KEYSPACE, LAYOUT, probed, direct).exposed_seconds
-    assert priced == placement_cost(loads, Placement.empty(), KEYSPACE, LAYOUT, machine, direct).exposed_seconds
+    priced = placement_cost(loads, Placement.empty(), KEYSPACE, probed, direct).exposed_seconds
+    assert priced == placement_cost(loads, Placement.empty(), KEYSPACE, machine, direct).exposed_seconds
     own = dataclasses.replace(probed, world=dataclasses.replace(slow, nodes=2, local_ranks=2))
-    assert placement_cost(loads, Placement.empty(), KEYSPACE, LAYOUT, own, direct).exposed_seconds > 1.0
+    assert placement_cost(loads, Placement.empty(), KEYSPACE, own, direct).exposed_seconds > 1.0
+
+
+def messages_of(accesses: np.ndarray, tier: Tier, **machine: float) -> tuple[list[str], float]:
+    """Return (the sentences, exposed seconds saved)."""
+    problem, prices = load(accesses), cluster(**machine)
+    tiers = [np.full(len(accesses), each, np.uint8) for each in (Tier.HOME, tier)]
+    home, plan = (group_cost(problem, each, LAYOUT, prices) for each in tiers)
+    dedup = group_cost(problem, tiers[0], LAYOUT, prices, Exchange.DIRECT_DEDUP)
+    costs = PlanCosts(prices, Exchange.CHAIN, home, plan, {"two_hop": home, "row_wise_dedup": dedup})
+    return costs.messages(), home.exposed_seconds - plan.exposed_seconds
+
+
+def test_the_first_sentence_is_the_saving_and_bandwidths_are_those_of_the_messages() -> None:
+    messages, saved = messages_of(np.full(2000, 5.0), Tier.NODE)
+    assert saved > 0
+    assert messages[0].startswith(f"replicas save {units.seconds(saved)} of exposed communication per step")
+    assert "20 GB/s a rank (80% of the wire), an all-to-all 10 GB/s (40%): 2.00 times as much" in messages[2]
+    assert not any("exchange 'direct'" in sentence for sentence in messages)
+
+
+def test_replicas_that_cost_more_are_said_to_cost_more() -> None:
+    messages, saved = messages_of(np.full(2000, 0.05), Tier.NODE, all_reduce=9e9)
+    assert saved < 0
+    assert messages[0].startswith(f"replicas cost {units.seconds(-saved)} more exposed communication per step")
+
+
+def test_the_cheaper_direct_exchange_is_named_where_it_is_cheaper() -> None:
+    messages, _ = messages_of(zipf(50, 1.0, 50.0), Tier.HOME, latency=1e-3)
+    assert any("exchange 'direct'" in sentence for sentence in messages)
+    assert "no row is replicated" in messages[0]
+
+
+def test_a_plan_gives_its_delta_and_anew_only_where_rows_have_moved_since() -> None:
+    made = plan(profile(KEYSPACE, ACCESSES, hot=300))
+    live = Placement.empty(made.target.version)
+    assert made.delta_from(live, KEYSPACE, LAYOUT) is made.delta
+    moved = live.apply(made.delta.select(slice(0, 20)))
+    rest = made.delta_from(moved, KEYSPACE, LAYOUT)
+    assert len(rest) == len(made.delta) - 20
+    assert np.array_equal(moved.apply(rest).keys, made.target.keys)

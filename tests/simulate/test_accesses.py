@@ -8,8 +8,8 @@ import pytest
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
-from flexd.simulate.accesses import MAX_STEP_ACCESSES, ProfileAccesses, RowFormat, TraceAccesses, ZipfAccesses
-from flexd.simulate.exact_profile import exact_profile
+from flexd.simulate.accesses import MAX_STEP_ACCESSES, RowFormat, profile_accesses, trace_accesses, zipf_accesses
+from flexd.simulate.step_keys import exact_profile
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.stream.trace import synthetic_trace
 
@@ -26,10 +26,10 @@ def profile_of(weight: float = 1.0) -> Profile:
 
 def test_a_profile_of_a_trace_is_drawn_from() -> None:
     trace = synthetic_trace(20_000, rows=900, active=300, users=200)
-    accesses = TraceAccesses("t", trace, LAYOUT, RowFormat(), batch_size=16, steps=8, history=8)
+    accesses = trace_accesses("t", trace, LAYOUT, RowFormat(), batch_size=16, steps=8, history=8)
     assert sum(len(mine) for mine in accesses.passes(0)[0]) == 4 * 16 * 9
     seen = exact_profile([one for step in range(8) for one in accesses.passes(step)], accesses.keyspace)
-    drawn = ProfileAccesses("p", seen, accesses.keyspace.tables, LAYOUT, accesses_per_rank=50_000, steps=4, seed=3)
+    drawn = profile_accesses("p", seen, accesses.keyspace.tables, LAYOUT, accesses_per_rank=50_000, steps=4, seed=3)
     counts = np.bincount(np.concatenate(drawn.passes(1)[0]), minlength=900)
     expected = np.zeros(900)
     expected[seen.tables[0].hot_rows] = seen.tables[0].hot_share * 200_000
@@ -42,7 +42,7 @@ def test_a_profile_of_a_trace_is_drawn_from() -> None:
 
 def test_drift_moves_every_row_down_and_new_rows_in_at_the_top() -> None:
     """The hottest row of step 0 has, d places lower, the frequency of the row at rank d + 1."""
-    accesses = ZipfAccesses(
+    accesses = zipf_accesses(
         RankLayout(1, 1), RowFormat(), table_rows=500, exponent=1.0, drift_rows=2.0, accesses_per_rank=200_000,
         steps=10, seed=0,
     )  # fmt: skip
@@ -57,7 +57,7 @@ def test_drift_moves_every_row_down_and_new_rows_in_at_the_top() -> None:
 
 
 def test_rows_of_bins_are_drawn_outside_the_listed_ones() -> None:
-    draws = ProfileAccesses(
+    draws = profile_accesses(
         "p", profile_of(), [TableSpec("t", 10, 4)], RankLayout(1, 1), accesses_per_rank=100_000, steps=1, seed=0
     )
     counts = np.bincount(draws.passes(0)[0][0], minlength=10) / 100_000
@@ -68,17 +68,15 @@ def test_rows_of_bins_are_drawn_outside_the_listed_ones() -> None:
 
 def test_accesses_that_cannot_be_drawn_are_refused() -> None:
     with pytest.raises(ConfigError, match="look-ups a sample"):
-        ZipfAccesses(
+        zipf_accesses(
             LAYOUT, RowFormat(), table_rows=10, exponent=1.0, drift_rows=0.0, accesses_per_rank=MAX_STEP_ACCESSES,
             steps=4, seed=0,
         )  # fmt: skip
     for change in ({"table_rows": 0}, {"table_rows": 2**40 + 1}, {"drift_rows": -1.0}, {"seed": -1}, {"exponent": 9.0}):
         numbers = {"table_rows": 10, "exponent": 1.0, "drift_rows": 0.0, "seed": 0} | change
         with pytest.raises(ConfigError, match="Zipf"):
-            ZipfAccesses(LAYOUT, RowFormat(), accesses_per_rank=4, steps=4, **numbers)  # type: ignore[arg-type]
+            zipf_accesses(LAYOUT, RowFormat(), accesses_per_rank=4, steps=4, **numbers)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no access"):
-        ProfileAccesses(
+        profile_accesses(
             "p", profile_of(weight=0.0), [TableSpec("t", 10, 4)], LAYOUT, accesses_per_rank=4, steps=4, seed=0
         )
-    with pytest.raises(ConfigError, match="other tables"):
-        ProfileAccesses("p", profile_of(), [TableSpec("u", 10, 4)], LAYOUT, accesses_per_rank=4, steps=4, seed=0)

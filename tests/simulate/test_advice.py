@@ -8,7 +8,7 @@ import pytest
 
 from flexd.core.errors import ConfigError
 from flexd.core.layout import RankLayout
-from flexd.simulate.accesses import Accesses, RowFormat, ZipfAccesses
+from flexd.simulate.accesses import Accesses, RowFormat, zipf_accesses
 from flexd.simulate.advice import OPTIONS, Advice, advise, reused_share
 from flexd.simulate.simulation import SimulationSettings
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
@@ -25,7 +25,7 @@ def cluster(inter_bytes_per_second: float, latency_seconds: float = 0.0) -> Clus
 
 
 def zipf(rows: int = 20_000, exponent: float = 1.05, seed: int = 0) -> Accesses:
-    return ZipfAccesses(
+    return zipf_accesses(
         LAYOUT, RowFormat(dim=16), table_rows=rows, exponent=exponent, drift_rows=0.0, accesses_per_rank=2_000,
         steps=16, seed=seed,
     )  # fmt: skip

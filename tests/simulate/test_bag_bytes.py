@@ -13,9 +13,10 @@ from flexd.core.placement import Placement
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD
-from flexd.planner.model.row_bytes import Exchange
-from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, INTRA, StepByteCounter, sent_bytes
+from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange
+from flexd.simulate.byte_counter import StepByteCounter, sent_bytes
 from flexd.simulate.step_keys import StepPasses
+from flexd.topology.cluster import INTER, INTRA
 from tests.support.bag_bytes import bytes_of_bags, bytes_of_sizes
 from tests.support.rank_pool import RankPool
 from tests.support.simulate_jobs import TABLES, keyspace_of
@@ -114,7 +115,7 @@ def test_bytes_of_sums_equal_those_of_real_ranks(
         sent = sent_bytes(collectives, layout.world_size)
         for rank in range(layout.world_size):
             simulated = [
-                int(sent[rank, list(ALL_TO_ALL_PARTS), link].sum() + of_bags[rank, link]) for link in (INTRA, INTER)
+                int(sent[rank, list(EXCHANGE_PHASES), link].sum() + of_bags[rank, link]) for link in (INTRA, INTER)
             ]
             real = [counted[rank][step][f"all_to_all_{link}_bytes"] for link in ("intra", "inter")]
             assert simulated == real, f"step {step}, rank {rank}"

@@ -13,18 +13,10 @@ from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
-from flexd.planner.model.row_bytes import Exchange
-from flexd.simulate.byte_counter import (
-    ALL_TO_ALL_PARTS,
-    INTER,
-    INTRA,
-    SYNC_PARTS,
-    BitWords,
-    StepByteCounter,
-    StepPart,
-    sent_bytes,
-)
+from flexd.planner.model.row_bytes import EXCHANGE_PHASES, SYNC_PHASES, Exchange, TrafficPhase
+from flexd.simulate.byte_counter import MIGRATION, BitWords, StepByteCounter, sent_bytes
 from flexd.simulate.step_keys import StepPasses
+from flexd.topology.cluster import INTER, INTRA
 from tests.support.rank_pool import RankPool
 from tests.support.simulate_jobs import TABLES, keyspace_of
 
@@ -149,9 +141,9 @@ def test_bytes_equal_those_of_real_ranks(
             simulated = {
                 f"{name}_{link}_bytes": int(sent[rank, list(parts), at].sum())
                 for name, parts in (
-                    ("all_to_all", ALL_TO_ALL_PARTS),
-                    ("sync", SYNC_PARTS),
-                    ("migration", (StepPart.MIGRATION,)),
+                    ("all_to_all", EXCHANGE_PHASES),
+                    ("sync", SYNC_PHASES),
+                    ("migration", (MIGRATION,)),
                 )
                 for link, at in (("intra", INTRA), ("inter", INTER))
             }
@@ -165,7 +157,7 @@ def test_what_two_nodes_ask_of_one_home_makes_its_peak() -> None:
     keys = [np.array([0], dtype=np.int64), np.array([0, 3], dtype=np.int64), np.array([0], dtype=np.int64)]
     step = StepPasses.of([keys], layout)
     collectives = StepByteCounter(keyspace_of("one group", "sgd"), layout).step(step, Placement.empty(), Exchange.CHAIN)
-    rows = next(one for one in collectives if one.part is StepPart.FORWARD)
+    rows = next(one for one in collectives if one.phase is TrafficPhase.FORWARD_ROWS)
     # Rank 0 is home of both rows: it sends three of 32 bytes, nobody receives as many.
     assert rows.sent[:, 1].tolist() == [96, 0, 0]
     assert rows.peak.tolist() == [0, 96]

@@ -12,14 +12,17 @@ import pytest
 from flexd.core.errors import ConfigError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.row_bytes import SYNC_PHASES, TrafficPhase
+from flexd.planner.model.workload import TrainingShape
 from flexd.planner.plan import make_plan
-from flexd.simulate.accesses import RowFormat, ZipfAccesses
-from flexd.simulate.byte_counter import INTER, StepPart
-from flexd.simulate.exact_profile import exact_profile
-from flexd.simulate.simulation import REPLANNED, TWO_HOP, Simulation, SimulationSettings, simulate
+from flexd.simulate.accesses import Accesses, RowFormat, zipf_accesses
+from flexd.simulate.byte_counter import MIGRATION, PHASES, CollectiveBytes
+from flexd.simulate.simulation import REPLANNED, TWO_HOP, Simulation, SimulationSettings, collective_seconds, simulate
+from flexd.simulate.step_keys import exact_profile
 from flexd.simulate.summary import summarise
+from flexd.topology.cluster import INTER, INTRA, Collective, CollectiveCurve, Link, WorldModel
 from flexd.topology.files import load_preset, scale_model
+from tests.support.planner_cases import ORIGIN
 
 LAYOUT = RankLayout(2, 2)
 CLUSTER = scale_model(load_preset("azure-a100-200g"), 10_000)
@@ -27,8 +30,8 @@ STEPS = 40
 SETTINGS = SimulationSettings(0.04, interval_steps=4, half_life_steps=6.0, horizon_steps=200.0)
 
 
-def drifting(drift: float = 6.0, seed: int = 1, micro_batches: int = 1) -> ZipfAccesses:
-    return ZipfAccesses(
+def drifting(drift: float = 6.0, seed: int = 1, micro_batches: int = 1) -> Accesses:
+    return zipf_accesses(
         LAYOUT, RowFormat(), table_rows=2_000, exponent=1.05, drift_rows=drift,
         accesses_per_rank=3_000 // micro_batches, steps=STEPS, seed=seed, micro_batches=micro_batches,
     )  # fmt: skip
@@ -61,21 +64,20 @@ def test_the_oracle_plans_for_the_passes_of_a_step() -> None:
         len(
             make_plan(
                 profile, accesses.keyspace, LAYOUT, CLUSTER, settings.slots(accesses.keyspace), Placement.empty(),
-                plan_id="", parent_id="", topology_generation=0, horizon_steps=math.inf, now_unix_seconds=0.0,
-                reason="test", shape=shape,
+                ORIGIN, horizon_steps=math.inf, shape=shape,
             ).target
         )
-        for shape in (TrainingShape(micro_batches=4, merged_backward=True), TrainingShape())
+        for shape in (TrainingShape(micro_batches=4), TrainingShape())
     )  # fmt: skip
     assert simulation.runs["oracle"].replicated_rows[-1] == told != untold
 
 
 def test_strategies_without_replicas_hold_none_and_their_order_is_that_of_their_bytes(simulation: Simulation) -> None:
-    inter = {name: run.job_bytes(tuple(StepPart), INTER).mean() for name, run in simulation.runs.items()}
+    inter = {name: run.job_bytes(range(PHASES), INTER).mean() for name, run in simulation.runs.items()}
     assert inter["row_wise"] > inter["row_wise_dedup"] > inter["two_hop"]
     for name in ("row_wise", "row_wise_dedup", "two_hop"):
         assert not simulation.runs[name].replicated_rows.any()
-        assert not simulation.runs[name].sent[:, :, [StepPart.SYNC_MASK, StepPart.SYNC_ROWS, StepPart.MIGRATION]].any()
+        assert not simulation.runs[name].sent[:, :, [*SYNC_PHASES, MIGRATION]].any()
 
 
 def test_plans_come_late_as_through_the_channel(simulation: Simulation) -> None:
@@ -121,3 +123,30 @@ def test_migrations_keep_to_the_cap_of_a_step() -> None:
 def test_settings_that_no_run_can_have(change: dict) -> None:
     with pytest.raises(ConfigError):
         SimulationSettings(**change)
+
+
+BOTH_LINKS = CollectiveBytes(
+    TrafficPhase.FORWARD_ROWS, Collective.ALL_TO_ALL, INTER, np.array([[5, 7], [1, 2]]) * 10**6,
+    np.array([6, 8]) * 10**6,
+)  # fmt: skip
+
+
+def test_a_collective_takes_as_long_as_its_busiest_rank_on_its_slower_link() -> None:
+    cluster = load_preset("azure-a100-200g")
+    slow = cluster.curve(Link.INTER_NODE, Collective.ALL_TO_ALL)
+    near = CollectiveBytes(
+        TrafficPhase.FORWARD_IDS, Collective.ALL_TO_ALL, INTRA, np.zeros((2, 2), int), np.zeros(2, int)
+    )
+    seconds = collective_seconds([near, near, BOTH_LINKS], cluster)
+    assert seconds[TrafficPhase.FORWARD_ROWS] == pytest.approx(slow.latency_seconds + 8e6 / slow.bandwidth(8e6))
+    latency = cluster.curve(Link.INTRA_NODE, Collective.ALL_TO_ALL).latency_seconds
+    assert seconds[TrafficPhase.FORWARD_IDS] == pytest.approx(2 * latency)
+
+
+def test_an_all_to_all_over_both_links_takes_the_time_of_the_one_over_all_ranks() -> None:
+    world = CollectiveCurve(7e-5, ((1e6, 2e9),))
+    cluster = replace(load_preset("azure-a100-200g"), world=WorldModel(2, 2, world))
+    assert collective_seconds([BOTH_LINKS], cluster).sum() == pytest.approx(world.seconds(8e6))
+    rail = replace(BOTH_LINKS, sent=BOTH_LINKS.sent * [0, 1], peak=BOTH_LINKS.peak * [0, 1])
+    expected = cluster.curve(Link.INTER_NODE, Collective.ALL_TO_ALL).seconds(8e6)
+    assert collective_seconds([rail], cluster).sum() == pytest.approx(expected)

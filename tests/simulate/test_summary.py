@@ -7,33 +7,35 @@ import pytest
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.simulate.byte_counter import INTER, StepPart
+from flexd.planner.model.row_bytes import TrafficPhase
+from flexd.simulate.byte_counter import PHASES
 from flexd.simulate.simulation import (
     ORACLE,
     REPLANNED,
     STATIC,
     TWO_HOP,
+    ReplayStrategy,
     Simulation,
     SimulationSettings,
-    Strategy,
     StrategyRun,
 )
 from flexd.simulate.summary import compared_steps, summarise
+from flexd.topology.cluster import INTER
 from flexd.topology.files import load_preset
 
 LAYOUT = RankLayout(2, 1)
 STEPS = 8
 
 
-def run_of(strategy: Strategy, ids_bytes: int, exposed: float, rows: int = 5) -> StrategyRun:
+def run_of(strategy: ReplayStrategy, ids_bytes: int, exposed: float, rows: int = 5) -> StrategyRun:
     """A run in which only the last quarter counts: before it everything is a thousand times larger."""
     scale = np.where(np.arange(STEPS) < 6, 1000, 1)
-    sent = np.zeros((STEPS, 2, len(StepPart), 2), dtype=np.int64)
-    sent[:, 0, StepPart.IDS, INTER] = ids_bytes * scale
-    seconds = np.zeros((STEPS, len(StepPart)))
-    seconds[:, StepPart.FORWARD] = exposed * scale
-    seconds[:, StepPart.SYNC_ROWS] = 1.0
-    share = np.array([1.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+    sent = np.zeros((STEPS, 2, PHASES, 2), dtype=np.int64)
+    sent[:, 0, TrafficPhase.FORWARD_IDS, INTER] = ids_bytes * scale
+    seconds = np.zeros((STEPS, PHASES))
+    seconds[:, TrafficPhase.FORWARD_ROWS] = exposed * scale
+    seconds[:, TrafficPhase.SYNC_ROWS] = 1.0
+    share = np.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0])
     return StrategyRun(strategy, sent, seconds, share, np.full(STEPS, rows), (4,), np.zeros(STEPS, np.int64))
 
 

@@ -9,7 +9,7 @@ from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import PassRows, TapCounts, TapPasses
-from flexd.simulate.exact_profile import exact_profile
+from flexd.simulate.step_keys import exact_profile
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.touch_counts import TableTouches

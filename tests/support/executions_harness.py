@@ -29,6 +29,8 @@ from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.state_file import NAME, StateFile
 from flexd.operations.step_times import StepTimes
 from flexd.operations.triggers import Trigger, TriggerKind
+from flexd.planner.delta import plan_delta
+from flexd.planner.plan import PlanOrigin
 from tests.support.ranks_in_threads import SECRET, TABLES
 from tests.support.until import until
 
@@ -123,10 +125,11 @@ class ExecutionsHarness:
         live = self.coordinator.live()
         assert live is not None
         plan: Any = SimpleNamespace(
-            plan_id=name, parent_id="before", target=wanted, gains=np.ones(len(wanted)), topology_generation=1,
-            slots=live.replica_slots, delta=range(len(wanted)), migration_bytes=0,
-            created_unix_seconds=1.0, profile_generation=1, saved_seconds=0.002, promotions=len(wanted), demotions=0,
-            summary=lambda: {"replication": {"messages": []}},
+            plan_id=name, origin=PlanOrigin(name, "before", 1, "", 1.0), delta=range(len(wanted)), migration_bytes=0,
+            saved_seconds=0.002, promotions=len(wanted), demotions=0, costs=SimpleNamespace(messages=list),
+            delta_from=lambda placement, keyspace, layout: plan_delta(
+                placement, wanted, np.ones(len(wanted)), keyspace, layout, live.replica_slots
+            ),
         )  # fmt: skip
         return self.executions.start(plan, Trigger(TriggerKind.MANUAL, f"reason of {name}", requested_by), (), live)
 

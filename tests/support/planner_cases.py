@@ -6,15 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from flexd.core.keyspace import KeySpace
+from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
+from flexd.planner.model.cost import CostBreakdown, joint_cost
 from flexd.planner.model.row_bytes import Exchange
-from flexd.planner.model.workload import GroupLoad
-from flexd.planner.solver.limits import FREE, GroupLimits, slots_of_ranks
+from flexd.planner.model.workload import GroupLoad, RowLoads, TrainingShape
+from flexd.planner.plan import PlanOrigin
+from flexd.planner.solver.limits import FREE, GroupLimits
 from flexd.planner.solver.tiers import JointChoice, choose_jointly
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
+
+LAYOUT = RankLayout(2, 2)
+ORIGIN = PlanOrigin("p2", "p1", 4, "test", 123.5)
 
 
 def flat(bandwidth: float, latency: float = 0.0) -> CollectiveCurve:
@@ -45,23 +49,23 @@ def load(
     *,
     row_bytes: int = 64,
     relative_error: float = 0.0,
-    bin_accesses: tuple[float, ...] = (),
-    bin_rows: tuple[float, ...] = (),
+    bins: tuple[tuple[float, ...], tuple[float, ...]] = ((), ()),
+    micro_batches: int = 1,
+    trained: np.ndarray | None = None,
+    narrow: bool = False,
+    layout: RankLayout = LAYOUT,
 ) -> GroupLoad:
+    """The load of rows of ``row_bytes``; ``bins``: (accesses, rows); ``narrow``: they are added wider than they
+    travel."""
     keys = np.arange(len(accesses), dtype=np.int64) if keys is None else keys
     order = np.argsort(keys)
     a = np.asarray(accesses, dtype=np.float64)[order]
+    dtype, width = ("float16", 2) if narrow else ("float32", 4)
     return GroupLoad(
-        group=0,
-        row_bytes=row_bytes,
-        state_bytes=0,
-        keys=keys[order],
-        accesses=a,
-        accesses_lower=a * (1 - relative_error),
-        accesses_upper=a * (1 + relative_error),
-        bin_accesses=np.array(bin_accesses),
-        bin_rows=np.array(bin_rows),
-    )
+        0, TableSpec("t", 10**9, row_bytes // width, dtype), TrainingShape(micro_batches=micro_batches), layout,
+        keys[order], RowLoads(a, trained), np.stack([a * (1 - relative_error), a * (1 + relative_error)]),
+        RowLoads(np.array(bins[0])), np.array(bins[1]),
+    )  # fmt: skip
 
 
 def zipf(rows: int, exponent: float, accesses: float) -> np.ndarray:
@@ -103,7 +107,9 @@ def group_cost(
     unlisted: np.ndarray | None = None,
 ) -> CostBreakdown:
     """Return the cost of one dim-group alone."""
-    return joint_cost([LoadSums(load, layout)], [tiers], cluster, exchange, None if unlisted is None else [unlisted])
+    return joint_cost(
+        [replace(load, layout=layout)], [tiers], cluster, exchange, None if unlisted is None else [unlisted]
+    )
 
 
 def choose_tiers(
@@ -117,6 +123,6 @@ def choose_tiers(
     """Return the best tiers of one dim-group alone, with its ``tiers`` and ``gains`` themselves."""
     limits = slots
     if not isinstance(slots, GroupLimits):
-        limits = GroupLimits(slots_of_ranks(slots, layout), np.full(len(load.keys), FREE, np.uint8))
-    joint = choose_jointly([LoadSums(load, layout)], cluster, [limits], [live], horizon)
+        limits = GroupLimits(np.full(layout.world_size, slots, np.int64), np.full(len(load.keys), FREE, np.uint8))
+    joint = choose_jointly([replace(load, layout=layout)], cluster, [limits], [live], horizon)
     return replace(joint, tiers=joint.tiers[0], gains=joint.gains[0])

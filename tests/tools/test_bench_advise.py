@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from flexd.simulate.advice import NOW, OPTIONS
-from tools.bench.cases.advise import MEASURED, PREDICTED, BatchAccesses, predict
+from tools.bench.cases.advise import MEASURED, PREDICTED, batch_accesses, predict
 from tools.bench.workloads import Setting, batches_of, keys_of
 
 SMALL = Setting(rows=4_000, dim=16, samples=16, length=10, batches=8)
 
 
 def test_the_accesses_are_the_batches_of_each_rank() -> None:
-    accesses = BatchAccesses(SMALL)
+    accesses = batch_accesses(SMALL)
     assert accesses.steps == 8
     for rank, keys in enumerate(accesses.passes(3)[0]):
         assert (keys == keys_of(SMALL, batches_of(SMALL, rank)[3])).all()

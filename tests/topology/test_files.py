@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import TopologyError
 from flexd.topology.cluster import Collective, CollectiveCurve, Link, StepCosts, WorldModel
-from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_cluster, preset_names, write_cluster
+from flexd.topology.files import (
+    dump_cluster,
+    load_cluster,
+    load_preset,
+    parse_cluster,
+    preset_names,
+    scale_model,
+    write_cluster,
+)
 
 COSTS = {"sums_seconds": 2e-3, "copies_seconds": 1e-3, "row_bytes_per_second": 1e9}
 CURVE = CollectiveCurve(1e-5, ((1e3, 1e8), (1e6, 5e9), (1e9, 2e10)))
@@ -81,7 +89,8 @@ ONE = {"latency_seconds": 1e-6, "points": [[1e3, 1e9]]}
         (lambda d: d.update(world={"nodes": 1, "local_ranks": 2, "all_to_all": ONE}), r"world\.nodes: 1"),
         (lambda d: d.update(step_costs={**COSTS, "sums_seconds": -1}), r"step_costs\.sums_seconds: -1"),
         (lambda d: d.update(step_costs={**COSTS, "row_bytes_per_second": 0}), r"row_bytes_per_second: 0"),
-        (lambda d: d.update(version=7), "version"),
+        (lambda d: d.update(version=1, ranks=4), "topology version 1 - version 2 is read: measure the links again"),
+        (lambda d: d.pop("version"), "no topology version"),
         (lambda d: d.update(color="red"), "color: "),
         (lambda d: d["intra_node"].update(wire_bytes_per_second=0), r"intra_node\.wire_bytes_per_second"),
     ],
@@ -92,12 +101,11 @@ def test_invalid_files_are_refused_by_key(change, message: str) -> None:
     assert str(caught.value).startswith("my.yaml")
 
 
-def test_step_costs_are_read_back_and_no_part_of_a_rehearsal(tmp_path: Path) -> None:
+def test_step_costs_are_read_back(tmp_path: Path) -> None:
     cluster = replace(load_preset("h100-400g"), step_costs=StepCosts(**COSTS))
     write_cluster(cluster, tmp_path / "c.yaml")
     assert load_cluster(tmp_path / "c.yaml") == cluster
     assert cluster.of_layout(2, 2).step_costs == cluster.step_costs
-    assert cluster.bandwidth_only().step_costs is None
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
@@ -121,6 +129,6 @@ def test_the_world_is_kept_in_files_and_is_that_of_one_layout() -> None:
     assert parse_cluster(dump_cluster(cluster), "x") == cluster
     assert cluster.of_layout(16, 16) == cluster
     assert cluster.of_layout(4, 2) == load_preset("azure-a100-200g")
-    bare = cluster.bandwidth_only().world
+    bare = scale_model(cluster, 10).world
     assert bare is not None
-    assert bare.all_to_all.latency_seconds == 0.0
+    assert bare.all_to_all.latency_seconds == 3e-6

@@ -10,7 +10,7 @@ import pytest
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.sharding import shard_tables
+from flexd.planner.tables.sharding import shard_tables, sharding_document
 from flexd.topology.files import load_preset
 from flexd.torchrec import sharding_plan
 from tests.support import sharding_jobs
@@ -50,7 +50,7 @@ def planned() -> dict[str, Any]:
         tables, RankLayout(2, 2), load_preset("azure-a100-200g"), 1e9, evaluations=200,
         without=["data_parallel", "table_row_wise"],
     )  # fmt: skip
-    return found.document()
+    return sharding_document(tables, found)
 
 
 def test_training_with_a_plan_has_the_losses_of_another(four: RankPool):

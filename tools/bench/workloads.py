@@ -140,12 +140,12 @@ INTRA_BYTES_PER_SECOND = 1e9
 """Of the order that processes on one machine exchange."""
 
 
-def given_cluster(local_ranks: int, rate_mbit: float) -> Cluster:
+def given_cluster(local_ranks: int, rate_mbit: float, *, latencies: bool = True) -> Cluster:
     """Prices for the planner: the rate is given, not probed, and shared by the ranks of a node. Latencies are of the
-    order that four processes on two processors show."""
+    order that four processes on two processors show; without them messages count as those of a large job."""
 
     def link(bytes_per_second: float, latency_seconds: float) -> LinkModel:
-        curve = CollectiveCurve(latency_seconds, ((1.0, bytes_per_second),))
+        curve = CollectiveCurve(latency_seconds * latencies, ((1.0, bytes_per_second),))
         return LinkModel(bytes_per_second, curve, curve, curve)
 
     inter = rate_mbit * 1e6 / 8 / local_ranks

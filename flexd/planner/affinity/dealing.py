@@ -8,15 +8,13 @@ the result is optimal, for more no exchange of two samples improves it.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Int64Array = npt.NDArray[np.int64]
-Float32Array = npt.NDArray[np.float32]
+from flexd.core.arrays import Float32Array, Int64Array
 
 _SWEEPS = 3
 
 
-def equal_shares(sizes: Int64Array, nodes: int) -> Int64Array:
+def _equal_shares(sizes: Int64Array, nodes: int) -> Int64Array:
     """Return int64 [groups, nodes]: samples of each group for each node, equal but for a remainder.
 
     The nodes that get one more follow one another from group to group, so that the sums over groups are equal too.
@@ -28,27 +26,18 @@ def equal_shares(sizes: Int64Array, nodes: int) -> Int64Array:
     return shares
 
 
-def deal(costs: Float32Array, groups: Int64Array | None = None, sweeps: int = _SWEEPS) -> Int64Array:
+def deal(costs: Float32Array, groups: Int64Array, sweeps: int = _SWEEPS) -> Int64Array:
     """Return int64 [samples]: the node of each sample.
 
     Args:
         costs: float32 [samples, nodes] of training a sample in a node.
-        groups: int64 [samples], from 0: samples of each group are dealt in equal numbers (``equal_shares``), as a
+        groups: int64 [samples], from 0: samples of each group are dealt in equal numbers , as a
             rank deals its own; None: all are one group.
         sweeps: of exchanging pairs, at most.
-
-    Raises:
-        ValueError: a cost is not finite, or groups and costs differ in length.
     """
-    samples, nodes = costs.shape
-    mine = np.zeros(samples, dtype=np.int64) if groups is None else groups
-    if mine.shape != (samples,):
-        raise ValueError(f"{len(mine)} groups for {samples} samples")
-    if not np.isfinite(costs).all():
-        raise ValueError("costs of dealing must be finite")
-    shares = equal_shares(np.bincount(mine, minlength=1), nodes)
-    to = _by_regret(costs, mine, shares.copy())
-    exchange_pairs(costs, mine, to, sweeps)
+    shares = _equal_shares(np.bincount(groups, minlength=1), costs.shape[1])
+    to = _by_regret(costs, groups, shares)
+    _exchange_pairs(costs, groups, to, sweeps)
     return to
 
 
@@ -75,7 +64,7 @@ def _by_regret(costs: Float32Array, groups: Int64Array, room: Int64Array) -> Int
     return to
 
 
-def exchange_pairs(costs: Float32Array, groups: Int64Array, to: Int64Array, sweeps: int = _SWEEPS) -> None:
+def _exchange_pairs(costs: Float32Array, groups: Int64Array, to: Int64Array, sweeps: int) -> None:
     """Exchange samples between pairs of nodes, within groups, while that lowers the cost; changes ``to``."""
     nodes = costs.shape[1]
     for _ in range(sweeps):

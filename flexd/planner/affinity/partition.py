@@ -10,62 +10,54 @@ larger ``p`` counts rows that many samples share for less.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import BoolArray, Float32Array, Float64Array, Int64Array
 from flexd.planner.affinity.dealing import deal
-from flexd.planner.affinity.sample_rows import SampleRows
+from flexd.planner.affinity.window import RowCosts, SampleRows
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
-
-Int64Array = npt.NDArray[np.int64]
-Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 
 _BISECTION_ROUNDS = 20
 _SETTLED = 0.002
 """Share of the samples that changes sides in a round below which it ends."""
 
 
-def bisect(
-    matrix: csr_matrix, nodes: int, probability: float, seed: int = 0, weight: Float32Array | None = None
-) -> Int64Array:
+def _bisected(matrix: csr_matrix, nodes: int, probability: float, seed: int, weight: Float32Array) -> Int64Array:
     """Return int64 [samples]: nodes of the samples, in equal numbers, such that few rows are used in several.
 
     Args:
         matrix: float32 [samples, rows], a one for each row of a sample.
         probability: of one use of a row to count, 0 to 1.
-        weight: float32 [rows], what a row costs where it is used; None: all alike.
+        weight: float32 [rows], what a row costs where it is used.
     """
     to = np.zeros(matrix.shape[0], dtype=np.int64)
     # A row of one sample costs the same wherever that is trained.
     shared = np.flatnonzero(np.bincount(matrix.indices, minlength=matrix.shape[1]) > 1)
     if len(shared) < matrix.shape[1]:
-        matrix = matrix[:, shared]
-        weight = None if weight is None else weight[shared]
-    _divide(matrix, weight, np.arange(matrix.shape[0]), 0, nodes, probability, np.random.default_rng(seed), to)
+        matrix, weight = matrix[:, shared], weight[shared]
+    rng = np.random.default_rng(seed)
+
+    def divide(samples: Int64Array, first: int, nodes: int) -> None:
+        if nodes == 1 or not len(samples):
+            to[samples] = first
+            return
+        right = nodes // 2
+        side = _bisect(matrix[samples], weight, right / nodes, probability, rng)
+        divide(samples[~side], first, nodes - right)
+        divide(samples[side], first + nodes - right, right)
+
+    divide(np.arange(matrix.shape[0]), 0, nodes)
     return to
 
 
-def _divide(
-    matrix: csr_matrix, weight: Float32Array | None, samples: Int64Array, first: int, nodes: int, probability: float,
-    rng: np.random.Generator, to: Int64Array,
-) -> None:  # fmt: skip
-    if nodes == 1 or not len(samples):
-        to[samples] = first
-        return
-    right = nodes // 2
-    side = _bisect(matrix[samples], weight, right / nodes, probability, rng)
-    _divide(matrix, weight, samples[~side], first, nodes - right, probability, rng, to)
-    _divide(matrix, weight, samples[side], first + nodes - right, right, probability, rng, to)
-
-
 def _bisect(
-    matrix: csr_matrix, weight: Float32Array | None, share: float, probability: float, rng: np.random.Generator
-) -> npt.NDArray[np.bool_]:
+    matrix: csr_matrix, weight: Float32Array, share: float, probability: float, rng: np.random.Generator
+) -> BoolArray:
     count = matrix.shape[0]
     side = np.zeros(count, dtype=np.bool_)
     side[rng.permutation(count)[: round(share * count)]] = True
@@ -77,8 +69,7 @@ def _bisect(
         # What leaving one side wins, and arriving on the other costs; of the sample's own use there is one less.
         left_log, right_log = stays ** (uses - on_right), stays**on_right
         gains = np.stack([left_log / stays - right_log, right_log / stays - left_log], axis=1)
-        if weight is not None:
-            gains *= weight[:, None]
+        gains *= weight[:, None]
         gain_left, gain_right = (matrix @ gains.astype(np.float32)).T
         gain = np.where(side, gain_right, gain_left)
         order_left = np.flatnonzero(~side)
@@ -99,46 +90,33 @@ _LEVEL_ROUNDS = 8
 """Over the weights: rows that leave a node for their bytes may bring another above its number of rows."""
 
 
-def choose_homes(
-    touches: Float32Array,
-    current: Int64Array,
-    *,
-    min_gain: float | Float32Array,
-    row_slack: float,
-    load_slack: float,
-    row_bytes: Float32Array | None = None,
-) -> Int64Array:
+def _choose_homes(touches: Float32Array, current: Int64Array, costs: RowCosts, limits: AffinityLimits) -> Int64Array:
     """Return int64 [rows]: the node of each row's home: the one that touches it most, within the limits.
 
-    A row moves if its touches by the new node are ``min_gain`` more than those by its node of now. A node that then has
-    too many rows, too many of their bytes, or too much load (touches by any node of its rows), gives up those that lose
-    least, a row to its next best node with room.
+    A row moves if its touches by the new node are ``costs.min_gain`` more than those by its node of now. A node that
+    then has too many rows, too many of their bytes, or too much load (touches by any node of its rows), gives up those
+    that lose least, a row to its next best node with room. No limit is below what the node has now.
 
     Args:
-        touches: float32 [rows, nodes], expected touches a batch of each row by each node.
+        touches: float32 [rows, nodes], expected touches per batch of each row by each node.
         current: int64 [rows], nodes of the homes now.
-        min_gain: touches a batch that a move must win; float32 [rows] or one number.
-        row_slack, load_slack: how far above the mean a node's rows (and their bytes) and load may be, as shares of the
-            mean; no limit is below what the node has now.
-        row_bytes: float32 [rows], of a row with its optimizer state, where they differ.
     """
     rows, nodes = touches.shape
     each = np.arange(rows)
     best = touches.argmax(axis=1)
-    pays = touches[each, best] - touches[each, current] > min_gain
+    pays = touches[each, best] - touches[each, current] > costs.min_gain
     home = np.where(pays, best, current)
     load, ones = touches.sum(axis=1, dtype=np.float64), np.ones(rows)
-    weights = [(ones, row_slack), (load, load_slack), (ones, row_slack)]
-    if row_bytes is not None:
-        weights.append((row_bytes.astype(np.float64), row_slack))
-    limits = [
-        np.maximum((1 + slack) * weight.sum() / nodes, np.bincount(current, weights=weight, minlength=nodes))
-        for weight, slack in weights
+    stored = costs.stored_bytes.astype(np.float64)
+    shares = ((ones, limits.row_slack), (load, limits.load_slack), (ones, limits.row_slack), (stored, limits.row_slack))
+    bounds = [
+        (weight, np.maximum((1 + slack) * weight.sum() / nodes, np.bincount(current, weights=weight, minlength=nodes)))
+        for weight, slack in shares
     ]
     for _ in range(_LEVEL_ROUNDS):
-        for (weight, _slack), limit in zip(weights, limits, strict=True):
+        for weight, limit in bounds:
             level(touches, home, weight, limit)
-        if all(_is_level(home, weight, limit) for (weight, _slack), limit in zip(weights, limits, strict=True)):
+        if all(_is_level(home, weight, limit) for weight, limit in bounds):
             break
     return home
 
@@ -185,7 +163,7 @@ def level(gains: Float32Array, home: Int64Array, weight: Float64Array, limit: Fl
 
 
 FROM_HOMES = 0.0
-"""As ``AffinityLimits.probability``: begin at the homes of now instead of with a bisection (``gather_samples``)."""
+"""As ``AffinityLimits.probability``: begin at the homes of now instead of with a bisection (``_gathered``)."""
 _GATHERINGS = 8
 
 
@@ -196,8 +174,6 @@ class AffinityLimits:
     Attributes:
         row_slack: rows of a node above the mean, as share of it.
         load_slack: touches of a node's rows above the mean, as share of it.
-        min_gain: touches a batch that a moved row must win: what a move costs in rows over the batches it will serve
-            (``RowCosts.min_gain`` where rows differ).
         rounds: of alternating between dealing and homes, at most; it ends where a round wins nothing.
         probability: of a use to count in the bisection; None: one over the number of batches, what a batch touches;
             ``FROM_HOMES``: no bisection.
@@ -207,34 +183,10 @@ class AffinityLimits:
 
     row_slack: float = 0.05
     load_slack: float = 0.2
-    min_gain: float = 1e-3
     rounds: int = 4
     probability: float | None = None
     seed: int = 0
     sweeps: int = 3
-
-    def __post_init__(self) -> None:
-        if min(self.row_slack, self.load_slack, self.min_gain) < 0 or self.rounds < 0:
-            raise ValueError(f"limits must not be negative: {self}")
-
-
-@dataclass(frozen=True)
-class RowCosts:
-    """What rows cost, by row of a window.
-
-    Attributes:
-        weight: float32 [rows], bytes of a row that crosses, over ``SampledWindow.row_bytes``.
-        min_gain: float32 [rows], weighted touches a batch that a move must win.
-        stored_bytes: float32 [rows], memory of a row with its optimizer state.
-    """
-
-    weight: Float32Array
-    min_gain: Float32Array
-    stored_bytes: Float32Array
-
-    def of(self, chosen: Int64Array) -> RowCosts:
-        """Return the costs of the chosen rows, in that order."""
-        return RowCosts(self.weight[chosen], self.min_gain[chosen], self.stored_bytes[chosen])
 
 
 @dataclass(frozen=True)
@@ -245,15 +197,13 @@ class NodeHomes:
         keys: int64 [rows], ascending.
         home: int64 [rows], the node of each row's home.
         absent: float32 [rows, nodes], probability that no other sample of a node's share of a batch uses the row.
-        crossing: expected rows a batch that cross between nodes, in the window, by their weights.
-        moved: rows whose home is not where it was.
+        crossing: expected rows per batch that cross between nodes, in the window, by their weights.
     """
 
     keys: Int64Array
     home: Int64Array
     absent: Float32Array
     crossing: float
-    moved: int
 
     @property
     def nodes(self) -> int:
@@ -273,14 +223,14 @@ class NodeHomes:
         costs[np.arange(len(keys)), self.home_of(keys, by_rule)] = 0
         return costs
 
-    def _find(self, keys: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+    def _find(self, keys: Int64Array) -> tuple[Int64Array, BoolArray]:
         at = np.minimum(np.searchsorted(self.keys, keys), max(0, len(self.keys) - 1))
         return at, self.keys[at] == keys if len(self.keys) else np.zeros(len(keys), dtype=np.bool_)
 
 
 def learn_homes(
-    window: SampleRows, batch: Int64Array, current: Int64Array, nodes: int, limits: AffinityLimits | None = None,
-    start: NodeHomes | None = None, rows: RowCosts | None = None,
+    window: SampleRows, batch: Int64Array, current: Int64Array, nodes: int, costs: RowCosts,
+    limits: AffinityLimits | None = None, start: NodeHomes | None = None,
 ) -> NodeHomes:  # fmt: skip
     """Return homes for a window of samples, by alternating: samples to nodes by the rows they use, rows to the node
     that touches them most.
@@ -290,45 +240,28 @@ def learn_homes(
         batch: int64 [samples], from 0, the global batch of each sample.
         current: int64 [rows], nodes of the homes now.
         start: homes learnt before, from which to go on; None: begin with a bisection of the window.
-        rows: what rows cost where they differ; None: all alike.
-
-    Raises:
-        ValueError: the arrays do not fit one another, or a home is in no node.
     """
     limits = limits or AffinityLimits()
-    if batch.shape != (len(window),) or current.shape != (len(window.keys),):
-        raise ValueError(
-            f"{len(batch)} batches of {len(window)} samples, {len(current)} homes of {len(window.keys)} rows"
-        )
-    if len(current) and not 0 <= current.min() <= current.max() < nodes:
-        raise ValueError(f"homes are in nodes {current.min()} to {current.max()}, of {nodes}")
     matrix = window.matrix()
-    if rows is not None and len(rows.weight) != len(window.keys):
-        raise ValueError(f"costs of {len(rows.weight)} rows for {len(window.keys)}")
-    alternating = _Alternating(matrix, batch, current, nodes, limits, rows)
-    weight = None if rows is None else rows.weight
     if start is None and limits.probability == FROM_HOMES:
-        to = gather_samples(matrix, batch, current, nodes, limits.seed, weight)
+        to = _gathered(matrix, batch, current, nodes, limits.seed, costs.weight)
     elif start is None:
         probability = limits.probability or 1 / (int(batch.max(initial=0)) + 1)
-        to = named_as_homes(bisect(matrix, nodes, probability, limits.seed, weight), matrix, current, nodes)
+        to = _named_as_homes(_bisected(matrix, nodes, probability, limits.seed, costs.weight), matrix, current, nodes)
     else:
-        costs = start.row_costs(window.keys, current)
-        if weight is not None:
-            costs *= weight[:, None]
-        to = deal(np.asarray(matrix @ costs, dtype=np.float32), batch, limits.sweeps)
-    return alternating.run(window.keys, to)
+        row_costs = start.row_costs(window.keys, current) * costs.weight[:, None]
+        to = deal(np.asarray(matrix @ row_costs, dtype=np.float32), batch, limits.sweeps)
+    return _Alternating(matrix, batch, current, nodes, limits, costs).run(window.keys, to)
 
 
-def gather_samples(
-    matrix: csr_matrix, batch: Int64Array, current: Int64Array, nodes: int, seed: int = 0,
-    weight: Float32Array | None = None,
-) -> Int64Array:  # fmt: skip
+def _gathered(
+    matrix: csr_matrix, batch: Int64Array, current: Int64Array, nodes: int, seed: int, weight: Float32Array
+) -> Int64Array:
     """Return int64 [samples]: nodes of the samples, by turns: samples go to the node with most of their rows, in equal
     numbers of each batch, and rows to the node with most of their samples.
 
     Args:
-        weight: float32 [rows], of a row; None: all alike.
+        weight: float32 [rows], of a row.
     """
     home, rng = current, np.random.default_rng(seed)
     each = np.eye(nodes, dtype=np.float32)
@@ -338,33 +271,34 @@ def gather_samples(
         if turn == 0:
             # Homes by rule are even: samples of equal rows must find one another.
             there = there + np.float32(0.3) * rng.random(there.shape, dtype=np.float32)
-        if weight is not None:
-            there = there * weight[:, None]
+        there = there * weight[:, None]
         to = deal(-np.asarray(matrix @ there, dtype=np.float32), batch, 0)
         home = np.asarray(matrix.T @ each[to]).argmax(axis=1)
     return to
 
 
+@dataclass(frozen=True)
 class _Alternating:
     """Samples are dealt by homes, and homes chosen by what nodes then touch; the best of all rounds counts."""
 
-    def __init__(
-        self, matrix: csr_matrix, batch: Int64Array, current: Int64Array, nodes: int, limits: AffinityLimits,
-        rows: RowCosts | None = None,
-    ) -> None:  # fmt: skip
-        self.rows = rows
-        self.matrix, self.batch, self.current, self.nodes, self.limits = matrix, batch, current, nodes, limits
-        self.transposed = matrix.T
-        # Of one use: not in a given batch. A window of one batch has all its uses in it.
-        self.other_batch = np.float32(max(1e-6, 1 - 1 / (int(batch.max(initial=0)) + 1)))
+    matrix: csr_matrix
+    batch: Int64Array
+    current: Int64Array
+    nodes: int
+    limits: AffinityLimits
+    costs: RowCosts
+
+    @cached_property
+    def other_batch(self) -> np.float32:
+        """Probability that one use is not in a given batch. A window of one batch has all its uses in it."""
+        return np.float32(max(1e-6, 1 - 1 / (int(self.batch.max(initial=0)) + 1)))
 
     def run(self, keys: Int64Array, to: Int64Array) -> NodeHomes:
         best = learnt = self._homes(keys, to)
         for _ in range(self.limits.rounds):
             row_costs = learnt.absent.copy()
             row_costs[np.arange(len(keys)), learnt.home] = 0
-            if self.rows is not None:
-                row_costs *= self.rows.weight[:, None]
+            row_costs *= self.costs.weight[:, None]
             costs = np.asarray(self.matrix @ row_costs, dtype=np.float32)
             # The sample's own use is in what its node was found to touch.
             costs[np.arange(len(to)), to] /= self.other_batch
@@ -376,30 +310,23 @@ class _Alternating:
         return best
 
     def _homes(self, keys: Int64Array, to: Int64Array) -> NodeHomes:
-        chosen = np.zeros((len(to), self.nodes), dtype=np.float32)
-        chosen[np.arange(len(to)), to] = 1
-        absent = self.other_batch ** np.asarray(self.transposed @ chosen, dtype=np.float32)
-        touches, limits, rows = 1 - absent, self.limits, self.rows
-        if rows is not None:
-            touches *= rows.weight[:, None]
-        home = choose_homes(
-            touches,
-            self.current,
-            min_gain=limits.min_gain if rows is None else rows.min_gain,
-            row_slack=limits.row_slack,
-            load_slack=limits.load_slack,
-            row_bytes=None if rows is None else rows.stored_bytes,
-        )
+        absent = self.other_batch ** np.asarray(self.matrix.T @ _one_of(to, self.nodes), dtype=np.float32)
+        touches = (1 - absent) * self.costs.weight[:, None]
+        home = _choose_homes(touches, self.current, self.costs, self.limits)
         at_home = touches[np.arange(len(home)), home].sum(dtype=np.float64)
-        crossing = float(touches.sum(dtype=np.float64) - at_home)
-        return NodeHomes(keys, home, absent, crossing, int(np.count_nonzero(home != self.current)))
+        return NodeHomes(keys, home, absent, float(touches.sum(dtype=np.float64) - at_home))
 
 
-def named_as_homes(to: Int64Array, matrix: csr_matrix, current: Int64Array, nodes: int) -> Int64Array:
-    """Return the same division with nodes named such that most uses are in the node of the row's home now."""
+def _one_of(to: Int64Array, nodes: int) -> Float32Array:
+    """Return float32 [samples, nodes] with a one in the node of each sample."""
     chosen = np.zeros((len(to), nodes), dtype=np.float32)
     chosen[np.arange(len(to)), to] = 1
-    uses = matrix.T @ chosen
+    return chosen
+
+
+def _named_as_homes(to: Int64Array, matrix: csr_matrix, current: Int64Array, nodes: int) -> Int64Array:
+    """Return the same division with nodes named such that most uses are in the node of the row's home now."""
+    uses = matrix.T @ _one_of(to, nodes)
     at_home = np.stack([uses[current == node].sum(axis=0, dtype=np.float64) for node in range(nodes)], axis=1)
     name = np.full(nodes, -1)
     for _ in range(nodes):

@@ -1,44 +1,27 @@
-"""Rows that cross between nodes, with homes by rule and with homes by affinity and samples dealt by the loader."""
+"""Rows that cross between nodes, with homes by rule and with homes by affinity, and samples dealt by the loader or sent
+to the node of their user."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float32Array, Float64Array, Int64Array
 from flexd.core.layout import RankLayout
+from flexd.core.node_map import NodeMap
 from flexd.planner.affinity.dealing import deal
-from flexd.planner.affinity.partition import NodeHomes
-from flexd.planner.affinity.sample_rows import SampleRows, sorted_distinct
-
-Int64Array = npt.NDArray[np.int64]
-Float32Array = npt.NDArray[np.float32]
+from flexd.planner.affinity.partition import NodeHomes, level
+from flexd.planner.affinity.window import SampledWindow, SampleRows, sorted_distinct
+from flexd.sketch.coaccess import NO_USER
 
 MIN_SAVING = 0.02
 """Share of the chain's bytes between nodes below which affinity does not pay."""
-
-
-@dataclass(frozen=True)
-class AffinityTraffic:
-    """Rows between nodes of the same global batches.
-
-    Attributes:
-        batches: global batches.
-        chain_rows: rows that cross with homes by rule, samples trained where they are read.
-        loader_rows: with homes and dealing by affinity, the global batch dealt by the loader.
-        row_bytes: that cross for a row in a step: its values, its gradient, its id each way.
-    """
-
-    batches: int
-    chain_rows: float
-    loader_rows: float
-    row_bytes: float
-
-    @property
-    def loader_ratio(self) -> float:
-        """Rows, and so bytes, over the chain's, dealt by the loader."""
-        return self.loader_rows / max(1, self.chain_rows)
+_USER_SLACK = 0.02
+"""How many samples above the mean a node may have, as share of the mean. A user is not divided, so one with more
+samples than that is where her rows are."""
+NodesOfSamples = Callable[[SampledWindow, Int64Array], Int64Array]
+"""(one batch, the nodes that read its samples) -> the nodes that train them."""
 
 
 def rule_nodes(keys: Int64Array, layout: RankLayout) -> Int64Array:
@@ -47,61 +30,73 @@ def rule_nodes(keys: Int64Array, layout: RankLayout) -> Int64Array:
     return nodes
 
 
-def crossing_rows(
-    samples: SampleRows,
-    batch: Int64Array,
-    to: Int64Array,
-    home: Int64Array,
-    nodes: int,
-    weight: Float32Array | None = None,
-) -> float:
-    """Return the rows that cross: of each batch, the distinct rows of each node that are not at home there.
+def crossing_rows(samples: SampleRows, to: Int64Array, home: Int64Array, weight: Float32Array) -> float:
+    """Return the rows of one batch that cross: the distinct rows of each node that are not at home there.
 
     Args:
-        batch: int64 [samples], the global batch of each sample.
         to: int64 [samples], the node that trains it.
         home: int64 [rows], the node of the home of each of ``samples.keys``.
-        weight: float32 [rows], of a row that crosses; None: 1.
+        weight: float32 [rows], of a row that crosses.
     """
-    share = (batch * nodes + to)[samples.samples]
-    row = sorted_distinct(share * np.int64(len(samples.keys)) + samples.rows)
-    share, row = np.divmod(row, len(samples.keys))
-    away = home[row] != share % nodes
-    return float(np.count_nonzero(away) if weight is None else weight[row[away]].sum(dtype=np.float64))
+    node, row = np.divmod(
+        sorted_distinct(to[samples.samples] * np.int64(len(samples.keys)) + samples.rows), len(samples.keys)
+    )
+    return float(weight[row[home[row] != node]].sum(dtype=np.float64))
 
 
-def traffic(
-    samples: SampleRows,
-    batch: Int64Array,
+def crossings(
+    window: SampledWindow,
     homes: NodeHomes,
     layout: RankLayout,
-    row_bytes: float,
-    weight: Float32Array | None = None,
-) -> AffinityTraffic:
-    """Return what crosses between nodes in these batches, counted; rows by their weights.
+    node_of: NodesOfSamples,
+) -> tuple[Float64Array, Float64Array]:
+    """Return (float64 [batches], float64 [batches]): rows that cross, by weight, with these homes, and those of the
+    chain with homes by rule and samples trained where they are read.
 
-    Samples of a batch are read by the ranks in turn. Dealing knows the rows of a sample and what was learnt of them,
-    not the rest of the batch.
+    Samples of a batch are read by the ranks in turn.
+
+    Args:
+        node_of: of the samples.
     """
-    nodes = layout.nodes
-    by_rule = rule_nodes(samples.keys, layout)
-    read_in = _position_in_batch(batch) % layout.world_size // layout.local_ranks
-    home = homes.home_of(samples.keys, by_rule)
-    row_costs = homes.row_costs(samples.keys, by_rule)
-    if weight is not None:
-        row_costs = row_costs * weight[:, None]
-    by_loader = deal(np.asarray(samples.matrix() @ row_costs, dtype=np.float32), batch)
-    return AffinityTraffic(
-        batches=len(np.unique(batch)),
-        chain_rows=crossing_rows(samples, batch, read_in, by_rule, nodes, weight),
-        loader_rows=crossing_rows(samples, batch, by_loader, home, nodes, weight),
-        row_bytes=row_bytes,
-    )
+    sent, chain = np.zeros((2, window.batches))
+    for number in range(window.batches):
+        one = window.of_batches(number, number + 1)
+        read_in = rule_nodes(np.arange(len(one.rows)), layout)
+        by_rule, weight = rule_nodes(one.rows.keys, layout), one.costs.weight
+        home = homes.home_of(one.rows.keys, by_rule)
+        sent[number] = crossing_rows(one.rows, node_of(one, read_in), home, weight)
+        chain[number] = crossing_rows(one.rows, read_in, by_rule, weight)
+    return sent, chain
 
 
-def _position_in_batch(batch: Int64Array) -> Int64Array:
-    order = np.argsort(batch, kind="stable")
-    starts = np.cumsum(np.bincount(batch)) - np.bincount(batch)
-    position = np.empty(len(batch), dtype=np.int64)
-    position[order] = np.arange(len(batch)) - starts[batch[order]]
-    return position
+def dealt_nodes(homes: NodeHomes, layout: RankLayout) -> NodesOfSamples:
+    """Return ``node_of`` of a loader that deals. It knows the rows of a sample and what was learnt of them, not the
+    rest of the batch."""
+
+    def node_of(one: SampledWindow, _: Int64Array) -> Int64Array:
+        row_costs = homes.row_costs(one.rows.keys, rule_nodes(one.rows.keys, layout)) * one.costs.weight[:, None]
+        return deal(np.asarray(one.rows.matrix() @ row_costs, dtype=np.float32), one.batch)
+
+    return node_of
+
+
+def users_of_window(window: SampledWindow, homes: NodeHomes, layout: RankLayout) -> NodeMap | None:
+    """Return the node of each user whose samples the window has: where their rows cross least; None without ids of
+    users."""
+    known = np.flatnonzero(window.user != NO_USER)
+    if not len(known):
+        return None
+    samples, nodes = window.rows.select(known), homes.nodes
+    ids, of = np.unique(window.user[known], return_inverse=True)
+    costs = samples.matrix() @ homes.row_costs(samples.keys, rule_nodes(samples.keys, layout))
+    by_user = np.stack([np.bincount(of.reshape(-1), costs[:, node], len(ids)) for node in range(nodes)], axis=1)
+    count = np.bincount(of.reshape(-1), minlength=len(ids)).astype(np.float64)
+    node = by_user.argmin(axis=1)
+    level(-by_user.astype(np.float32), node, count, np.full(nodes, (1 + _USER_SLACK) * count.sum() / nodes))
+    return NodeMap(ids, node, layout.nodes)
+
+
+def nodes_of_users(users: NodeMap) -> NodesOfSamples:
+    """Return ``node_of`` of producers that send a user's samples to her node. Samples of no user are where they are
+    read, those of unknown users as ``NodeMap`` says."""
+    return lambda one, read_in: np.where(one.user == NO_USER, read_in, users.node_of(one.user))

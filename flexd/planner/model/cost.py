@@ -1,34 +1,29 @@
-"""Cost of a placement per step: bytes and seconds, itemised by tier, phase and link (docs/cost-model.md)."""
+"""Cost of a placement per step, itemised by tier, phase and link, and the gain of a row at each tier at given prices
+(docs/cost-model.md)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array, UInt8Array
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.prices import exposed_seconds, exposed_share, latencies, prices, slower_link_only
+from flexd.planner.model.prices import exposed_share, latencies, prices, slower_link_only
 from flexd.planner.model.row_bytes import (
     EXCHANGE_PHASES,
     ID_BYTES,
     SYNC_PHASES,
     Exchange,
-    Phase,
-    TrafficLink,
+    TrafficPhase,
     byte_factors,
+    migration_bytes,
 )
 from flexd.planner.model.workload import ROWS, STATISTICS, SYNCED, GroupLoad
-from flexd.topology.cluster import Cluster
-
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
+from flexd.topology.cluster import INTRA, Cluster, Collective, Exposed, Link
 
 
 @dataclass(frozen=True)
@@ -37,26 +32,24 @@ class CostBreakdown:
 
     Attributes:
         rows: float64[3], rows by tier (those the profile knows of).
-        bytes: float64[3, 6, 3], sent, by (tier, phase, link); link SELF holds the bytes of rows that a rank has itself.
-        transfer_seconds: float64[3, 6, 3], those bytes at the bandwidth of their collective.
-        latency_seconds: float64[6, 3], fixed cost of the collectives, by (phase, link).
-        exposed_share: float64[6], by phase, share that cannot run beside compute.
+        bytes: float64[3, 6, 2], sent, by (tier, phase, link).
+        transfer_seconds: float64[3, 6, 2], those bytes at the bandwidth of their collective.
+        latency_seconds: float64[6, 2], fixed cost of the collectives, by (phase, link).
+        exposed: what of it cannot run beside compute.
         summed_at_home: copies are summed at their homes, because the gradients of all dim-groups travel narrower than
             they are added.
-        cover_seconds: compute beside which the rest can run.
     """
 
     rows: Float64Array
     bytes: Float64Array
     transfer_seconds: Float64Array
     latency_seconds: Float64Array
-    exposed_share: Float64Array
+    exposed: Exposed
     summed_at_home: bool = False
-    cover_seconds: float = math.inf
 
     @property
     def phase_seconds(self) -> Float64Array:
-        """float64[6, 3]: time by (phase, link), hidden or not."""
+        """float64[6, 2]: time by (phase, link), hidden or not."""
         seconds: Float64Array = self.transfer_seconds.sum(axis=0) + self.latency_seconds
         return seconds
 
@@ -67,17 +60,20 @@ class CostBreakdown:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time that a step waits. The optimiser minimises it."""
-        return exposed_seconds(self.exposed_share, self.cover_seconds, self.phase_seconds.sum(axis=1))
+        """Time that a step waits: what cannot run beside compute, and of the rest what is longer than the compute
+        beside it. The optimiser minimises it."""
+        share, seconds = exposed_share(self.exposed), self.phase_seconds.sum(axis=1)
+        beside = float((1.0 - share) @ seconds)
+        return float(share @ seconds) + max(0.0, beside - self.exposed.cover_seconds)
 
     @property
     def forward_seconds(self) -> float:
         """Time of requests and rows, which compute waits for."""
-        return float(self.phase_seconds[[Phase.FORWARD_IDS, Phase.FORWARD_ROWS]].sum())
+        return float(self.phase_seconds[[TrafficPhase.FORWARD_IDS, TrafficPhase.FORWARD_ROWS]].sum())
 
     @property
     def backward_seconds(self) -> float:
-        return float(self.phase_seconds[Phase.BACKWARD_ROWS].sum())
+        return float(self.phase_seconds[TrafficPhase.BACKWARD_ROWS].sum())
 
     @property
     def sync_seconds(self) -> float:
@@ -86,24 +82,24 @@ class CostBreakdown:
     @property
     def ids_sent(self) -> float:
         """Number of keys requested over either link."""
-        return float(self.bytes[:, Phase.FORWARD_IDS, 1:].sum()) / ID_BYTES
+        return float(self.bytes[:, TrafficPhase.FORWARD_IDS].sum()) / ID_BYTES
 
-    def all_to_all_bytes(self, link: TrafficLink) -> float:
+    def all_to_all_bytes(self, link: int) -> float:
         """Return the bytes of requests, rows and gradients of rows that are requested from other ranks."""
         return float(self.bytes[:, list(EXCHANGE_PHASES), link].sum()) - self._replica_gradients(link)
 
-    def sync_bytes(self, link: TrafficLink) -> float:
+    def sync_bytes(self, link: int) -> float:
         """Return the bytes that copies add: gradients beside those of ``all_to_all_bytes``, sums and touched bits."""
         return float(self.bytes[:, list(SYNC_PHASES), link].sum()) + self._replica_gradients(link)
 
-    def _replica_gradients(self, link: TrafficLink) -> float:
+    def _replica_gradients(self, link: int) -> float:
         """Return the gradients of replicas. Inside a node those of NODE rows do not count."""
-        tiers = [Tier.DEVICE] if link == TrafficLink.INTRA_NODE else [Tier.NODE, Tier.DEVICE]
-        return float(self.bytes[tiers, Phase.BACKWARD_ROWS, link].sum())
+        tiers = [Tier.DEVICE] if link == INTRA else [Tier.NODE, Tier.DEVICE]
+        return float(self.bytes[tiers, TrafficPhase.BACKWARD_ROWS, link].sum())
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able form with units in the names."""
-        links = {"intra_node": TrafficLink.INTRA_NODE, "inter_node": TrafficLink.INTER_NODE}
+        links = {link.value: at for at, link in enumerate(Link)}
         return {
             "exposed_seconds": self.exposed_seconds,
             "total_seconds": self.total_seconds,
@@ -123,66 +119,13 @@ class CostBreakdown:
                     }
                     for name, link in links.items()
                 }
-                for phase in Phase
+                for phase in TrafficPhase
             },
         }
 
 
-@dataclass(frozen=True)
-class LoadSums:
-    """The load of one dim-group with cached sums."""
-
-    load: GroupLoad
-    layout: RankLayout
-
-    @cached_property
-    def listed(self) -> Float64Array:
-        """float64[statistics, h]."""
-        return self.load.listed_statistics(self.layout)
-
-    @cached_property
-    def _listed_sum(self) -> Float64Array:
-        summed: Float64Array = self.listed.sum(axis=1)
-        return summed
-
-    @cached_property
-    def _bin_sum(self) -> Float64Array:
-        summed: Float64Array = self.load.bin_statistics(self.layout) @ self.load.bin_rows
-        return summed
-
-    @cached_property
-    def has_trained(self) -> bool:
-        """True if any row of the load is trained."""
-        return bool(self._listed_sum[SYNCED] + self._bin_sum[SYNCED] > 0)
-
-    def even(self, unlisted: Float64Array) -> Float64Array:
-        """Return float64[tier, statistic] of unlisted rows, of which ``unlisted`` float64[tier] are above HOME."""
-        sums = np.zeros((len(Tier), STATISTICS))
-        sums[Tier.HOME] = self._bin_sum
-        if unlisted.any():
-            one = self.load.tail_statistics(self.layout)
-            sums += unlisted[:, None] * one
-            sums[Tier.HOME] = np.maximum(sums[Tier.HOME] - unlisted.sum() * one, 0.0)
-        return sums
-
-    def total(self) -> Float64Array:
-        """Return float64[statistic] summed over all rows."""
-        summed: Float64Array = self._listed_sum + self._bin_sum
-        return summed
-
-    def by_tier(self, tiers: UInt8Array, even: Float64Array) -> Float64Array:
-        """Return float64[tier, statistic] summed over all rows."""
-        sums = even.copy()
-        sums[Tier.HOME] += self._listed_sum
-        for tier in (Tier.NODE, Tier.DEVICE):
-            moved = self.listed[:, np.flatnonzero(tiers == tier)].sum(axis=1)
-            sums[tier] += moved
-            sums[Tier.HOME] -= moved
-        return np.maximum(sums, 0.0)
-
-
 def joint_cost(
-    sums: Sequence[LoadSums],
+    loads: Sequence[GroupLoad],
     tiers: Sequence[UInt8Array],
     cluster: Cluster,
     exchange: Exchange = Exchange.CHAIN,
@@ -191,50 +134,167 @@ def joint_cost(
     """Return the cost of all dim-groups, which share the collectives of a step.
 
     Args:
-        sums: of each dim-group; equal layout and micro-batches.
+        loads: of each dim-group; equal layout and shape.
         tiers: uint8[h] of each group's listed rows.
         unlisted: of each group float64[3], rows above HOME that are not listed, by tier (default: none).
 
     Raises:
         PlanError: no dim-group.
     """
-    if not sums:
+    if not loads:
         raise PlanError("no dim-group to price", remedy="give the loads of all dim-groups")
-    layout = sums[0].layout
     nothing = np.zeros(len(Tier))
-    by_tier, sent = np.zeros((len(Tier), STATISTICS)), np.zeros((len(Tier), len(Phase), len(TrafficLink)))
-    for i, group in enumerate(sums):
-        of_group = group.by_tier(tiers[i], group.even(nothing if unlisted is None else unlisted[i]))
-        factors = byte_factors(layout, group.load.wire_bytes, exchange, at_home=group.load.sums_at_home)
+    by_tier, sent = np.zeros((len(Tier), STATISTICS)), np.zeros((len(Tier), len(TrafficPhase), len(Link)))
+    for i, load in enumerate(loads):
+        of_group = load.by_tier(tiers[i], nothing if unlisted is None else unlisted[i])
+        factors = byte_factors(load.layout, load.wire_bytes, exchange, at_home=load.sums_at_home)
         by_tier += of_group
         sent += np.einsum("tpls,ts->tpl", factors, of_group)
-    seconds = sent * prices(sent, cluster, sums[0].load.micro_batches, exchange)
+    seconds = sent * prices(sent, cluster, loads[0].shape.micro_batches, exchange)
+    replicated = {int(tier) for tier in np.flatnonzero(by_tier[:, SYNCED] > 0)}
     return CostBreakdown(
         rows=by_tier[:, ROWS],
         bytes=sent,
         transfer_seconds=seconds if exchange is Exchange.CHAIN else slower_link_only(seconds),
-        latency_seconds=step_latencies(
-            sums, cluster, exchange, {int(tier) for tier in np.flatnonzero(by_tier[:, SYNCED] > 0)}
-        ),
-        exposed_share=exposed_share(cluster),
-        cover_seconds=cluster.exposed.cover_seconds,
-        summed_at_home=all(group.load.sums_at_home for group in sums),
+        latency_seconds=step_latencies(loads, cluster, exchange, replicated),
+        exposed=cluster.exposed,
+        summed_at_home=all(load.sums_at_home for load in loads),
     )
 
 
 def step_latencies(
-    sums: Sequence[LoadSums], cluster: Cluster, exchange: Exchange, replicated: set[int]
+    loads: Sequence[GroupLoad], cluster: Cluster, exchange: Exchange, replicated: set[int]
 ) -> Float64Array:
-    """Return float64[6, 3]: ``latencies`` for these loads."""
-    first = sums[0].load
-    passes = 1 if first.merged_backward else first.micro_batches
+    """Return float64[6, 2]: ``latencies`` for these loads."""
     return latencies(
         cluster,
-        sums[0].layout,
+        loads[0].layout,
         exchange,
         replicated,
-        micro_batches=first.micro_batches,
-        backward_passes=passes if any(group.has_trained for group in sums) else 0,
+        micro_batches=loads[0].shape.micro_batches,
+        trained=any(load.has_trained for load in loads),
         node_requests=Tier.NODE in replicated,
-        at_home={group.load.sums_at_home for group in sums},
+        at_home={load.sums_at_home for load in loads},
     )
+
+
+def sync_latency(
+    loads: Sequence[GroupLoad], cluster: Cluster, exchange: Exchange, exposed: Exposed, tiers: Collection[int]
+) -> float:
+    """Return the fixed exposed seconds per step of synchronising these tiers."""
+    with_sync, without = (step_latencies(loads, cluster, exchange, set(each)) for each in (tiers, ()))
+    return float(exposed_share(exposed) @ (with_sync - without).sum(axis=1))
+
+
+def usable_tiers(layout: RankLayout, exchange: Exchange = Exchange.CHAIN) -> tuple[Tier, ...]:
+    """Return the tiers above HOME that differ from each other in this layout and help under this exchange.
+
+    A direct exchange requests rows from homes only, so a copy helps the rank that holds it and no other.
+    """
+    if exchange is not Exchange.CHAIN:
+        if layout.local_ranks > 1:
+            return (Tier.DEVICE,)
+        return (Tier.NODE,) if layout.nodes > 1 else ()
+    tiers = []
+    if layout.nodes > 1:
+        tiers.append(Tier.NODE)
+    if layout.local_ranks > 1:
+        tiers.append(Tier.DEVICE)
+    return tuple(tiers)
+
+
+def canonical_tiers(tiers: UInt8Array, layout: RankLayout) -> UInt8Array:
+    """Return usable tiers that hold the same copies: NODE of one node is HOME, DEVICE of one rank a node is NODE."""
+    names = np.array([Tier.HOME, Tier.NODE, Tier.DEVICE], np.uint8)
+    if layout.nodes == 1:
+        names[Tier.NODE] = Tier.HOME
+    if layout.local_ranks == 1:
+        names[Tier.DEVICE] = names[Tier.NODE]
+    return names[tiers]
+
+
+def row_seconds(
+    load: GroupLoad, cluster: Cluster, sent: Float64Array, exchange: Exchange = Exchange.CHAIN
+) -> Float64Array:
+    """Return float64[tier, statistic]: exposed seconds of one row as factors of its statistics.
+
+    Args:
+        sent: float64[3, 6, 2] bytes by (tier, phase, link): the message sizes at which bytes are priced.
+    """
+    table = byte_factors(load.layout, load.wire_bytes, exchange, at_home=load.sums_at_home)
+    price = prices(sent, cluster, load.shape.micro_batches, exchange)
+    if exchange is not Exchange.CHAIN:
+        # The factors do not differ between rows, so all rows have the same slower link.
+        per_row = price * table.sum(axis=3)
+        price = np.where(slower_link_only(per_row) > 0, price, 0.0)
+    seconds: Float64Array = np.einsum("tpls,tpl,p->ts", table, price, exposed_share(cluster.exposed))
+    return seconds
+
+
+def migration_seconds(load: GroupLoad, cluster: Cluster) -> Float64Array:
+    """Return float64[tier]: time to bring one row up to the tier, bandwidth only."""
+    link = Link.INTER_NODE if load.layout.nodes > 1 else Link.INTRA_NODE
+    curve = cluster.curve(link, Collective.ALL_GATHER)
+    sizes = migration_bytes(load.layout, load.spec.row_bytes + load.spec.state_bytes)
+    # Rows migrate in large messages: the curve's last point.
+    return sizes * curve.seconds_per_byte(curve.points[-1][0])
+
+
+def decision_gains(
+    load: GroupLoad, live: UInt8Array, cluster: Cluster, sent: Float64Array, exchange: Exchange, horizon_steps: float
+) -> tuple[Float64Array, Float64Array]:
+    """Return (gains to decide by, gains of the estimates), both float64[tier, h].
+
+    The gain of a row at a tier is the exposed seconds that it saves there against HOME, linear in its statistics at
+    given prices. To decide, a row that is now below a tier counts with the lower bound of its accesses and pays for its
+    migration within the horizon; a row that is there counts with the upper bound.
+    """
+    factors = row_seconds(load, cluster, sent, exchange)
+    factors = factors[Tier.HOME] - factors
+    used = np.flatnonzero(factors.any(axis=0))
+    factors = factors[:, used]
+
+    def at(accesses: Float64Array) -> Float64Array:
+        if np.array_equal(accesses, load.listed.accesses):
+            return plain
+        gains: Float64Array = factors @ load.statistics_at(accesses)[used]
+        return gains
+
+    plain: Float64Array = factors @ load.statistics[used]
+    low, high = map(at, load.bounds)
+    # A gain need not grow with the accesses, so the bound is taken of both ends.
+    low, high = np.minimum(low, plain), np.maximum(high, plain)
+    paid = (migration_seconds(load, cluster) / horizon_steps)[:, None]
+    decision = low - paid
+    decision[Tier.HOME] = 0.0
+    if live.any():
+        at_node, at_device = live == Tier.NODE, live == Tier.DEVICE
+        decision[Tier.NODE, at_node | at_device] = high[Tier.NODE, at_node | at_device]
+        decision[Tier.DEVICE, at_device] = high[Tier.DEVICE, at_device]
+        step = np.minimum(low[Tier.DEVICE] - low[Tier.NODE], plain[Tier.DEVICE] - plain[Tier.NODE])
+        from_node = high[Tier.NODE] + step - paid[Tier.DEVICE]
+        decision[Tier.DEVICE, at_node] = from_node[at_node]
+    return decision, plain
+
+
+@dataclass(frozen=True)
+class PredictedRange:
+    """A predicted figure, and what it may be."""
+
+    expected: float
+    low: float
+    high: float
+
+    def scaled(self, factor: float) -> PredictedRange:
+        """Return the range times a factor of at least 0."""
+        return PredictedRange(factor * self.expected, factor * self.low, factor * self.high)
+
+
+_ROUNDING = 1e-12
+
+
+def missed_share(objective_seconds: float, home_seconds: float, lower_bound_seconds: float) -> float:
+    """Return what may be missed of the largest possible saving, 0 to 1; 0 where nothing can be saved."""
+    missed, possible = max(0.0, objective_seconds - lower_bound_seconds), home_seconds - lower_bound_seconds
+    # Below the rounding of the sums.
+    return min(1.0, missed / possible) if possible > _ROUNDING * home_seconds else 0.0

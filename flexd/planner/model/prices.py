@@ -1,38 +1,28 @@
-"""Seconds per byte and a collective: the cluster's curves applied to a step's messages."""
+"""Seconds per byte and collective: the cluster's curves applied to a step's messages, and corrected by what steps
+report."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, TrafficLink
-from flexd.topology.cluster import Cluster, Collective, Exposed, Link
-
-Float64Array = npt.NDArray[np.float64]
-
-CLUSTER_LINKS = {TrafficLink.INTRA_NODE: Link.INTRA_NODE, TrafficLink.INTER_NODE: Link.INTER_NODE}
+from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, TrafficPhase
+from flexd.topology.cluster import INTER, INTRA, Cluster, Collective, Exposed, Link
 
 
-def exposed_share(cluster: Cluster) -> Float64Array:
+def exposed_share(exposed: Exposed) -> Float64Array:
     """Return float64[phase]: share of each phase that cannot run beside compute."""
-    exposed = cluster.exposed
     share = {
-        Phase.FORWARD_IDS: exposed.forward,
-        Phase.FORWARD_ROWS: exposed.forward,
-        Phase.BACKWARD_ROWS: exposed.backward,
+        TrafficPhase.FORWARD_IDS: exposed.forward,
+        TrafficPhase.FORWARD_ROWS: exposed.forward,
+        TrafficPhase.BACKWARD_ROWS: exposed.backward,
     }
-    return np.array([share.get(phase, exposed.sync) for phase in Phase])
-
-
-def exposed_seconds(share: Float64Array, cover_seconds: float, seconds: Float64Array) -> float:
-    """Return what a step waits for: of float64[phase] seconds the ``share`` that cannot run beside compute, and of the
-    rest what is longer than the compute beside it."""
-    return float(share @ seconds) + max(0.0, float((1.0 - share) @ seconds) - cover_seconds)
+    return np.array([share.get(phase, exposed.sync) for phase in TrafficPhase])
 
 
 def linear_exposure(cluster: Cluster, seconds: Float64Array) -> Cluster:
@@ -44,14 +34,14 @@ def linear_exposure(cluster: Cluster, seconds: Float64Array) -> Cluster:
     exposed = cluster.exposed
     if math.isinf(exposed.cover_seconds):
         return cluster
-    covered = float((1.0 - exposed_share(cluster)) @ seconds) <= exposed.cover_seconds
+    covered = float((1.0 - exposed_share(exposed)) @ seconds) <= exposed.cover_seconds
     return cluster.with_exposed(replace(exposed, cover_seconds=math.inf) if covered else Exposed())
 
 
 _OVER_THE_WORLD = (
     *((Tier.HOME, phase) for phase in EXCHANGE_PHASES),
-    (Tier.DEVICE, Phase.BACKWARD_ROWS),
-    (Tier.DEVICE, Phase.SYNC_SUMS),
+    (Tier.DEVICE, TrafficPhase.BACKWARD_ROWS),
+    (Tier.DEVICE, TrafficPhase.SYNC_SUMS),
 )
 """All-to-alls over all ranks in a direct exchange: HOME rows, and the gradients and sums of DEVICE rows."""
 
@@ -59,38 +49,38 @@ _OVER_THE_WORLD = (
 def prices(
     sent: Float64Array, cluster: Cluster, micro_batches: int = 1, exchange: Exchange = Exchange.CHAIN
 ) -> Float64Array:
-    """Return seconds per byte of each item of float64[3, 6, 3] bytes by (tier, phase, link), same shape.
+    """Return seconds per byte of each item of float64[3, 6, 2] bytes by (tier, phase, link), same shape.
 
     A message carries all tiers and dim-groups: of an exchange phase those of one micro-batch, of a synchronisation
     phase those of a step. Touched bits travel with ids and rows. All-to-alls of a direct exchange that leave the node
     are priced as those over all ranks, where the cluster has them.
     """
-    result = np.zeros((len(Tier), len(Phase), len(TrafficLink)))
-    for link, cluster_link in CLUSTER_LINKS.items():
-        all_to_all = cluster.curve(cluster_link, Collective.ALL_TO_ALL)
+    result = np.zeros((len(Tier), len(TrafficPhase), len(Link)))
+    for link, name in enumerate(Link):
+        all_to_all = cluster.curve(name, Collective.ALL_TO_ALL)
         sizes = sent[:, :, link].sum(axis=0)
         for phase in EXCHANGE_PHASES:
             result[:, phase, link] = all_to_all.seconds_per_byte(float(sizes[phase]) / micro_batches)
-        result[:, Phase.SYNC_MASK, link] = result[:, Phase.FORWARD_ROWS, link]
-        result[:, Phase.SYNC_SUMS, link] = all_to_all.seconds_per_byte(float(sizes[Phase.SYNC_SUMS]))
-        all_reduce = cluster.curve(cluster_link, Collective.ALL_REDUCE)
-        result[:, Phase.SYNC_ROWS, link] = all_reduce.seconds_per_byte(float(sizes[Phase.SYNC_ROWS]))
+        result[:, TrafficPhase.SYNC_MASK, link] = result[:, TrafficPhase.FORWARD_ROWS, link]
+        result[:, TrafficPhase.SYNC_SUMS, link] = all_to_all.seconds_per_byte(float(sizes[TrafficPhase.SYNC_SUMS]))
+        all_reduce = cluster.curve(name, Collective.ALL_REDUCE)
+        result[:, TrafficPhase.SYNC_ROWS, link] = all_reduce.seconds_per_byte(float(sizes[TrafficPhase.SYNC_ROWS]))
     if exchange is not Exchange.CHAIN and cluster.world is not None:
-        sizes = sent[:, :, TrafficLink.INTER_NODE].sum(axis=0)
+        sizes = sent[:, :, INTER].sum(axis=0)
         for tier, phase in _OVER_THE_WORLD:
             size = float(sizes[phase]) / (micro_batches if phase in EXCHANGE_PHASES else 1)
-            result[tier, phase, TrafficLink.INTER_NODE] = cluster.world.all_to_all.seconds_per_byte(size)
-        mask = result[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.INTER_NODE]
-        result[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTER_NODE] = mask
+            result[tier, phase, INTER] = cluster.world.all_to_all.seconds_per_byte(size)
+        mask = result[Tier.HOME, TrafficPhase.FORWARD_ROWS, INTER]
+        result[Tier.DEVICE, TrafficPhase.SYNC_MASK, INTER] = mask
     return result
 
 
 def slower_link_only(seconds: Float64Array) -> Float64Array:
-    """Return float64[3, 6, 3] with only the slower link left in each all-to-all over the world, which moves both
+    """Return float64[3, 6, 2] with only the slower link left in each all-to-all over the world, which moves both
     links' bytes at the same time."""
     result = seconds.copy()
     for tier, phase in _OVER_THE_WORLD:
-        faster = np.arange(len(TrafficLink)) != int(seconds[tier, phase].argmax())
+        faster = np.arange(len(Link)) != int(seconds[tier, phase].argmax())
         result[tier, phase, faster] = 0.0
     return result
 
@@ -102,46 +92,139 @@ def latencies(
     replicated: Collection[int],
     *,
     micro_batches: int = 1,
-    backward_passes: int = 1,
+    trained: bool = True,
     node_requests: bool = False,
     at_home: Collection[bool] = (False,),
 ) -> Float64Array:
-    """Return float64[6, 3]: fixed seconds by (phase, link) of an optimizer step; dim-groups share the collectives.
+    """Return float64[6, 2]: fixed seconds by (phase, link) of an optimizer step; dim-groups share the collectives.
 
-    An exchange is three all-to-alls forward (sizes, ids, rows) in each micro-batch, and one in each backward pass, on
-    each hop that exists.
+    An exchange is three all-to-alls forward (sizes, ids, rows) in each micro-batch, and one backward in a step, on each
+    hop that exists.
 
     Args:
         replicated: the tiers that hold trained rows: those above HOME are synchronised.
-        backward_passes: 0 if every table is frozen, 1 if micro-batches are merged, else as many as those.
+        trained: whether any table is: the gradients of all micro-batches travel once.
         node_requests: a direct exchange requests NODE rows from node owners in an all-to-all of its own.
         at_home: ``GroupLoad.sums_at_home`` of the dim-groups; decides between an all-reduce and an all-to-all of sums.
     """
-    result = np.zeros((len(Phase), len(TrafficLink)))
+    result = np.zeros((len(TrafficPhase), len(Link)))
     multi_node, multi_rank = layout.nodes > 1, layout.local_ranks > 1
-    every_hop = [TrafficLink.INTRA_NODE] * multi_rank + [TrafficLink.INTER_NODE] * multi_node
+    every_hop = [INTRA] * multi_rank + [INTER] * multi_node
     hops = every_hop if exchange is Exchange.CHAIN or node_requests else every_hop[-1:]
-    all_to_all = {link: cluster.curve(CLUSTER_LINKS[link], Collective.ALL_TO_ALL).latency_seconds for link in every_hop}
+    all_to_all = [cluster.curve(name, Collective.ALL_TO_ALL).latency_seconds for name in Link]
     if exchange is not Exchange.CHAIN and cluster.world is not None:
-        all_to_all[TrafficLink.INTER_NODE] = cluster.world.all_to_all.latency_seconds
+        all_to_all[INTER] = cluster.world.all_to_all.latency_seconds
     for link in hops:
-        result[Phase.FORWARD_IDS, link] = 2 * all_to_all[link] * micro_batches
-        result[Phase.FORWARD_ROWS, link] = all_to_all[link] * micro_batches
-        result[Phase.BACKWARD_ROWS, link] = all_to_all[link] * backward_passes
+        result[TrafficPhase.FORWARD_IDS, link] = 2 * all_to_all[link] * micro_batches
+        result[TrafficPhase.FORWARD_ROWS, link] = all_to_all[link] * micro_batches
+        result[TrafficPhase.BACKWARD_ROWS, link] = all_to_all[link] * trained
     if not {Tier.NODE, Tier.DEVICE}.intersection(replicated):
         return result
     everywhere = Tier.DEVICE in replicated
     if exchange is Exchange.DIRECT_DEDUP:
         for link in every_hop[-1:] * everywhere:
-            result[Phase.SYNC_SUMS, link] = all_to_all[link]
+            result[TrafficPhase.SYNC_SUMS, link] = all_to_all[link]
         all_reduces = multi_node and Tier.NODE in replicated
     else:
         all_reduces = multi_node and not all(at_home)
         if multi_node and any(at_home):
-            result[Phase.SYNC_SUMS, TrafficLink.INTER_NODE] = all_to_all[TrafficLink.INTER_NODE]
+            result[TrafficPhase.SYNC_SUMS, INTER] = all_to_all[INTER]
         if everywhere and multi_rank:
-            result[Phase.SYNC_SUMS, TrafficLink.INTRA_NODE] = all_to_all[TrafficLink.INTRA_NODE]
+            result[TrafficPhase.SYNC_SUMS, INTRA] = all_to_all[INTRA]
     if all_reduces:
         once = cluster.curve(Link.INTER_NODE, Collective.ALL_REDUCE).latency_seconds
-        result[Phase.SYNC_ROWS, TrafficLink.INTER_NODE] = once
+        result[TrafficPhase.SYNC_ROWS, INTER] = once
     return result
+
+
+FORGETTING = 0.9
+"""Weight of everything learnt when another report arrives: about the newest ten reports count."""
+MIN_REPORTS = 8
+"""Reports before the probed prices are left."""
+LARGEST_FACTOR = 8.0
+"""Factors lie between its inverse and it."""
+USE_BELOW = 0.8
+"""A factor comes into use when its held-out error is below this share of that of the probed prices, and stays in use
+while its error is the smaller one."""
+LEAST_ERROR = 0.05
+"""Prices whose held-out error is below this share of what was measured are right: no factor replaces them."""
+MOST_ERROR = 0.5
+"""Nor is a factor used whose held-out error is above this share of what was measured: what no factor explains (ranks
+that wait for each other in turns) is no price."""
+DEAD_BAND = 0.1
+"""A factor in use stays until another differs by more than this share: plans made at prices that differ by noise would
+move rows to and fro."""
+_SHRINKAGE = 0.3
+"""Weight of "the probed prices are right" in reports."""
+
+
+@dataclass(frozen=True)
+class PriceCorrection:
+    """What reports have shown of one link. Its size does not grow; ``learn`` returns the next one.
+
+    Each report is predicted before it is learnt from, so that errors are held-out ones (prequential; Dawid 1984).
+
+    Attributes:
+        weight, ratios: forgotten number of reports, and sum of measured over predicted seconds.
+        probed_error, corrected_error: forgotten absolute errors of the probed prices and with the learnt factor, as a
+            share of what was measured in each report.
+        reports: number of reports learnt from.
+        used: whether the factor is in use.
+        factor: in use; 1 if none is.
+    """
+
+    weight: float = 0.0
+    ratios: float = 0.0
+    probed_error: float = 0.0
+    corrected_error: float = 0.0
+    reports: int = 0
+    used: bool = False
+    factor: float = 1.0
+
+    @property
+    def fitted(self) -> float:
+        """The factor that the reports show, shrunk towards 1."""
+        shown = (_SHRINKAGE + self.ratios) / (_SHRINKAGE + self.weight)
+        return min(LARGEST_FACTOR, max(1.0 / LARGEST_FACTOR, shown))
+
+    def learn(self, predicted: float, measured: float) -> PriceCorrection:
+        """Return the correction with one report more: seconds as the probed prices predict, and as measured. A report
+        that is not finite and positive changes nothing."""
+        if not (math.isfinite(predicted) and math.isfinite(measured) and predicted > 0 and measured > 0):
+            return self
+        # One stopped rank is no price.
+        measured = min(measured, 2 * LARGEST_FACTOR * predicted)
+        learnt = replace(
+            self,
+            weight=FORGETTING * self.weight + 1,
+            ratios=FORGETTING * self.ratios + measured / predicted,
+            probed_error=FORGETTING * self.probed_error + abs(measured - predicted) / measured,
+            corrected_error=FORGETTING * self.corrected_error + abs(measured - self.fitted * predicted) / measured,
+            reports=self.reports + 1,
+        )
+        used = learnt._predicts_better()
+        fitted = learnt.fitted if used else 1.0
+        moved = used is not self.used or abs(fitted / self.factor - 1) > DEAD_BAND
+        return replace(learnt, used=used, factor=fitted if moved else self.factor)
+
+    def error_shares(self) -> tuple[float, float]:
+        """Return the held-out errors as probed and with the factor, as shares of what was measured; NaN before any
+        report."""
+        if not self.weight:
+            return math.nan, math.nan
+        return self.probed_error / self.weight, self.corrected_error / self.weight
+
+    def reason(self) -> str:
+        """Return in words why these prices are in use."""
+        if self.reports < MIN_REPORTS:
+            return f"as probed: {self.reports} of {MIN_REPORTS} reports"
+        probed, corrected = self.error_shares()
+        if not self.used:
+            return f"as probed: held-out error {probed:.0%}, corrected {corrected:.0%}"
+        return f"x{self.factor:.2f}: held-out error {corrected:.0%}, as probed {probed:.0%}"
+
+    def _predicts_better(self) -> bool:
+        probed, corrected = self.error_shares()
+        if self.reports < MIN_REPORTS or corrected > MOST_ERROR:
+            return False
+        return corrected < probed and (self.used or (corrected < USE_BELOW * probed and probed > LEAST_ERROR))

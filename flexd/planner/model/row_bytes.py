@@ -1,8 +1,8 @@
 """Bytes of a row on each link at each tier: the factors that both the costs and the optimiser use.
 
 Byte factors are float64[tier, phase, link, statistic]: bytes per rank and optimizer step of one row at that tier, as
-factors of its statistics (``workload``). Bytes are those a rank sends, averaged over the ranks; ``balance``
-has them by rank. Derivations: docs/cost-model.md.
+factors of its statistics (``workload``). Bytes are those a rank sends, averaged over the ranks. Derivations:
+docs/cost-model.md.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from enum import Enum, IntEnum
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.workload import (
     ANYWHERE,
@@ -22,8 +22,7 @@ from flexd.planner.model.workload import (
     STATISTICS,
     SYNCED,
 )
-
-Float64Array = npt.NDArray[np.float64]
+from flexd.topology.cluster import INTER, INTRA, Link
 
 ID_BYTES = 8
 """One requested key on one hop."""
@@ -38,7 +37,7 @@ class Exchange(Enum):
     """Every rank to every home, each row once per rank."""
 
 
-class Phase(IntEnum):
+class TrafficPhase(IntEnum):
     """The parts of a step's communication."""
 
     FORWARD_IDS = 0
@@ -55,18 +54,9 @@ class Phase(IntEnum):
     """Sums of those gradients, from the rank that adds them to the copies that took no part."""
 
 
-class TrafficLink(IntEnum):
-    """Link that bytes travel on."""
-
-    SELF = 0
-    """The rank has the row itself: nothing travels."""
-    INTRA_NODE = 1
-    INTER_NODE = 2
-
-
-EXCHANGE_PHASES = (Phase.FORWARD_IDS, Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS)
-SYNC_PHASES = (Phase.SYNC_MASK, Phase.SYNC_ROWS, Phase.SYNC_SUMS)
-_SHAPE = (len(Tier), len(Phase), len(TrafficLink), STATISTICS)
+EXCHANGE_PHASES = (TrafficPhase.FORWARD_IDS, TrafficPhase.FORWARD_ROWS, TrafficPhase.BACKWARD_ROWS)
+SYNC_PHASES = (TrafficPhase.SYNC_MASK, TrafficPhase.SYNC_ROWS, TrafficPhase.SYNC_SUMS)
+_SHAPE = (len(Tier), len(TrafficPhase), len(Link), STATISTICS)
 
 
 def byte_factors(layout: RankLayout, row_bytes: int, exchange: Exchange, *, at_home: bool = False) -> Float64Array:
@@ -77,47 +67,44 @@ def byte_factors(layout: RankLayout, row_bytes: int, exchange: Exchange, *, at_h
         at_home: ``GroupLoad.sums_at_home``.
     """
     if exchange is Exchange.CHAIN:
-        return chain_byte_factors(layout, row_bytes, at_home=at_home)
-    return direct_byte_factors(layout, row_bytes)
+        return _chain_byte_factors(layout, row_bytes, at_home=at_home)
+    return _direct_byte_factors(layout, row_bytes)
 
 
-def chain_byte_factors(layout: RankLayout, row_bytes: int, *, at_home: bool = False) -> Float64Array:
+def _chain_byte_factors(layout: RankLayout, row_bytes: int, *, at_home: bool) -> Float64Array:
     """Return the factors of the chain self -> node owner -> home.
 
     Gradients of replicated rows climb to the node owner as those of HOME rows do, the owners of a rail all-reduce them,
     and the ranks of a node that hold copies receive the sums. With ``at_home`` the owners send them to the home
     instead, and the home the sums.
     """
-    nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
+    nodes, local = layout.nodes, layout.local_ranks
     factors = np.zeros(_SHAPE)
     # Hop 1: a rank is its own node's owner of one row in L. Hop 2: an owner is the home in one node of N.
     hop1, hop2 = (local - 1) / local, (nodes - 1) / (nodes * local)
     for phase, size, rank, node in (
-        (Phase.FORWARD_IDS, ID_BYTES, PER_RANK, PER_NODE),
-        (Phase.FORWARD_ROWS, row_bytes, PER_RANK, PER_NODE),
-        (Phase.BACKWARD_ROWS, row_bytes, BACK_PER_RANK, BACK_PER_NODE),
+        (TrafficPhase.FORWARD_IDS, ID_BYTES, PER_RANK, PER_NODE),
+        (TrafficPhase.FORWARD_ROWS, row_bytes, PER_RANK, PER_NODE),
+        (TrafficPhase.BACKWARD_ROWS, row_bytes, BACK_PER_RANK, BACK_PER_NODE),
     ):
-        factors[Tier.HOME, phase, TrafficLink.INTRA_NODE, rank] = size * hop1
-        factors[Tier.NODE, phase, TrafficLink.INTRA_NODE, rank] = size * hop1
-        factors[Tier.HOME, phase, TrafficLink.INTER_NODE, node] = size * hop2
-    factors[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes / world
-    factors[Tier.NODE, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes / local
-    factors[Tier.DEVICE, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes
-    factors[Tier.DEVICE, Phase.BACKWARD_ROWS, TrafficLink.INTRA_NODE, BACK_PER_RANK] = row_bytes * hop1
-    factors[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTRA_NODE, SYNCED] = 2 * hop1 / 8
-    factors[Tier.DEVICE, Phase.SYNC_SUMS, TrafficLink.INTRA_NODE, ANYWHERE] = row_bytes * hop1
+        factors[Tier.HOME, phase, INTRA, rank] = size * hop1
+        factors[Tier.NODE, phase, INTRA, rank] = size * hop1
+        factors[Tier.HOME, phase, INTER, node] = size * hop2
+    factors[Tier.DEVICE, TrafficPhase.BACKWARD_ROWS, INTRA, BACK_PER_RANK] = row_bytes * hop1
+    factors[Tier.DEVICE, TrafficPhase.SYNC_MASK, INTRA, SYNCED] = 2 * hop1 / 8
+    factors[Tier.DEVICE, TrafficPhase.SYNC_SUMS, INTRA, ANYWHERE] = row_bytes * hop1
     for tier in (Tier.NODE, Tier.DEVICE):
-        factors[tier, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = 2 * hop2 / 8
+        factors[tier, TrafficPhase.SYNC_MASK, INTER, SYNCED] = 2 * hop2 / 8
         if at_home:
-            factors[tier, Phase.BACKWARD_ROWS, TrafficLink.INTER_NODE, BACK_PER_NODE] = row_bytes * hop2
-            factors[tier, Phase.SYNC_SUMS, TrafficLink.INTER_NODE, ANYWHERE] = row_bytes * hop2
+            factors[tier, TrafficPhase.BACKWARD_ROWS, INTER, BACK_PER_NODE] = row_bytes * hop2
+            factors[tier, TrafficPhase.SYNC_SUMS, INTER, ANYWHERE] = row_bytes * hop2
         else:
             # An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank.
-            factors[tier, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, ANYWHERE] = 2 * row_bytes * hop2
+            factors[tier, TrafficPhase.SYNC_ROWS, INTER, ANYWHERE] = 2 * row_bytes * hop2
     return factors
 
 
-def direct_byte_factors(layout: RankLayout, row_bytes: int) -> Float64Array:
+def _direct_byte_factors(layout: RankLayout, row_bytes: int) -> Float64Array:
     """Return the factors of a direct exchange: every rank requests each row once from its home.
 
     NODE rows are requested from the node owner, so every rank must know them; DEVICE rows are held by the rank itself.
@@ -125,26 +112,23 @@ def direct_byte_factors(layout: RankLayout, row_bytes: int) -> Float64Array:
     """
     nodes, world, local = layout.nodes, layout.world_size, layout.local_ranks
     factors = np.zeros(_SHAPE)
-    shares = {TrafficLink.INTRA_NODE: (local - 1) / world, TrafficLink.INTER_NODE: (world - local) / world}
+    shares = {INTRA: (local - 1) / world, INTER: (world - local) / world}
     for phase, size, statistic in (
-        (Phase.FORWARD_IDS, ID_BYTES, PER_RANK),
-        (Phase.FORWARD_ROWS, row_bytes, PER_RANK),
-        (Phase.BACKWARD_ROWS, row_bytes, BACK_PER_RANK),
+        (TrafficPhase.FORWARD_IDS, ID_BYTES, PER_RANK),
+        (TrafficPhase.FORWARD_ROWS, row_bytes, PER_RANK),
+        (TrafficPhase.BACKWARD_ROWS, row_bytes, BACK_PER_RANK),
     ):
         for link, share in shares.items():
             factors[Tier.HOME, phase, link, statistic] = size * share
-        factors[Tier.NODE, phase, TrafficLink.INTRA_NODE, statistic] = size * (local - 1) / local
-    factors[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes / world
-    factors[Tier.NODE, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes / local
-    factors[Tier.DEVICE, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes
+        factors[Tier.NODE, phase, INTRA, statistic] = size * (local - 1) / local
     # An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank.
     hop2 = (nodes - 1) / (nodes * local)
-    factors[Tier.NODE, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = 2 * hop2 / 8
-    factors[Tier.NODE, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
+    factors[Tier.NODE, TrafficPhase.SYNC_MASK, INTER, SYNCED] = 2 * hop2 / 8
+    factors[Tier.NODE, TrafficPhase.SYNC_ROWS, INTER, ANYWHERE] = 2 * hop2 * row_bytes
     for link, share in shares.items():
-        factors[Tier.DEVICE, Phase.BACKWARD_ROWS, link, BACK_PER_RANK] = row_bytes * share
-        factors[Tier.DEVICE, Phase.SYNC_MASK, link, SYNCED] = 2 * share / 8
-        factors[Tier.DEVICE, Phase.SYNC_SUMS, link, ANYWHERE] = row_bytes * share
+        factors[Tier.DEVICE, TrafficPhase.BACKWARD_ROWS, link, BACK_PER_RANK] = row_bytes * share
+        factors[Tier.DEVICE, TrafficPhase.SYNC_MASK, link, SYNCED] = 2 * share / 8
+        factors[Tier.DEVICE, TrafficPhase.SYNC_SUMS, link, ANYWHERE] = row_bytes * share
     return factors
 
 

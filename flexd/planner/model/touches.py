@@ -10,12 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array
 from flexd.core.layout import RankLayout
 from flexd.sketch.profile import TableProfile
-
-Float64Array = npt.NDArray[np.float64]
 
 BATCH_SIZE_FACTOR = 1.25
 """Touches of batches that are larger or smaller than those of the ranks by more than this are not used."""

@@ -1,22 +1,64 @@
-"""Load of each dim-group from a profile: expected look-ups of each row by a rank in one step."""
+"""Load of each dim-group from a profile: expected look-ups of each row by a rank in one step, and its statistics."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array, Int64Array, UInt8Array
 from flexd.core.errors import PlanError
-from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
+from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.touches import TouchRelation, independent, measured_touches, rescaled
-from flexd.planner.model.training_shape import TrainingShape
 from flexd.sketch.profile import Profile, TableProfile
 
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
+
+@dataclass(frozen=True)
+class TrainingShape:
+    """Properties of training that change the bytes of a step. Defaults: one batch per optimizer step, every table
+    trained, rows on the wire as they are stored.
+
+    Attributes:
+        micro_batches: forward passes for each optimizer step. Rows are looked up in every one; their gradients are
+            merged before they travel, and replicas are synchronised once per step.
+        comm_dtype: of rows and gradients on the wire; None: the table's own.
+        frozen_tables: names of tables that are read only: no backward pass, no synchronisation.
+
+    Raises:
+        PlanError: a number below its least, or a dtype that does not exist.
+    """
+
+    micro_batches: int = 1
+    comm_dtype: str | None = None
+    frozen_tables: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1:
+            raise PlanError(f"micro_batches: {self.micro_batches}", remedy="give at least 1")
+        if self.comm_dtype is not None and self.comm_dtype not in DTYPE_BYTES:
+            raise PlanError(f"comm_dtype: {self.comm_dtype!r}", remedy=f"one of {', '.join(DTYPE_BYTES)}")
+
+    def of_table(self, name: str) -> TrainingShape:
+        """Return the shape of a job that has only this table."""
+        return replace(self, frozen_tables=self.frozen_tables & {name})
+
+    def wire_row_bytes(self, table: TableSpec) -> int:
+        """Return the bytes of one row of the table on the wire."""
+        return table.dim * DTYPE_BYTES[self.comm_dtype or table.dtype]
+
+    def narrow_wire(self, table: TableSpec) -> bool:
+        """Return whether the table's gradients travel in a narrower dtype than they are added in.
+
+        They are added in float32, or the wider of table and wire.
+        An all-reduce adds in the dtype that travels, so these are summed at their homes.
+        """
+        wire, stored = DTYPE_BYTES[self.comm_dtype or table.dtype], DTYPE_BYTES[table.dtype]
+        return wire < max(DTYPE_BYTES["float32"], stored)
+
 
 (
     ROWS,
@@ -32,112 +74,147 @@ Float64Array = npt.NDArray[np.float64]
 
 ROWS 1, so that sums count rows. ACCESSES look-ups of a rank. PER_RANK, PER_NODE: forward passes in which a given rank,
 or any rank of a given node, looks the row up. ANYWHERE: probability that any rank does and the row is trained. SYNCED:
-forward passes, in each of which its touched bit travels, if it is trained. The BACK ones count what travels in the
-backward pass.
+forward passes, in each of which its touched bit travels, if it is trained. The BACK ones are the probabilities that the
+row's gradient travels in the backward pass.
 """
 STATISTICS = 8
 
 
 @dataclass(frozen=True)
+class RowLoads:
+    """Expected look-ups of n rows by a rank in one optimizer step.
+
+    Attributes:
+        accesses: float64[n].
+        trained: float64[n], 0 for rows of frozen tables. None: 1 for all.
+        touches: float64[3, n], presence probabilities in one forward pass (``touches``). None: independence.
+    """
+
+    accesses: Float64Array
+    trained: Float64Array | None = None
+    touches: Float64Array | None = None
+
+
+@dataclass(frozen=True)
 class GroupLoad:
-    """The expected accesses to the rows of one dim-group, per rank and optimizer step.
+    """The expected accesses to the rows of one dim-group, and their statistics.
 
     Attributes:
         group: index into ``KeySpace.groups``.
-        row_bytes: one row's values.
-        state_bytes: one row's optimizer state.
+        spec: one of its tables: all have its dim, dtype and optimizer.
         keys: int64[h], rows listed one by one, ascending.
-        accesses, accesses_lower, accesses_upper: float64[h], estimate and bounds.
-        bin_accesses, bin_rows: float64[k], accesses of one row of each frequency bin of the other rows, and its rows.
-        comm_row_bytes: one row's values on the wire; 0: as stored.
-        sums_at_home: gradients of copies are summed at their homes instead of all-reduced, as ``TrainingShape`` says.
-        micro_batches, merged_backward: of the training shape.
-        trained: float64[h], 0 for rows of frozen tables. None: 1 for all.
-        bin_trained: float64[k], the same for the bins.
-        touches: float64[3, h], touches of the listed rows in one forward pass (``touches``). None: independence.
-        bin_touches: float64[3, k], those of one row of each bin.
+        listed: their loads.
+        bounds: float64[2, h], lower and upper bounds of their accesses.
+        bins: loads of one row of each frequency bin of the other rows.
+        bin_rows: float64[k], rows of each bin.
     """
 
     group: int
-    row_bytes: int
-    state_bytes: int
+    spec: TableSpec
+    shape: TrainingShape
+    layout: RankLayout
     keys: Int64Array
-    accesses: Float64Array
-    accesses_lower: Float64Array
-    accesses_upper: Float64Array
-    bin_accesses: Float64Array
+    listed: RowLoads
+    bounds: Float64Array
+    bins: RowLoads
     bin_rows: Float64Array
-    comm_row_bytes: int = 0
-    sums_at_home: bool = False
-    micro_batches: int = 1
-    merged_backward: bool = False
-    trained: Float64Array | None = None
-    bin_trained: Float64Array | None = None
-    touches: Float64Array | None = None
-    bin_touches: Float64Array | None = None
 
     @property
     def wire_bytes(self) -> int:
         """Bytes of one row in a message."""
-        return self.comm_row_bytes or self.row_bytes
+        return self.shape.wire_row_bytes(self.spec)
+
+    @property
+    def sums_at_home(self) -> bool:
+        """Whether gradients of copies are summed at their homes instead of all-reduced."""
+        return self.shape.narrow_wire(self.spec)
 
     @property
     def tail_accesses(self) -> float:
         """Mean accesses of an unlisted row, assumed for rows about which nothing else is known."""
         rows = float(self.bin_rows.sum())
-        return float(self.bin_accesses @ self.bin_rows) / rows if rows > 0 else 0.0
+        return float(self.bins.accesses @ self.bin_rows) / rows if rows > 0 else 0.0
 
-    def listed_statistics(self, layout: RankLayout, accesses: Float64Array | None = None) -> Float64Array:
-        """Return float64[STATISTICS, h] of the listed rows, with their estimates unless other accesses are given."""
-        touches = self.touches
-        if accesses is None:
-            accesses = self.accesses
-        elif touches is not None:
-            passes = self.micro_batches
-            touches = rescaled(touches, self.accesses / passes, accesses / passes, layout)
-        return self._statistics(accesses, layout, self.trained, touches)
+    @cached_property
+    def statistics(self) -> Float64Array:
+        """float64[STATISTICS, h] of the listed rows."""
+        return self.statistics_of(self.listed)
 
-    def bin_statistics(self, layout: RankLayout) -> Float64Array:
-        """Return float64[STATISTICS, k] of one row of each bin."""
-        return self._statistics(self.bin_accesses, layout, self.bin_trained, self.bin_touches)
-
-    def tail_statistics(self, layout: RankLayout) -> Float64Array:
-        """Return float64[STATISTICS] of a trained row about which nothing else is known."""
-        touches, rows = self.bin_touches, float(self.bin_rows.sum())
+    def statistics_at(self, accesses: Float64Array) -> Float64Array:
+        """Return float64[STATISTICS, h] of the listed rows with other accesses."""
+        touches, passes = self.listed.touches, self.shape.micro_batches
         if touches is not None:
-            touches = (touches @ self.bin_rows / rows if rows > 0 else np.zeros(3))[:, None]
-        return self._statistics(np.array([self.tail_accesses]), layout, None, touches)[:, 0]
+            touches = rescaled(touches, self.listed.accesses / passes, accesses / passes, self.layout)
+        return self.statistics_of(RowLoads(accesses, self.listed.trained, touches))
 
-    def _statistics(
-        self,
-        accesses: Float64Array,
-        layout: RankLayout,
-        trained: Float64Array | None,
-        touches: Float64Array | None,
-    ) -> Float64Array:
-        """Return float64[STATISTICS, n] of float64[n] accesses per rank and optimizer step.
+    def statistics_of(self, rows: RowLoads) -> Float64Array:
+        """Return float64[STATISTICS, n].
 
         In each of K micro-batches a / K of the look-ups happen. The passes of a step are taken as independent of each
-        other. See docs/cost-model.md.
+        other. See docs/cost-model.md. Without measured touches a row that each of g ranks looks up Poisson(a / K) times
+        is among their keys with probability 1 - exp(-g a / K): for one rank (g = 1), the ranks of a node (g = L), all
+        (g = W).
+        """
+        accesses, touches, passes = rows.accesses, rows.touches, self.shape.micro_batches
+        result = np.empty((STATISTICS, len(accesses)))
+        result[ROWS], result[SYNCED] = 1.0, passes
+        result[ACCESSES] = accesses
+        in_pass = independent(accesses / passes, self.layout) if touches is None else touches
+        in_step = independent(accesses, self.layout) if touches is None else _in_any_pass(touches, passes)
+        result[PER_RANK], result[PER_NODE] = passes * in_pass[0], passes * in_pass[1]
+        result[BACK_PER_RANK], result[BACK_PER_NODE], result[ANYWHERE] = in_step
+        if rows.trained is not None:
+            result[[ANYWHERE, SYNCED, BACK_PER_RANK, BACK_PER_NODE]] *= rows.trained
+        return result
+
+    @cached_property
+    def total(self) -> Float64Array:
+        """float64[STATISTICS] summed over all rows."""
+        summed: Float64Array = self._listed_sum + self._bin_sum
+        return summed
+
+    @property
+    def has_trained(self) -> bool:
+        """True if any row of the load is trained."""
+        return bool(self.total[SYNCED] > 0)
+
+    @cached_property
+    def _listed_sum(self) -> Float64Array:
+        summed: Float64Array = self.statistics.sum(axis=1)
+        return summed
+
+    @cached_property
+    def _bin_sum(self) -> Float64Array:
+        summed: Float64Array = self.statistics_of(self.bins) @ self.bin_rows
+        return summed
+
+    def by_tier(self, tiers: UInt8Array, unlisted: Float64Array) -> Float64Array:
+        """Return float64[tier, statistic] summed over all rows.
 
         Args:
-            touches: float64[3, n] of one forward pass. None: a row that each of g ranks looks up Poisson(a / K) times
-                is among their keys with probability 1 - exp(-g a / K): for one rank (g = 1), the ranks of a node
-                (g = L), all (g = W).
+            tiers: uint8[h] of the listed rows.
+            unlisted: float64[3], rows above HOME that are not listed, by tier.
         """
-        result = np.empty((STATISTICS, len(accesses)))
-        result[ROWS], result[SYNCED] = 1.0, self.micro_batches
-        result[ACCESSES] = accesses
-        in_pass = independent(accesses / self.micro_batches, layout) if touches is None else touches
-        in_step = independent(accesses, layout) if touches is None else _in_any_pass(touches, self.micro_batches)
-        for at, (forward, backward) in enumerate(((PER_RANK, BACK_PER_RANK), (PER_NODE, BACK_PER_NODE))):
-            result[forward] = self.micro_batches * in_pass[at]
-            result[backward] = in_step[at] if self.merged_backward else result[forward]
-        result[ANYWHERE] = in_step[2]
-        if trained is not None:
-            for statistic in (ANYWHERE, SYNCED, BACK_PER_RANK, BACK_PER_NODE):
-                result[statistic] *= trained
-        return result
+        sums = np.zeros((len(Tier), STATISTICS))
+        sums[Tier.HOME] = self._bin_sum
+        if unlisted.any():
+            one = self._tail_statistics
+            sums += unlisted[:, None] * one
+            sums[Tier.HOME] = np.maximum(sums[Tier.HOME] - unlisted.sum() * one, 0.0)
+        sums[Tier.HOME] += self._listed_sum
+        for tier in (Tier.NODE, Tier.DEVICE):
+            moved = self.statistics[:, np.flatnonzero(tiers == tier)].sum(axis=1)
+            sums[tier] += moved
+            sums[Tier.HOME] -= moved
+        return np.maximum(sums, 0.0)
+
+    @property
+    def _tail_statistics(self) -> Float64Array:
+        """float64[STATISTICS] of a trained row about which nothing else is known."""
+        touches, rows = self.bins.touches, float(self.bin_rows.sum())
+        if touches is not None:
+            touches = (touches @ self.bin_rows / rows if rows > 0 else np.zeros(3))[:, None]
+        return self.statistics_of(RowLoads(np.array([self.tail_accesses]), touches=touches))[:, 0]
 
 
 def _in_any_pass(touches: Float64Array, passes: int) -> Float64Array:
@@ -162,68 +239,44 @@ def make_loads(
             does not list, the mean frequency of its table's unlisted rows is assumed.
 
     Raises:
-        PlanError: the profile's tables are not the key space's, nothing was accessed yet, the accesses of a step are
-            unknown, or a share is NaN, negative or of a row outside its table.
+        PlanError: the profile's tables are not the key space's, nothing was accessed yet, or the accesses of a step are
+            unknown.
     """
     shape = shape or TrainingShape()
-    parts = _table_loads(profile, keyspace, layout, shape, also_list)
-    return tuple(
-        _load(index, [parts[table] for table in group.tables if table in parts], keyspace, layout, shape)
-        for index, group in enumerate(keyspace.groups)
-    )
-
-
-def make_table_loads(
-    profile: Profile, keyspace: KeySpace, layout: RankLayout, shape: TrainingShape | None = None
-) -> tuple[GroupLoad, ...]:
-    """Return one load per table, as ``make_loads``, for strategies that place tables; ``group`` is the dim-group.
-
-    Raises:
-        PlanError: as ``make_loads``.
-    """
-    shape = shape or TrainingShape()
-    parts = _table_loads(profile, keyspace, layout, shape, None)
-    group_of = {table: index for index, group in enumerate(keyspace.groups) for table in group.tables}
-    return tuple(
-        _load(group_of[table], [parts[table]] if table in parts else [], keyspace, layout, shape, table)
-        for table in range(len(keyspace.tables))
-    )
-
-
-@dataclass(frozen=True)
-class _TableLoad:
-    keys: Int64Array
-    hot: Float64Array
-    """float64[3, h]: estimate, lower, upper."""
-    bin_accesses: Float64Array
-    bin_rows: Float64Array
-    trained: float
-    touches: Float64Array | None
-    """float64[3, h]."""
-    bin_touches: Float64Array | None
-
-
-def _table_loads(
-    profile: Profile, keyspace: KeySpace, layout: RankLayout, shape: TrainingShape, also_list: Int64Array | None
-) -> dict[int, _TableLoad]:
-    """Return the loads of the tables that have accesses, by index of the table."""
-    names = [table.table for table in profile.tables]
-    if names != [table.name for table in keyspace.tables]:
+    if [table.table for table in profile.tables] != [table.name for table in keyspace.tables]:
         raise PlanError(
-            f"the profile lists other tables than the key space ({len(names)} against {len(keyspace.tables)}, or in "
-            "another order)",
+            f"the profile lists other tables than the key space ({len(profile.tables)} against "
+            f"{len(keyspace.tables)}, or in another order)",
             remedy="make the profile with the job's own table list",
         )
-    shape.check_names(keyspace)
+    unknown = sorted(shape.frozen_tables - set(keyspace.index))
+    if unknown:
+        raise PlanError(f"tables that do not exist: {', '.join(unknown)}", remedy="name tables of the job")
     if not any(table.weight > 0 for table in profile.tables):
         raise PlanError("the profile is empty: no access was seen yet", remedy="wait until the stream delivers")
     also = np.empty(0, np.int64) if also_list is None else np.unique(also_list)
     also_table, also_rows = keyspace.table_rows(also)
-    parts = {}
-    for index, table in enumerate(profile.tables):
-        if table.weight > 0:
-            parts[index] = _table_load(table, index, keyspace, layout, shape, also_rows[also_table == index])
-    return parts
+    parts = {
+        index: _table_load(table, index, keyspace, layout, shape, also_rows[also_table == index])
+        for index, table in enumerate(profile.tables)
+        if table.weight > 0
+    }
+    return tuple(
+        _joined(index, keyspace.tables[group.tables[0]], [parts[table] for table in group.tables if table in parts],
+                shape, layout)
+        for index, group in enumerate(keyspace.groups)
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _TableLoad:
+    """As ``GroupLoad``, of one table, in the order of its profile."""
+
+    keys: Int64Array
+    listed: RowLoads
+    bounds: Float64Array
+    bins: RowLoads
+    bin_rows: Float64Array
 
 
 def _table_load(
@@ -234,7 +287,11 @@ def _table_load(
     shape: TrainingShape,
     also_rows: Int64Array,
 ) -> _TableLoad:
-    _check_table(table, keyspace.tables[table_index].rows)
+    if not math.isfinite(table.accesses_per_step) or table.accesses_per_step < 0:
+        raise PlanError(
+            f"table {table.table!r}: accesses per step are unknown ({table.accesses_per_step!r})",
+            remedy="set planner.batch_accesses_per_step, or wait for the ranks' first report",
+        )
     shares = np.stack([table.hot_share, table.hot_lower, table.hot_upper]).astype(np.float64)
     rows = table.hot_rows
     bin_share, bin_rows = table.bin_share.astype(np.float64), table.bin_rows.astype(np.float64)
@@ -259,86 +316,45 @@ def _table_load(
         measured = np.concatenate([measured, np.full((3, len(more)), np.nan)], axis=1)
         relation = TouchRelation.fit(shares[0] * in_pass, measured, layout)
         touches, bin_touches = relation.completed(shares[0] * in_pass, measured), relation.touches(bin_share * in_pass)
+    frozen, (listed, lower, upper), bins = table.table in shape.frozen_tables, shares * per_rank, bin_share * per_rank
     return _TableLoad(
-        keys=keyspace.keys(table_index, rows),
-        hot=shares * per_rank,
-        bin_accesses=bin_share * per_rank,
-        bin_rows=bin_rows,
-        trained=0.0 if table.table in shape.frozen_tables else 1.0,
-        touches=touches,
-        bin_touches=bin_touches,
+        keyspace.keys(table_index, rows),
+        RowLoads(listed, np.zeros(len(listed)) if frozen else None, touches),
+        np.stack([np.minimum(lower, listed), np.maximum(upper, listed)]),
+        RowLoads(bins, np.zeros(len(bins)) if frozen else None, bin_touches),
+        bin_rows,
     )
 
 
-def _check_table(table: TableProfile, table_rows: int) -> None:
-    if not math.isfinite(table.accesses_per_step) or table.accesses_per_step < 0:
-        raise PlanError(
-            f"table {table.table!r}: accesses per step are unknown ({table.accesses_per_step!r})",
-            remedy="set planner.batch_accesses_per_step, or wait for the ranks' first report",
-        )
-    rows = table.hot_rows
-    if not all(
-        np.isfinite(share).all() and (share >= 0).all() for share in (table.hot_share, table.hot_lower, table.hot_upper)
-    ):
-        raise PlanError(f"table {table.table!r}: a hot row's share is NaN or negative", remedy="report this profile")
-    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= table_rows):
-        raise PlanError(f"table {table.table!r}: a hot row lies outside the table", remedy="check the table's rows")
-    ascending = np.sort(rows)
-    if bool((ascending[1:] == ascending[:-1]).any()):
-        raise PlanError(f"table {table.table!r}: a hot row is listed twice", remedy="report this profile")
-    for bins in (table.bin_share, table.bin_rows):
-        if not (np.isfinite(bins).all() and (bins >= 0).all()):
-            raise PlanError(f"table {table.table!r}: a bin is NaN or negative", remedy="report this profile")
-
-
-def _load(
-    group_index: int,
-    parts: list[_TableLoad],
-    keyspace: KeySpace,
-    layout: RankLayout,
-    shape: TrainingShape,
-    table: int | None = None,
+def _joined(
+    group: int, spec: TableSpec, parts: Sequence[_TableLoad], shape: TrainingShape, layout: RankLayout
 ) -> GroupLoad:
-    spec = keyspace.tables[keyspace.groups[group_index].tables[0] if table is None else table]
+    """Return the load of a dim-group from those of its tables."""
     keys = np.concatenate([np.empty(0, np.int64), *(part.keys for part in parts)])
-    hot = np.concatenate([np.empty((3, 0)), *(part.hot for part in parts)], axis=1)
     # Hot rows come by frequency; most callers want them by key.
     order = np.argsort(keys, kind="stable")
-    plain = all(part.trained == 1.0 for part in parts)
-
-    def trained(rows: list[int]) -> Float64Array | None:
-        return None if plain else np.repeat([part.trained for part in parts], rows)
-
-    def touches(accesses: list[Float64Array], known: list[Float64Array | None]) -> Float64Array:
-        passes = shape.micro_batches
-        every = [
-            independent(a / passes, layout) if measured is None else measured
-            for a, measured in zip(accesses, known, strict=True)
-        ]
-        return np.concatenate([np.empty((3, 0)), *every], axis=1)
-
-    of_keys = trained([len(part.keys) for part in parts])
-    all_independent = all(part.touches is None for part in parts)
+    listed = _concatenated([part.listed for part in parts], shape, layout)
+    bounds = np.concatenate([np.empty((2, 0)), *(part.bounds for part in parts)], axis=1)
     return GroupLoad(
-        group=group_index,
-        row_bytes=spec.row_bytes,
-        state_bytes=spec.state_bytes,
-        keys=keys[order],
-        accesses=hot[0, order],
-        accesses_lower=np.minimum(hot[1, order], hot[0, order]),
-        accesses_upper=np.maximum(hot[2, order], hot[0, order]),
-        bin_accesses=np.concatenate([np.empty(0), *(part.bin_accesses for part in parts)]),
-        bin_rows=np.concatenate([np.empty(0), *(part.bin_rows for part in parts)]),
-        comm_row_bytes=shape.wire_row_bytes(spec),
-        sums_at_home=shape.narrow_wire(spec),
-        micro_batches=shape.micro_batches,
-        merged_backward=shape.merged_backward,
-        trained=None if of_keys is None else of_keys[order],
-        bin_trained=trained([len(part.bin_rows) for part in parts]),
-        touches=None
-        if all_independent
-        else touches([part.hot[0] for part in parts], [part.touches for part in parts])[:, order],
-        bin_touches=None
-        if all_independent
-        else touches([part.bin_accesses for part in parts], [part.bin_touches for part in parts]),
-    )
+        group, spec, shape, layout, keys[order],
+        RowLoads(
+            listed.accesses[order],
+            None if listed.trained is None else listed.trained[order],
+            None if listed.touches is None else listed.touches[:, order],
+        ),
+        bounds[:, order],
+        _concatenated([part.bins for part in parts], shape, layout),
+        np.concatenate([np.empty(0), *(part.bin_rows for part in parts)]),
+    )  # fmt: skip
+
+
+def _concatenated(parts: Sequence[RowLoads], shape: TrainingShape, layout: RankLayout) -> RowLoads:
+    accesses = np.concatenate([np.empty(0), *(part.accesses for part in parts)])
+    trained = touches = None
+    if any(part.trained is not None for part in parts):
+        trained = np.concatenate([np.ones(len(p.accesses)) if p.trained is None else p.trained for p in parts])
+    if any(part.touches is not None for part in parts):
+        passes = shape.micro_batches
+        each = [independent(p.accesses / passes, layout) if p.touches is None else p.touches for p in parts]
+        touches = np.concatenate(each, axis=1)
+    return RowLoads(accesses, trained, touches)

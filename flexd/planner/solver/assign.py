@@ -1,4 +1,7 @@
-"""Tiers for the rows of one dim-group within every rank's slots, once each row's gain at each tier is known."""
+"""Tiers for the rows of one dim-group within every rank's slots, once each row's gain at each tier is known.
+
+The Lagrangian relaxation of the slots gives the price of a slot, and an upper bound of the gain.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array, Int64Array, UInt8Array
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.solver.exact import Core, best_within_slots, core_rows
+from flexd.planner.solver.exact import best_core, best_within_slots, core_rows
 from flexd.planner.solver.limits import FREE, GroupLimits
-from flexd.planner.solver.relaxation import best_price, single_tier_bound
-
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
-UInt8Array = npt.NDArray[np.uint8]
 
 _SMALL_PROBLEM_ROWS = 20_000
 """Up to so many rows more prices are tried, and the last slots are packed exactly; beyond, one row hardly counts."""
 _PRICE_FACTORS = (0.5, 0.8, 1.25, 2.0)
 _UNEVEN_STEPS = 8
+_BISECTIONS = 48
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class _GainingRows:
         rest = tiers.copy()
         rest[core] = Tier.HOME
         slots = self.slots - self.layout.replica_slots_used(self.keys, rest)
-        found = Core(self.layout, self.keys[core], self.decision[:, core], slots).best()
+        found = best_core(self.layout, self.keys[core], self.decision[:, core], slots)
         if found is None:
             return tiers, bound
         rest[core], most = found
@@ -176,54 +175,102 @@ class _GainingRows:
             yield self.fit_slots(self.slot_prices(of_rank))
 
     def fit_slots(self, slot_prices: Float64Array) -> UInt8Array:
-        """Return uint8[n] tiers that fit every rank."""
-        return _fill(self.layout, self.keys, self.decision, self.slots, slot_prices)
+        """Return uint8[n] tiers that fit every rank: DEVICE where it is best at these prices, NODE into what is left.
+
+        Args:
+            slot_prices: float64[tier, world] by tier and home.
+        """
+        layout, decision = self.layout, self.decision
+        tiers = np.zeros(len(self.keys), np.uint8)
+        net = decision - slot_prices[:, self.home]
+        device = np.flatnonzero((net.argmax(axis=0) == Tier.DEVICE) & (decision[Tier.DEVICE] > 0))
+        if len(device) and layout.local_ranks > 1:
+            fits = best_within_slots(decision[Tier.DEVICE, device], self.home[device], self.slots)
+            tiers[device[fits]] = Tier.DEVICE
+        if layout.nodes == 1:
+            return tiers
+        free = self.slots - layout.replica_slots_used(self.keys, tiers)
+        rest = np.flatnonzero((tiers == Tier.HOME) & (decision[Tier.NODE] > 0))
+        rail = self.keys[rest] % layout.local_ranks
+        for local in range(layout.local_ranks):
+            rows = rest[rail == local]
+            if len(rows):
+                fits = best_within_slots(
+                    decision[Tier.NODE, rows], layout.home_node(self.keys[rows]), free[layout.rail_ranks(local)]
+                )
+                tiers[rows[fits]] = Tier.NODE
+        self.upgrade(tiers)
+        return tiers
+
+    def upgrade(self, tiers: UInt8Array) -> None:
+        """Raise NODE rows to DEVICE, in place, in the slots that are left: exact, given the rows at NODE.
+
+        Their own rail holds these rows already, so an upgrade takes a slot on every rank of the other rails.
+        """
+        layout, rows = self.layout, np.flatnonzero(tiers == Tier.NODE)
+        more = self.decision[Tier.DEVICE, rows] - self.decision[Tier.NODE, rows]
+        rows, more = rows[more > 0], more[more > 0]
+        if len(rows) and layout.local_ranks > 1:
+            free = self.slots - layout.replica_slots_used(self.keys, tiers)
+            least = free.reshape(layout.nodes, layout.local_ranks).min(axis=0)
+            fits = best_within_slots(more, self.keys[rows] % layout.local_ranks, least)
+            tiers[rows[fits]] = Tier.DEVICE
 
 
-def _fill(
-    layout: RankLayout, keys: Int64Array, decision: Float64Array, slots: Int64Array, slot_prices: Float64Array
-) -> UInt8Array:
-    """Return uint8[n] tiers that fit every rank: DEVICE where it is best at these prices, NODE into what is left.
+def best_price(
+    node: Float64Array, device: Float64Array, node_slots: float, device_slots: float, slots: float
+) -> tuple[float, float]:
+    """(price of a slot at which the slots of all ranks together are just used, the most that any tiers within the slots
+    gain).
+
+    At any price m, every row takes the tier of the largest gain - m x slots; the sum of those plus m x all slots is at
+    least what any tiers within the slots gain.
 
     Args:
-        decision: float64[tier, n] gains.
-        slots: int64[world].
-        slot_prices: float64[tier, world] by tier and home.
+        node, device: float64[n] gains; -inf where the tier is not allowed.
+        node_slots, device_slots: slots one row takes on all ranks together.
+        slots: of all ranks together.
     """
-    tiers = np.zeros(len(keys), np.uint8)
-    net = decision - slot_prices[:, layout.home_rank(keys)]
-    device = np.flatnonzero((net.argmax(axis=0) == Tier.DEVICE) & (decision[Tier.DEVICE] > 0))
-    if len(device) and layout.local_ranks > 1:
-        fits = best_within_slots(decision[Tier.DEVICE, device], layout.home_rank(keys[device]), slots)
-        tiers[device[fits]] = Tier.DEVICE
-    if layout.nodes == 1:
-        return tiers
-    free = slots - layout.replica_slots_used(keys, tiers)
-    rest = np.flatnonzero((tiers == Tier.HOME) & (decision[Tier.NODE] > 0))
-    rail = keys[rest] % layout.local_ranks
-    for local in range(layout.local_ranks):
-        rows = rest[rail == local]
-        if len(rows):
-            fits = best_within_slots(
-                decision[Tier.NODE, rows], layout.home_node(keys[rows]), free[layout.rail_ranks(local)]
-            )
-            tiers[rows[fits]] = Tier.NODE
-    _upgrade(layout, keys, tiers, decision, slots)
-    return tiers
+    wanted = (node > 0) | (device > 0)
+    node, device = node[wanted], device[wanted]
+    if not len(node):
+        return 0.0, 0.0
+
+    def relaxed(price: float) -> tuple[float, float]:
+        at_node, at_device = node - price * node_slots, device - price * device_slots
+        best = np.maximum(at_node, at_device)
+        replicated = best > 0
+        devices = np.count_nonzero(replicated & (at_device > at_node))
+        nodes = np.count_nonzero(replicated) - devices
+        gain = float(best.sum(where=replicated)) + price * slots
+        return gain, node_slots * nodes + device_slots * devices
+
+    dual, used = relaxed(0.0)
+    if used <= slots:
+        return 0.0, dual
+    low, high = 0.0, _max_price(node, node_slots, device, device_slots)
+    middle = high
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        value, used = relaxed(middle)
+        dual = min(dual, value)
+        low, high = (middle, high) if used > slots else (low, middle)
+        if high - low <= 1e-9 * high or used == slots:
+            break
+    return (middle if used == slots else high), dual
 
 
-def _upgrade(
-    layout: RankLayout, keys: Int64Array, tiers: UInt8Array, decision: Float64Array, slots: Int64Array
-) -> None:
-    """Raise NODE rows to DEVICE, in place, in the slots that are left: exact, given the rows at NODE.
+def _max_price(node: Float64Array, node_slots: float, device: Float64Array, device_slots: float) -> float:
+    """Return the highest possible price of a slot."""
+    at_node = float(node.max()) / node_slots if node_slots > 0 else 0.0
+    return max(at_node, float(device.max()) / device_slots, 0.0)
 
-    Their own rail holds these rows already, so an upgrade takes a slot on every rank of the other rails.
-    """
-    rows = np.flatnonzero(tiers == Tier.NODE)
-    more = decision[Tier.DEVICE, rows] - decision[Tier.NODE, rows]
-    rows, more = rows[more > 0], more[more > 0]
-    if len(rows) and layout.local_ranks > 1:
-        free = slots - layout.replica_slots_used(keys, tiers)
-        least = free.reshape(layout.nodes, layout.local_ranks).min(axis=0)
-        fits = best_within_slots(more, keys[rows] % layout.local_ranks, least)
-        tiers[rows[fits]] = Tier.DEVICE
+
+def single_tier_bound(gains: Float64Array, rows: float) -> float:
+    """The most that ``rows`` rows at one tier gain; the last may be a fraction of a row."""
+    gains = gains[gains > 0]
+    if rows >= len(gains):
+        return float(gains.sum())
+    whole = int(rows)
+    best = np.partition(gains, len(gains) - whole - 1)[len(gains) - whole - 1 :]
+    return float(best[1:].sum() + (rows - whole) * best[0])

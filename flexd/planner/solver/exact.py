@@ -8,18 +8,15 @@ Quotas say how many more rows fit into the slots of their ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import BoolArray, Float64Array, Int64Array, UInt8Array
 from flexd.core.layout import RankLayout, Tier
 
 if TYPE_CHECKING:
     from scipy.sparse import coo_matrix
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 def best_within_slots(gains: Float64Array, homes: Int64Array, slots: Int64Array) -> BoolArray:
@@ -87,10 +84,6 @@ def best_within_slots(gains: Float64Array, homes: Int64Array, slots: Int64Array)
     return result
 
 
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
-UInt8Array = npt.NDArray[np.uint8]
-
 _MAX_CORE_ROWS = 192
 _MAX_CORE_ENTRIES = 3_072
 """Core rows x limits: with many ranks fewer rows are chosen anew, so that it stays a matter of milliseconds."""
@@ -109,61 +102,54 @@ def core_rows(limits: int) -> int:
     return rows if rows >= _MIN_CORE_ROWS else 0
 
 
-@dataclass(frozen=True)
-class Core:
-    """Rows to choose tiers for, and the slots that are free for them.
+def best_core(
+    layout: RankLayout, keys: Int64Array, decision: Float64Array, slots: Int64Array
+) -> tuple[UInt8Array, float] | None:
+    """(uint8[n] tiers within all limits, the most that any such tiers gain).
 
-    Attributes:
-        keys: int64[n].
+    The tiers are the best there are unless the search was cut off. None: it was, before it found any.
+
+    Args:
+        keys: int64[n], rows to choose tiers for.
         decision: float64[tier, n] gains; -inf where a tier is not allowed, HOME is 0.
-        slots: int64[world], at least 0.
+        slots: int64[world], at least 0, that are free for them.
     """
+    tier, row = np.nonzero(decision > 0)
+    if not len(row):
+        return np.zeros(len(keys), np.uint8), 0.0
+    # Imported with the first plan: it would take an eighth of the daemon's start.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_matrix
 
-    layout: RankLayout
-    keys: Int64Array
-    decision: Float64Array
-    slots: Int64Array
+    gain = decision[tier, row]
+    scale = _SCALE / float(gain.max())
+    limits = _limits(layout, keys[row], tier)
+    once = coo_matrix((np.ones(len(row)), (row, np.arange(len(row)))), shape=(len(keys), len(row)))
+    result = milp(
+        -gain * scale,
+        constraints=[LinearConstraint(limits.tocsr(), ub=slots), LinearConstraint(once.tocsr(), ub=1.0)],
+        integrality=np.ones(len(row)),
+        bounds=Bounds(0.0, 1.0),
+        options={"mip_rel_gap": 0.0, "node_limit": _MAX_NODES},
+    )
+    if result.x is None:
+        return None
+    chosen = np.round(result.x) > 0
+    if bool((limits @ chosen > slots).any()) or bool((once @ chosen > 1).any()):
+        return None
+    tiers = np.zeros(len(keys), np.uint8)
+    tiers[row[chosen]] = tier[chosen]
+    total = float(gain[chosen].sum())
+    bound = float("nan") if result.mip_dual_bound is None else -float(result.mip_dual_bound) / scale
+    return tiers, max(bound, total) + _SLACK * total if np.isfinite(bound) else np.inf
 
-    def best(self) -> tuple[UInt8Array, float] | None:
-        """(uint8[n] tiers within all limits, the most that any such tiers gain).
 
-        The tiers are the best there are unless the search was cut off. None: it was, before it found any.
-        """
-        tier, row = np.nonzero(self.decision > 0)
-        if not len(row):
-            return np.zeros(len(self.keys), np.uint8), 0.0
-        # Imported with the first plan: it would take an eighth of the daemon's start.
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import coo_matrix
+def _limits(layout: RankLayout, keys: Int64Array, tier: Int64Array) -> coo_matrix:
+    """float64[world, entries]: a one where a (tier, key) takes a slot of a rank."""
+    from scipy.sparse import coo_matrix
 
-        gain = self.decision[tier, row]
-        scale = _SCALE / float(gain.max())
-        limits = self._limits(tier, row)
-        once = coo_matrix((np.ones(len(row)), (row, np.arange(len(row)))), shape=(len(self.keys), len(row)))
-        result = milp(
-            -gain * scale,
-            constraints=[LinearConstraint(limits.tocsr(), ub=self.slots), LinearConstraint(once.tocsr(), ub=1.0)],
-            integrality=np.ones(len(row)),
-            bounds=Bounds(0.0, 1.0),
-            options={"mip_rel_gap": 0.0, "node_limit": _MAX_NODES},
-        )
-        if result.x is None:
-            return None
-        chosen = np.round(result.x) > 0
-        if bool((limits @ chosen > self.slots).any()) or bool((once @ chosen > 1).any()):
-            return None
-        tiers = np.zeros(len(self.keys), np.uint8)
-        tiers[row[chosen]] = tier[chosen]
-        total = float(gain[chosen].sum())
-        bound = float("nan") if result.mip_dual_bound is None else -float(result.mip_dual_bound) / scale
-        return tiers, max(bound, total) + _SLACK * total if np.isfinite(bound) else np.inf
-
-    def _limits(self, tier: Int64Array, row: Int64Array) -> coo_matrix:
-        """float64[world, entries]: a one where a (tier, row) takes a slot of a rank."""
-        from scipy.sparse import coo_matrix
-
-        world, local = self.layout.world_size, self.layout.local_ranks
-        home, ranks = self.layout.home_rank(self.keys[row]), np.arange(world)[:, None]
-        on_rail = (ranks % local == home % local) & (ranks // local != home // local)
-        rank, at = np.nonzero(np.where(tier == Tier.NODE, on_rail, ranks != home))
-        return coo_matrix((np.ones(len(at)), (rank, at)), shape=(world, len(row)))
+    world, local = layout.world_size, layout.local_ranks
+    home, ranks = layout.home_rank(keys), np.arange(world)[:, None]
+    on_rail = (ranks % local == home % local) & (ranks // local != home // local)
+    rank, at = np.nonzero(np.where(tier == Tier.NODE, on_rail, ranks != home))
+    return coo_matrix((np.ones(len(at)), (rank, at)), shape=(world, len(keys)))

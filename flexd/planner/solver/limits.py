@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Int64Array, UInt8Array
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.sharding_types import ROW_WISE
-
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
 
 FREE = 255
 """Marks a row that is not pinned: the optimiser chooses its tier."""
@@ -112,20 +109,6 @@ class GroupLimits:
         """Return whether these tiers keep to slots and pins."""
         within = bool((layout.replica_slots_used(keys, tiers) <= self.slots).all())
         return within and not bool(((self.fixed != FREE) & (tiers != self.fixed)).any())
-
-
-def slots_of_ranks(slots: int | Int64Array, layout: RankLayout) -> Int64Array:
-    """Return int64[world] slots of the ranks; one number stands for every rank.
-
-    Raises:
-        PlanError: negative slots, or not one number per rank.
-    """
-    given = np.asarray(slots)
-    if given.ndim > 1 or (given.ndim == 1 and len(given) != layout.world_size):
-        raise PlanError(f"replica slots of {given.shape} for {layout.world_size} ranks", remedy="one number per rank")
-    if not np.issubdtype(given.dtype, np.integer) or bool((given < 0).any()):
-        raise PlanError(f"replica slots: {slots}", remedy="give integers of at least 0")
-    return np.broadcast_to(given.astype(np.int64), (layout.world_size,)).copy()
 
 
 def slots_used(keys: Int64Array, tiers: UInt8Array, keyspace: KeySpace, layout: RankLayout) -> Int64Array:

@@ -1,10 +1,10 @@
 """The optimiser: the tier of every listed row that makes the step's exposed communication shortest.
 
 Time is linear in the rows once the price of a byte is known, so a row's *gain* at a tier (its time at HOME minus its
-time there) does not depend on the other rows; only the replica slots tie rows together (``assign``, ``quota``), and the
+time there) does not depend on the other rows; only the replica slots tie rows together (``assign``, ``exact``), and the
 fixed cost of synchronising a tier at all, which dim-groups share, ties the dim-groups together. There are four sets of
 tiers that may be synchronised; each is solved for all dim-groups, and the best is taken. The Lagrangian relaxation
-(``relaxation``) bounds what any tiers could gain.
+bounds what any tiers could gain.
 
 Which tiers exist: with one node the node owner is the home, so NODE would be HOME; with one rank a node NODE and DEVICE
 hold the same copies, and NODE is used.
@@ -19,24 +19,51 @@ from functools import cached_property
 from itertools import combinations
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import BoolArray, Float64Array, UInt8Array
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost, step_latencies
-from flexd.planner.model.gains import canonical_tiers, decision_gains, usable_tiers
-from flexd.planner.model.prices import exposed_share, linear_exposure
+from flexd.planner.model.cost import (
+    CostBreakdown,
+    canonical_tiers,
+    decision_gains,
+    joint_cost,
+    missed_share,
+    sync_latency,
+    usable_tiers,
+)
+from flexd.planner.model.prices import linear_exposure
 from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.workload import GroupLoad
 from flexd.planner.solver.assign import Assignment
 from flexd.planner.solver.limits import FREE, GroupLimits
 from flexd.topology.cluster import Cluster
 
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
-UInt8Array = npt.NDArray[np.uint8]
-
 _PRICE_ROUNDS = 4
 """At most: prices depend on the message sizes, which depend on the plan."""
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """What was minimised, in exposed seconds (mean over the ranks).
+
+    Attributes:
+        objective_seconds: with the row bounds, plus migration over the horizon.
+        lower_bound_seconds: no tiers within the limits have a smaller objective (at the prices of these tiers'
+            messages; for a cluster without size-dependent bandwidths: at all).
+        home_seconds: objective of every row at HOME that is not pinned elsewhere.
+    """
+
+    objective_seconds: float
+    lower_bound_seconds: float
+    home_seconds: float
+
+    @property
+    def gap(self) -> float:
+        """Largest share that may be missed of what any tiers could save against every row at HOME, 0 to 1.
+
+        No copies at all have 1 where some could save anything, and 0 where none can."""
+        return missed_share(self.objective_seconds, self.home_seconds, self.lower_bound_seconds)
 
 
 @dataclass(frozen=True)
@@ -47,23 +74,16 @@ class JointChoice:
         tiers: of each group uint8[h], of the load's listed rows.
         gains: of each group float64[h], exposed seconds a step that the row saves at its tier against HOME (0 at HOME).
         cost: of these tiers.
-        home: of the same exchange with every row at HOME that is not pinned elsewhere.
-        objective_seconds: what was minimised: exposed seconds (mean over the ranks) with the row bounds, plus migration
-            over the horizon.
-        lower_bound_seconds: no tiers within the limits have a smaller objective (at the prices of these tiers'
-            messages; for a cluster without size-dependent bandwidths: at all).
     """
 
     tiers: tuple[UInt8Array, ...]
     gains: tuple[Float64Array, ...]
     cost: CostBreakdown
-    home: CostBreakdown
-    objective_seconds: float
-    lower_bound_seconds: float
+    optimum: Optimum
 
 
 def choose_jointly(
-    sums: Sequence[LoadSums],
+    loads: Sequence[GroupLoad],
     cluster: Cluster,
     limits: Sequence[GroupLimits],
     live_tiers: Sequence[UInt8Array],
@@ -85,39 +105,38 @@ def choose_jointly(
     """
     if not horizon_steps > 0:
         raise PlanError(f"horizon_steps: {horizon_steps}", remedy="give a number of steps above 0")
-    layout = sums[0].layout
+    layout = loads[0].layout
     live = [canonical_tiers(tiers, layout) for tiers in live_tiers]
-    home = joint_cost(sums, [np.zeros(len(group.load.keys), np.uint8) for group in sums], cluster, exchange)
+    home = joint_cost(loads, [np.zeros(len(load.keys), np.uint8) for load in loads], cluster, exchange)
     linear = linear_exposure(cluster, home.phase_seconds.sum(axis=1))
-    problem = _Problem(tuple(sums), cluster, linear, tuple(limits), tuple(live), horizon_steps, exchange)
-    sent = problem.first_sizes()
-    best: _MeanChoice | None = None
+    problem = _Problem(tuple(loads), cluster, linear, tuple(limits), tuple(live), horizon_steps, exchange)
+    sent = problem.first_sizes(home)
+    best: JointChoice | None = None
     for _ in range(1 if cluster.is_affine else _PRICE_ROUNDS):
         choice = problem.solve(sent)
-        if best is None or choice.objective_seconds < best.objective_seconds:
+        if best is None or choice.optimum.objective_seconds < best.optimum.objective_seconds:
             best = choice
         sizes = choice.cost.bytes
         if np.array_equal(np.where(sizes > 0, sizes, sent), sent):
             break
         sent = np.where(sizes > 0, sizes, sent)
-    if best is None:
-        raise PlanError("no tiers were tried", remedy="report this")
-    return problem.joint(best)
+    assert best is not None  # noqa: S101
+    return best
 
 
 @dataclass(frozen=True)
 class _Group:
     """One dim-group at given prices."""
 
-    sums: LoadSums
+    load: GroupLoad
     assignment: Assignment
     plain: Float64Array
     live: UInt8Array
 
     @cached_property
-    def trained(self) -> npt.NDArray[np.bool_] | None:
+    def trained(self) -> BoolArray | None:
         """bool[h]; None if all rows are."""
-        trained = self.sums.load.trained
+        trained = self.load.listed.trained
         return None if trained is None else trained > 0
 
     def allowing(self, tiers: frozenset[Tier]) -> Float64Array:
@@ -151,7 +170,7 @@ class _Group:
             live_gain >= self.total(self.assignment.decision, chosen)
             and self.live.any()
             and self.synced(self.live) <= tiers
-            and self.assignment.limits.fits(self.sums.load.keys, self.live, self.sums.layout)
+            and self.assignment.limits.fits(self.load.keys, self.live, self.load.layout)
         ):
             chosen, bound = self.live, max(bound, live_gain)
         if self.total(self.plain, chosen) <= 0:
@@ -161,21 +180,8 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class _MeanChoice:
-    """The best tiers by the mean over the ranks; ``missed_seconds`` is the most by which others could be better."""
-
-    groups: list[_Group]
-    home_tiers: list[UInt8Array]
-    home: CostBreakdown
-    tiers: list[UInt8Array]
-    cost: CostBreakdown
-    objective_seconds: float
-    missed_seconds: float
-
-
-@dataclass(frozen=True)
 class _Problem:
-    sums: tuple[LoadSums, ...]
+    loads: tuple[GroupLoad, ...]
     cluster: Cluster
     linear: Cluster
     """Its exposure is that of small changes of all rows at HOME: gains are added up by it."""
@@ -186,33 +192,28 @@ class _Problem:
 
     @property
     def layout(self) -> RankLayout:
-        return self.sums[0].layout
+        return self.loads[0].layout
 
     def cost(self, tiers: Sequence[UInt8Array]) -> CostBreakdown:
-        return joint_cost(self.sums, tiers, self.cluster, self.exchange)
+        return joint_cost(self.loads, tiers, self.cluster, self.exchange)
 
-    def first_sizes(self) -> Float64Array:
+    def first_sizes(self, home: CostBreakdown) -> Float64Array:
         """Message sizes before any plan: the exchange with all rows at HOME, the sync of as many rows as fit."""
-        home = [np.zeros(len(group.load.keys), np.uint8) for group in self.sums]
-        sizes = self.cost(home).bytes
+        sizes = home.bytes.copy()
         if self.cluster.is_affine:
             return sizes
         for tier in usable_tiers(self.layout, self.exchange):
             filled = []
-            for group, limits in zip(self.sums, self.limits, strict=True):
-                tiers = np.zeros(len(group.load.keys), np.uint8)
-                tiers[np.argsort(-group.load.accesses, kind="stable")[: int(limits.slots.min(initial=0))]] = tier
+            for load, limits in zip(self.loads, self.limits, strict=True):
+                tiers = np.zeros(len(load.keys), np.uint8)
+                tiers[np.argsort(-load.listed.accesses, kind="stable")[: int(limits.slots.min(initial=0))]] = tier
                 filled.append(tiers)
             sizes[tier] = self.cost(filled).bytes[tier]
         return sizes
 
     def fixed_seconds(self, synced: frozenset[Tier]) -> float:
         """Exposed latency of synchronising these tiers."""
-        with_sync, without = (
-            step_latencies(self.sums, self.cluster, self.exchange, {int(tier) for tier in tiers})
-            for tiers in (synced, frozenset[Tier]())
-        )
-        return float(exposed_share(self.linear) @ (with_sync - without).sum(axis=1))
+        return sync_latency(self.loads, self.cluster, self.exchange, self.linear.exposed, synced)
 
     def sets_of_tiers(self, pinned: frozenset[Tier], frozen: bool) -> Iterator[frozenset[Tier]]:
         """Sets of tiers that may be synchronised; the empty one matters only to rows that are not."""
@@ -225,14 +226,14 @@ class _Problem:
     def groups(self, sent: Float64Array) -> list[_Group]:
         usable = usable_tiers(self.layout, self.exchange)
         result = []
-        for sums, limits, live in zip(self.sums, self.limits, self.live, strict=True):
-            decision, plain = decision_gains(sums, live, self.linear, sent, self.exchange, self.horizon_steps)
+        for load, limits, live in zip(self.loads, self.limits, self.live, strict=True):
+            decision, plain = decision_gains(load, live, self.linear, sent, self.exchange, self.horizon_steps)
             fixed = np.where(limits.fixed == FREE, FREE, canonical_tiers(limits.fixed % len(Tier), self.layout))
             limits = GroupLimits(limits.slots, fixed.astype(np.uint8))
-            result.append(_Group(sums, Assignment(self.layout, sums.load.keys, decision, limits, usable), plain, live))
+            result.append(_Group(load, Assignment(self.layout, load.keys, decision, limits, usable), plain, live))
         return result
 
-    def solve(self, sent: Float64Array) -> _MeanChoice:
+    def solve(self, sent: Float64Array) -> JointChoice:
         groups = self.groups(sent)
         home_tiers = [group.assignment.base for group in groups]
         home = self.cost(home_tiers)
@@ -257,20 +258,9 @@ class _Problem:
                 best_tiers, best_cost, best_objective = tiers, cost, objective
         if not math.isinf(self.cluster.exposed.cover_seconds):
             best_value = home.exposed_seconds - best_objective  # at most the sum of the gains
-        return _MeanChoice(
-            groups, home_tiers, home, best_tiers, best_cost, best_objective, max(bound - best_value, 0.0)
-        )
-
-    def joint(self, mean: _MeanChoice) -> JointChoice:
-        gains = [
+        gains = (
             np.take_along_axis(group.plain, chosen[None, :].astype(np.int64), axis=0)[0]
-            for group, chosen in zip(mean.groups, mean.tiers, strict=True)
-        ]
-        return JointChoice(
-            tiers=tuple(mean.tiers),
-            gains=tuple(gains),
-            cost=mean.cost,
-            home=mean.home,
-            objective_seconds=mean.objective_seconds,
-            lower_bound_seconds=mean.objective_seconds - mean.missed_seconds,
+            for group, chosen in zip(groups, best_tiers, strict=True)
         )
+        optimum = Optimum(best_objective, best_objective - max(bound - best_value, 0.0), home.exposed_seconds)
+        return JointChoice(tuple(best_tiers), tuple(gains), best_cost, optimum)

@@ -9,14 +9,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array
 from flexd.core.layout import RankLayout
 from flexd.planner.tables.options import Part, ShardingKind, TableOptions
 from flexd.planner.tables.rank_loads import GroupMaxima, RankLoads, ShardAssignment
-
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
 
 _CANDIDATES = 12
 """Pieces of the busiest rank that are tried, those that load it most."""
@@ -83,7 +80,7 @@ class LocalSearch:
         for at, option, place in before:
             self.loads.add(int(self.table[at]), option, place, -1.0)
         for at in rng.permutation(taken).tolist():
-            option, place = self._best(int(at), self._rank_seconds())
+            _, option, place = self._best(int(at), math.inf, self._rank_seconds())
             self.option[at], self.place[at] = option, place
             self.loads.add(int(self.table[at]), option, place)
         self.moves += 1
@@ -91,9 +88,7 @@ class LocalSearch:
             self._descend()
             return
         for at, option, place in before:
-            self.loads.add(int(self.table[at]), int(self.option[at]), int(self.place[at]), -1.0)
-            self.option[at], self.place[at] = option, place
-            self.loads.add(int(self.table[at]), option, place)
+            self._put(at, option, place)
         if self.moves % _REBUILT_AFTER == 0:
             self.loads = RankLoads.of(self.tables, self.layout, self.capacity, self._now())
 
@@ -102,24 +97,22 @@ class LocalSearch:
         of_rank = np.tensordot(self.tables.axis_seconds, self.loads.total[:-1], axes=1)
         return np.asarray(of_rank * _TIE, dtype=np.float64)
 
-    def _best(self, at: int, tie: Float64Array) -> tuple[int, int]:
-        """(option, place) of the best place of a piece that was taken away; its own if none fits."""
+    def _best(self, at: int, most: float, tie: Float64Array | None = None) -> tuple[float, int, int]:
+        """(seconds, option, place) of the best place of a piece that was taken away; its own if none takes less than
+        ``most``."""
         around = self.loads.group_maxima()
-        best = (math.inf, int(self.option[at]), int(self.place[at]))
+        best = (most, int(self.option[at]), int(self.place[at]))
         for option in self._options(at):
             self.evaluations -= 1
             seconds = self._seconds_at(at, option, around)
-            rule = self.tables.options[option].rule
-            if rule is ShardingKind.TABLE_ROW_WISE:
+            if tie is not None and self.tables.options[option].rule is ShardingKind.TABLE_ROW_WISE:
                 seconds = seconds + tie.max(axis=1)
-            elif len(seconds) > 1:
-                seconds = seconds + tie.ravel()
-            else:
-                seconds = seconds + tie.mean()
+            elif tie is not None:
+                seconds = seconds + (tie.ravel() if len(seconds) > 1 else tie.mean())
             least = int(seconds.argmin())
             if seconds[least] < best[0]:
                 best = (float(seconds[least]), option, least)
-        return best[1], best[2]
+        return best
 
     def _seconds_at(self, at: int, option: int, around: GroupMaxima) -> Float64Array:
         """float64[places]: of a step with this piece."""
@@ -192,14 +185,7 @@ class LocalSearch:
         crowded = self.loads.over_memory() > 0
         now = math.inf if crowded else self.loads.seconds()
         self.loads.add(table, option, place, -1.0)
-        around = self.loads.group_maxima()
-        best = (now * (1 - _LEAST_GAIN) if now < math.inf else now, option, place)
-        for other in self._options(at):
-            self.evaluations -= 1
-            seconds = self._seconds_at(at, other, around)
-            least = int(seconds.argmin())
-            if seconds[least] < best[0]:
-                best = (float(seconds[least]), other, least)
+        best = self._best(at, now * (1 - _LEAST_GAIN))
         if crowded and best[0] == math.inf:
             best = self._roomiest(at, best)
         self.loads.add(table, best[1], best[2])
@@ -247,7 +233,7 @@ class LocalSearch:
         """Exchange a piece with a smaller one of the rank that has least on this axis, if that shortens the step."""
         option = int(self.option[at])
         rule = self.tables.options[option].rule
-        if rule in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL):
+        if self.tables.options[option].everywhere:
             return False
         load = self.loads.total[axis]
         other = int((load.max(axis=1) if rule is ShardingKind.TABLE_ROW_WISE else load.ravel()).argmin())

@@ -13,25 +13,18 @@ from enum import IntEnum, StrEnum
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-from flexd.core.errors import PlanError
+from flexd.core.arrays import BoolArray, Float64Array, Int64Array
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.sharding_types import DATA_PARALLEL as DATA_PARALLEL_TYPE
 from flexd.core.sharding_types import ROW_WISE as ROW_WISE_TYPE
-from flexd.planner.model.cost import LoadSums
-from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.model.workload import ACCESSES, STATISTICS, make_table_loads
+from flexd.planner.model.workload import ACCESSES, STATISTICS, TrainingShape, make_loads
 from flexd.sketch.profile import Profile
-
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 class ShardingKind(StrEnum):
-    """Kinds of sharding types (``flexd.core.sharding_types``); columns are planned only."""
+    """Kinds of sharding types (``flexd.core.sharding_types``, torchrec.distributed.types.ShardingType)."""
 
     ROW_WISE = ROW_WISE_TYPE
     """Rows are spread over all ranks."""
@@ -40,7 +33,7 @@ class ShardingKind(StrEnum):
     TABLE_WISE = "table_wise"
     """All rows are on one rank."""
     COLUMN_WISE = "column_wise"
-    """Columns are cut into pieces, each whole on a rank of its own."""
+    """Columns are cut into pieces, each whole on a rank of its own: TorchRec alone does."""
     DATA_PARALLEL = DATA_PARALLEL_TYPE
     """Every rank has all rows; gradients are summed."""
 
@@ -66,7 +59,7 @@ class Part(IntEnum):
 
 
 @dataclass(frozen=True)
-class Option:
+class TableOption:
     """One way to hold and pool a table.
 
     Attributes:
@@ -82,11 +75,27 @@ class Option:
         """``sharding/pooling``, with the number of column pieces."""
         return f"{self.rule}{self.pieces if self.rule is ShardingKind.COLUMN_WISE else ''}/{self.pooling_at}"
 
+    @property
+    def everywhere(self) -> bool:
+        """Whether all ranks hold as much of it."""
+        return self.rule in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL)
+
     def places(self, layout: RankLayout) -> int:
         """Return how many places a piece can have: ranks, nodes, or the only one."""
-        if self.rule in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL):
+        if self.everywhere:
             return 1
         return layout.nodes if self.rule is ShardingKind.TABLE_ROW_WISE else layout.world_size
+
+    def held(self, layout: RankLayout) -> tuple[Part, int]:
+        """Return who holds a piece of the table, and into how many pieces of memory the table is cut."""
+        return {
+            ShardingKind.ROW_WISE: (Part.EVERYWHERE, layout.world_size),
+            ShardingKind.TABLE_ROW_WISE: (Part.HOME_NODE, layout.local_ranks),
+            ShardingKind.TABLE_WISE: (Part.HOME_RANK, 1),
+            ShardingKind.COLUMN_WISE: (Part.HOME_RANK, self.pieces),
+            # A rank's own part of the rows needs no copy there.
+            ShardingKind.DATA_PARALLEL: (Part.EVERYWHERE, 1),
+        }[self.rule]
 
 
 @dataclass(frozen=True)
@@ -103,13 +112,10 @@ class TableOptions:
         memory_bytes: float64[T, O, 4], of one piece, by ``Part``.
         allowed: bool[T, O].
         pooling_seconds: fixed seconds of a step as soon as any table has this pooling place.
-
-    Raises:
-        PlanError: shapes differ, a table has no option that fits, or a figure is NaN or infinite.
     """
 
     names: tuple[str, ...]
-    options: tuple[Option, ...]
+    options: tuple[TableOption, ...]
     phases: tuple[str, ...]
     axis_phase: Int64Array
     seconds_per_unit: Float64Array
@@ -117,31 +123,6 @@ class TableOptions:
     memory_bytes: Float64Array
     allowed: BoolArray
     pooling_seconds: tuple[tuple[PoolingAt, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        tables, options, axes = len(self.names), len(self.options), len(self.axis_phase)
-        shapes = {
-            "loads": (self.loads.shape, (tables, options, len(Part), axes)),
-            "memory_bytes": (self.memory_bytes.shape, (tables, options, len(Part))),
-            "allowed": (self.allowed.shape, (tables, options)),
-            "seconds_per_unit": (self.seconds_per_unit.shape, (len(self.phases),)),
-        }
-        for name, (shape, wanted) in shapes.items():
-            if shape != wanted:
-                raise PlanError(f"table options: {name} has shape {shape}, expected {wanted}", remedy="report this")
-        for name in ("loads", "memory_bytes", "seconds_per_unit"):
-            if not np.isfinite(getattr(self, name)).all():
-                raise PlanError(f"table options: {name} has a NaN or an infinity", remedy="check look-ups and sizes")
-        if len(self.axis_phase) == 0 or list(np.unique(self.axis_phase)) != list(range(len(self.phases))):
-            raise PlanError("table options: a phase without an axis", remedy="report this")
-        if (np.diff(self.axis_phase) < 0).any():
-            raise PlanError("table options: axes are not in the order of the phases", remedy="report this")
-        if not self.allowed[:, 0].all():
-            raise PlanError(
-                f"table {self.names[int(np.flatnonzero(~self.allowed[:, 0])[0])]!r}: "
-                f"{self.options[0].name} is not allowed",
-                remedy="allow the first option to every table",
-            )
 
     @cached_property
     def axis_seconds(self) -> Float64Array:
@@ -216,11 +197,14 @@ class TableWork:
         Raises:
             PlanError: as ``make_loads``.
         """
-        sums = [LoadSums(load, layout).total() for load in make_table_loads(profile, keyspace, layout, shape)]
-        specs = keyspace.tables
+        specs, sums = keyspace.tables, np.zeros((len(keyspace.tables), STATISTICS))
+        for index, (spec, seen) in enumerate(zip(specs, profile.tables, strict=True)):
+            if seen.weight > 0:
+                own = Profile(tables=(seen,))
+                sums[index] = make_loads(own, KeySpace([spec]), layout, shape.of_table(spec.name))[0].total
         return cls(
             tuple(spec.name for spec in specs),
-            np.array(sums).reshape(len(specs), STATISTICS),
+            sums,
             np.array([bags.get(spec.name, 0.0) for spec in specs]),
             np.array([float(shape.wire_row_bytes(spec)) for spec in specs]),
             np.array([float(spec.row_bytes) for spec in specs]),

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.options import Part, ShardingKind, TableOptions
-
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
+from flexd.planner.tables.options import Part, ShardingKind, TableOption, TableOptions
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class RankLoads:
         flat = result.total.reshape(axes, ranks)
         for at, option in enumerate(tables.options):
             mine = pieces.option == at
-            if option.rule in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL) or not mine.any():
+            if option.everywhere or not mine.any():
                 continue
             parts, place = every[mine], pieces.place[mine]
             node = place if option.rule is ShardingKind.TABLE_ROW_WISE else place // layout.local_ranks
@@ -70,16 +67,7 @@ class RankLoads:
 
     def add(self, table: int, option: int, place: int, sign: float = 1.0) -> None:
         """Add a piece to its place, or take it away with ``sign`` -1."""
-        parts = sign * self.option_loads[table, option]
-        rule = self.tables.options[option].rule
-        self.total += parts[Part.EVERYWHERE][:, None, None]
-        if rule is ShardingKind.TABLE_ROW_WISE:
-            self.total[:, place] += parts[Part.HOME_NODE][:, None]
-        elif rule in (ShardingKind.TABLE_WISE, ShardingKind.COLUMN_WISE):
-            node, local = divmod(place, self.layout.local_ranks)
-            self.total[:, node] += parts[Part.HOME_NODE][:, None]
-            self.total[:, :, local] += parts[Part.HOME_RAIL][:, None]
-            self.total[:, node, local] += parts[Part.HOME_RANK]
+        add_piece(self.total, sign * self.option_loads[table, option], self.tables.options[option], place)
 
     def maxima(self) -> Float64Array:
         """float64[P]: the largest load of a rank in each phase."""
@@ -104,15 +92,15 @@ class RankLoads:
     def seconds_at(self, table: int, option: int, around: GroupMaxima) -> Float64Array:
         """Return float64[places]: seconds of a step with one more piece at each place, inf where the ranks that would
         hold it have no memory for it."""
-        parts, rule = self.option_loads[table, option], self.tables.options[option].rule
+        parts, held = self.option_loads[table, option], self.tables.options[option]
         every = parts[Part.EVERYWHERE]
         total = self.total
-        if rule in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL):
+        if held.everywhere:
             most = total[:-1].max(axis=(1, 2)) + every[:-1]
             fits = bool((total[-1] + every[-1] <= self.capacity).all())
             return self.tables.seconds_per_unit @ self._by_phase(most[:, None]) if fits else np.full(1, np.inf)
         node = every + parts[Part.HOME_NODE]
-        if rule is ShardingKind.TABLE_ROW_WISE:
+        if held.rule is ShardingKind.TABLE_ROW_WISE:
             most = np.maximum(around.other_nodes + every[:-1, None], around.node + node[:-1, None])
             short = around.short_node + node[-1]
         else:
@@ -126,7 +114,26 @@ class RankLoads:
 
     def group_maxima(self) -> GroupMaxima:
         """Return the maxima around every place."""
-        return GroupMaxima.of(self.total, self.capacity)
+        loads = self.total[:-1]
+        node, rest_of_node = loads.max(axis=2), _of_others(loads, 2)
+        short = (self.total[-1] - self.capacity).max(axis=1)
+        return GroupMaxima(
+            node, _of_others(node, 1), rest_of_node, _of_others(loads, 1), _of_others(rest_of_node, 1), short
+        )
+
+
+def add_piece(load: Float64Array, parts: Float64Array, option: TableOption, place: int) -> None:
+    """Add float64[4, axes] ``parts`` of a piece at its place to float64[axes, N, L] ``load``."""
+    every, node, rail, rank = parts
+    if every.any():
+        load += every[:, None, None]
+    if option.rule is ShardingKind.TABLE_ROW_WISE:
+        load[:, place] += node[:, None]
+    elif not option.everywhere:
+        at, local = divmod(place, load.shape[2])
+        load[:, at] += node[:, None]
+        load[:, :, local] += rail[:, None]
+        load[:, at, local] += rank
 
 
 @dataclass(frozen=True)
@@ -146,21 +153,6 @@ class GroupMaxima:
     rest_of_rail: Float64Array
     elsewhere: Float64Array
     short_node: Float64Array
-
-    @classmethod
-    def of(cls, total: Float64Array, capacity: Float64Array) -> GroupMaxima:
-        loads = total[:-1]
-        node = loads.max(axis=2)
-        rest_of_node = _of_others(loads, 2)
-        short = (total[-1] - capacity).max(axis=1)
-        return cls(
-            node,
-            _of_others(node, 1),
-            rest_of_node,
-            _of_others(loads, 1),
-            _of_others(rest_of_node, 1),
-            short,
-        )
 
 
 def _of_others(values: Float64Array, axis: int) -> Float64Array:

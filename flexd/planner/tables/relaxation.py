@@ -13,13 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import BoolArray, Float64Array, Int64Array
 from flexd.core.layout import RankLayout
 from flexd.planner.tables.options import TableOptions
-
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
 
 _ROUNDS = 80
 _CUTS_A_ROUND = 40
@@ -86,7 +83,7 @@ class _Master:
         self.barred = np.where(self.allowed, 0.0, np.inf)
         self.wanted = self.allowed & ~self._dominated()
 
-    def _dominated(self) -> npt.NDArray[np.bool_]:
+    def _dominated(self) -> BoolArray:
         """bool[T, O]: options that need no less of anything, in the mean and at the busiest rank, than another.
 
         Of two that are equal the first is wanted. Only choices leave them out: another option may have more at every

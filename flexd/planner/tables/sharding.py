@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,18 +12,17 @@ import numpy as np
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.tables.chain_costs import chain_options
-from flexd.planner.tables.options import Option, PoolingAt, ShardingKind, TableWork
+from flexd.planner.model.workload import TrainingShape
+from flexd.planner.tables.costs import TORCHREC_OPTIONS, chain_options, torchrec_options
+from flexd.planner.tables.options import PoolingAt, ShardingKind, TableOption, TableOptions, TableWork
 from flexd.planner.tables.rank_loads import RankLoads, ShardAssignment
 from flexd.planner.tables.solve import EVALUATIONS, TablePlacement, place_tables
 from flexd.planner.tables.table_list import ListedTable, unique_names
-from flexd.planner.tables.torchrec_costs import OPTIONS, SHARDING_TYPES, torchrec_options
 from flexd.sketch.profile import Profile, TableProfile, zipf_table
 from flexd.topology.cluster import Cluster
 
 FORMAT = 1
-_KINDS = {kind: home for home, kind in SHARDING_TYPES.items()} | {
+_KINDS = {kind.value: kind for kind in ShardingKind} | {
     "TW": ShardingKind.TABLE_WISE, "RW": ShardingKind.ROW_WISE, "CW": ShardingKind.COLUMN_WISE,
     "TWRW": ShardingKind.TABLE_ROW_WISE, "DP": ShardingKind.DATA_PARALLEL,
     # Columns on the ranks of one node (torchrec.distributed.sharding.twcw_sharding); the list names them.
@@ -90,49 +88,57 @@ def _profile(
     return replace(known, table=name, accesses_per_step=known.accesses_per_step or accesses)
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """TorchRec's sharding of every table.
+def torchrec_sharding(placement: TablePlacement) -> list[tuple[str, list[int]]]:
+    """Return (TorchRec's sharding type, ranks; of table_row_wise those of its node) by table."""
+    layout, found = placement.layout, []
+    for option, places in placement.by_table():
+        if option.rule is ShardingKind.TABLE_ROW_WISE:
+            ranks = list(layout.node_ranks(places[0]))
+        else:
+            ranks = list(range(layout.world_size)) if option.everywhere else places
+        found.append((str(option.rule), ranks))
+    return found
 
-    Attributes:
-        tables: as listed.
-        placement: of them, over ``torchrec_costs.OPTIONS``.
-    """
 
-    tables: tuple[ListedTable, ...]
-    placement: TablePlacement
+def sharding_document(tables: Sequence[ListedTable], placement: TablePlacement) -> dict[str, Any]:
+    """Return what ``flexd.torchrec.sharding_plan`` reads of a placement of ``shard_tables``, JSON-able."""
+    modules: dict[str, dict[str, Any]] = {}
+    for table, (kind, ranks) in zip(tables, torchrec_sharding(placement), strict=True):
+        modules.setdefault(table.module, {})[short_name(table)] = {"sharding_type": kind, "ranks": ranks}
+    return {
+        "format": FORMAT,
+        "nodes": placement.layout.nodes,
+        "local_ranks": placement.layout.local_ranks,
+        "predicted": predicted(placement),
+        "modules": modules,
+    }
 
-    @property
-    def chosen(self) -> list[tuple[str, list[int]]]:
-        """(TorchRec's sharding type, ranks; of table_row_wise those of its node) by table."""
-        layout, pieces = self.placement.layout, self.placement.pieces
-        starts = np.searchsorted(pieces.table, np.arange(len(self.tables) + 1)).tolist()
-        found = []
-        for first, end in pairwise(starts):
-            kind = self.placement.tables.options[int(pieces.option[first])].rule
-            places = pieces.place[first:end].tolist()
-            if kind is ShardingKind.TABLE_ROW_WISE:
-                ranks = [places[0] * layout.local_ranks + at for at in range(layout.local_ranks)]
-            elif kind in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL):
-                ranks = list(range(layout.world_size))
-            else:
-                ranks = places
-            found.append((SHARDING_TYPES[kind], ranks))
-        return found
 
-    def document(self) -> dict[str, Any]:
-        """Return what ``flexd.torchrec.sharding_plan`` reads, JSON-able."""
-        placement = self.placement
-        modules: dict[str, dict[str, Any]] = {}
-        for table, (kind, ranks) in zip(self.tables, self.chosen, strict=True):
-            modules.setdefault(table.module, {})[short_name(table)] = {"sharding_type": kind, "ranks": ranks}
-        return {
-            "format": FORMAT,
-            "nodes": placement.layout.nodes,
-            "local_ranks": placement.layout.local_ranks,
-            "predicted": predicted(placement),
-            "modules": modules,
-        }
+def flexd_sharding(tables: Sequence[ListedTable], placement: TablePlacement) -> list[tuple[str, str | None]]:
+    """Return (sharding type, pooling place) by table; un-pooled tables have no pooling place, and copies are pooled
+    where they are read."""
+    return [
+        (rule, None if table.bags == 0 else str(PoolingAt.REQUESTER if pooling_at is PoolingAt.NONE else pooling_at))
+        for table, (rule, pooling_at) in zip(tables, placement.rules(), strict=True)
+    ]
+
+
+def rules_document(tables: Sequence[ListedTable], placement: TablePlacement) -> dict[str, Any]:
+    """Return what ``flexd.TableRules.read`` reads of a placement of ``plan_rules``, JSON-able."""
+    return {
+        "format": FORMAT,
+        "for": "flexd",
+        "nodes": placement.layout.nodes,
+        "local_ranks": placement.layout.local_ranks,
+        "predicted": predicted(placement),
+        "tables": [
+            {
+                "name": short_name(table), "module": table.module, "rows": table.rows, "dim": table.dim,
+                "sharding": rule, "pooling_at": pooling_at,
+            }
+            for table, (rule, pooling_at) in zip(tables, flexd_sharding(tables, placement), strict=True)
+        ],
+    }  # fmt: skip
 
 
 def predicted(placement: TablePlacement) -> dict[str, Any]:
@@ -165,7 +171,7 @@ def shard_tables(
     statistics: TableStatistics | None = None,
     evaluations: int = EVALUATIONS,
     without: Collection[str] = (),
-) -> Sharding:
+) -> TablePlacement:
     """Choose TorchRec's sharding of every table for the shortest step of the busiest rank.
 
     Args:
@@ -178,9 +184,32 @@ def shard_tables(
     work = torchrec_work(tables, layout, statistics or TableStatistics())
     cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
     options = torchrec_options(work, [table.dim for table in tables], layout, cluster)
-    banned = np.array([SHARDING_TYPES[option.rule] in without for option in options.options])
-    options = replace(options, allowed=options.allowed & ~banned)
-    return Sharding(tuple(tables), place_tables(options, layout, memory_bytes, evaluations=evaluations))
+    return place_tables(_left_out(options, without), layout, memory_bytes, evaluations=evaluations)
+
+
+def plan_rules(
+    tables: Sequence[ListedTable],
+    layout: RankLayout,
+    cluster: Cluster,
+    memory_bytes: float,
+    statistics: TableStatistics | None = None,
+    evaluations: int = EVALUATIONS,
+    without: Collection[str] = (),
+) -> TablePlacement:
+    """Choose sharding type and pooling place of every table for the shortest step of the busiest rank in flexd's
+    exchange.
+
+    Args and Raises: as ``shard_tables``; the memory is for rows and optimizer state.
+    """
+    work = listed_work(tables, layout, statistics or TableStatistics())
+    options = chain_options(work, layout, cluster.of_layout(layout.nodes, layout.local_ranks))
+    return place_tables(_left_out(options, without), layout, memory_bytes, evaluations=evaluations)
+
+
+def _left_out(options: TableOptions, without: Collection[str]) -> TableOptions:
+    """Return the options without some sharding types."""
+    banned = np.array([option.rule in without for option in options.options])
+    return replace(options, allowed=options.allowed & ~banned)
 
 
 def listed_seconds(
@@ -197,38 +226,22 @@ def listed_seconds(
     Raises:
         PlanError: the plan is of more ranks, or has a sharding that is not known; names the table.
     """
-    if (listed := listed_pieces(tables, layout)) is None:
+    if not all(table.sharding and table.ranks for table in tables):
         return None
-    options, pieces = listed
+    held = [_listed_option(table, layout) for table in tables]
+    options = (*TORCHREC_OPTIONS, *dict.fromkeys(option for option, _ in held if option not in TORCHREC_OPTIONS))
+    pieces = ShardAssignment(
+        np.repeat(np.arange(len(tables)), [len(places) for _, places in held]),
+        np.array([options.index(option) for option, places in held for _ in places]),
+        np.array([place for _, places in held for place in places]),
+    )
     work = torchrec_work(tables, layout, statistics or TableStatistics())
     cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
     loads = torchrec_options(work, [table.dim for table in tables], layout, cluster, options=options)
     return RankLoads.of(loads, layout, np.full(layout.world_size, np.inf), pieces).seconds()
 
 
-def listed_pieces(
-    tables: Sequence[ListedTable], layout: RankLayout
-) -> tuple[tuple[Option, ...], ShardAssignment] | None:
-    """Return the plan that the list itself has: options (``torchrec_costs.OPTIONS`` first), and the tables' pieces.
-
-    Returns:
-        None if a table has no sharding or no ranks.
-
-    Raises:
-        PlanError: the plan is of more ranks, or has a sharding that is not known; names the table.
-    """
-    if not all(table.sharding and table.ranks for table in tables):
-        return None
-    held = [_listed_option(table, layout) for table in tables]
-    options = (*OPTIONS, *dict.fromkeys(option for option, _ in held if option not in OPTIONS))
-    return options, ShardAssignment(
-        np.repeat(np.arange(len(tables)), [len(places) for _, places in held]),
-        np.array([options.index(option) for option, places in held for _ in places]),
-        np.array([place for _, places in held for place in places]),
-    )
-
-
-def _listed_option(table: ListedTable, layout: RankLayout) -> tuple[Option, list[int]]:
+def _listed_option(table: ListedTable, layout: RankLayout) -> tuple[TableOption, list[int]]:
     """The option of the list's plan, and where its pieces are."""
     if table.sharding not in _KINDS:
         raise PlanError(f"table {table.name!r}: sharding {table.sharding!r}", remedy=f"one of {', '.join(_KINDS)}")
@@ -239,78 +252,9 @@ def _listed_option(table: ListedTable, layout: RankLayout) -> tuple[Option, list
         )
     kind = _KINDS[table.sharding]
     if kind is ShardingKind.TABLE_ROW_WISE:
-        return Option(kind, PoolingAt.OWNER), [table.ranks[0] // layout.local_ranks]
+        return TableOption(kind, PoolingAt.OWNER), [table.ranks[0] // layout.local_ranks]
     if kind in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL):
-        return Option(kind, PoolingAt.OWNER), [0]
+        return TableOption(kind, PoolingAt.OWNER), [0]
     if len(table.ranks) == 1:
-        return Option(ShardingKind.TABLE_WISE, PoolingAt.OWNER), list(table.ranks)
-    return Option(ShardingKind.COLUMN_WISE, PoolingAt.OWNER, len(table.ranks)), list(table.ranks)
-
-
-@dataclass(frozen=True)
-class RulePlan:
-    """Sharding type and pooling place of every table.
-
-    Attributes:
-        tables: as listed.
-        placement: of them, over ``chain_costs.OPTIONS``.
-    """
-
-    tables: tuple[ListedTable, ...]
-    placement: TablePlacement
-
-    @property
-    def chosen(self) -> list[tuple[str, str | None]]:
-        """(sharding type, pooling place) by table; un-pooled tables have no pooling place, and copies are pooled
-        where they are read."""
-        return [
-            (
-                rule,
-                None if table.bags == 0 else str(PoolingAt.REQUESTER if pooling_at is PoolingAt.NONE else pooling_at),
-            )
-            for table, (rule, pooling_at) in zip(self.tables, self.placement.rules(), strict=True)
-        ]
-
-    def document(self) -> dict[str, Any]:
-        """Return what ``flexd.TableRules.read`` reads, JSON-able."""
-        layout = self.placement.layout
-        return {
-            "format": FORMAT,
-            "for": "flexd",
-            "nodes": layout.nodes,
-            "local_ranks": layout.local_ranks,
-            "predicted": predicted(self.placement),
-            "tables": [
-                {
-                    "name": short_name(table), "module": table.module, "rows": table.rows, "dim": table.dim,
-                    "sharding": rule, "pooling_at": pooling_at,
-                }
-                for table, (rule, pooling_at) in zip(self.tables, self.chosen, strict=True)
-            ],
-        }  # fmt: skip
-
-
-def plan_rules(
-    tables: Sequence[ListedTable],
-    layout: RankLayout,
-    cluster: Cluster,
-    memory_bytes: float,
-    statistics: TableStatistics | None = None,
-    evaluations: int = EVALUATIONS,
-    without: Collection[str] = (),
-) -> RulePlan:
-    """Choose sharding type and pooling place of every table for the shortest step of the busiest rank in flexd's
-    exchange.
-
-    Args:
-        memory_bytes: of a rank, for rows and optimizer state.
-        without: rules that no table may get, by the names of ``SHARDING_TYPES``.
-
-    Raises:
-        PlanError: no placement within the memory was found.
-    """
-    work = listed_work(tables, layout, statistics or TableStatistics())
-    options = chain_options(work, layout, cluster.of_layout(layout.nodes, layout.local_ranks))
-    banned = np.array([SHARDING_TYPES[option.rule] in without for option in options.options])
-    options = replace(options, allowed=options.allowed & ~banned)
-    return RulePlan(tuple(tables), place_tables(options, layout, memory_bytes, evaluations=evaluations))
+        return TableOption(ShardingKind.TABLE_WISE, PoolingAt.OWNER), list(table.ranks)
+    return TableOption(ShardingKind.COLUMN_WISE, PoolingAt.OWNER, len(table.ranks)), list(table.ranks)

@@ -5,23 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
-from flexd.planner.solver.relaxation import missed_share
+from flexd.planner.model.cost import missed_share
 from flexd.planner.tables.local_search import LocalSearch
-from flexd.planner.tables.options import PoolingAt, ShardingKind, TableOptions
-from flexd.planner.tables.rank_loads import RankLoads, ShardAssignment
+from flexd.planner.tables.options import Part, PoolingAt, ShardingKind, TableOption, TableOptions
+from flexd.planner.tables.rank_loads import RankLoads, ShardAssignment, add_piece
 from flexd.planner.tables.relaxation import Relaxation, relax
-from flexd.planner.tables.rounding import pieces_of, round_shares
 
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
-
+_POWER = 8
+"""Loads over their targets are raised to it: the higher, the more the fullest rank counts."""
+_REGRET = 0.2
+"""Options whose price is above the best one's by no more than this share of it are decided where a table is placed."""
+_WHOLE = 0.999
+"""A share from which an option counts as chosen."""
+_MEMORY_WEIGHT = 0.1
+"""Of memory against the average axis, so that it fills evenly before it binds."""
 _ROUNDINGS = 4
 EVALUATIONS = 6000
 """Of the local search around the rounded relaxation."""
@@ -60,17 +64,24 @@ class TablePlacement:
         of_rank = self.tables.axis_seconds @ self.loads
         return float(of_rank.min() / of_rank.max()) if of_rank.max() > 0 else 1.0
 
+    def by_table(self) -> list[tuple[TableOption, list[int]]]:
+        """Return (option, places of the pieces) of each table."""
+        starts = np.searchsorted(self.pieces.table, np.arange(len(self.tables.names) + 1)).tolist()
+        return [
+            (self.tables.options[int(self.pieces.option[first])], self.pieces.place[first:end].tolist())
+            for first, end in pairwise(starts)
+        ]
+
     def rules(self) -> list[tuple[str, PoolingAt]]:
         """Return (sharding type, pooling place) of each table: "row_wise", "table_row_wise:3", "table_wise:12",
         "column_wise:4,12", "data_parallel"."""
-        result = []
-        starts = np.searchsorted(self.pieces.table, np.arange(len(self.tables.names) + 1))
-        for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-            option = self.tables.options[int(self.pieces.option[first])]
-            places = ",".join(str(place) for place in self.pieces.place[first:end].tolist())
-            placed = option.rule not in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL)
-            result.append((f"{option.rule}:{places}" if placed else str(option.rule), option.pooling_at))
-        return result
+        return [
+            (
+                str(option.rule) if option.everywhere else f"{option.rule}:{','.join(map(str, places))}",
+                option.pooling_at,
+            )
+            for option, places in self.by_table()
+        ]
 
 
 def place_tables(
@@ -105,11 +116,11 @@ class _Solver:
 
     def solve(self) -> TablePlacement:
         count = len(self.tables.names)
-        spread = pieces_of(self.tables, np.zeros(count, np.int64))
+        spread = _pieces_of(self.tables, np.zeros(count, np.int64))
         candidates = [spread]
         even = self._even()
         if even.any():
-            even_pieces = pieces_of(self.tables, even)
+            even_pieces = _pieces_of(self.tables, even)
             candidates += [even_pieces, self._search(even_pieces, self.tables, self.evaluations // _ROUNDINGS)]
         priced = [self.seconds(pieces) for pieces in candidates]
         relaxed = [(relax(t, self.layout, self.capacity), t, fixed) for t, fixed in self._restricted()]
@@ -156,7 +167,7 @@ class _Solver:
         rounded: list[tuple[float, int, ShardAssignment]] = []
         near = relaxed
         for number in range(_ROUNDINGS):
-            placed = round_shares(tables, self.layout, self.capacity, near)
+            placed = _Rounding(tables, self.layout, self.capacity, near).run()
             found = self._search(placed, tables, self.evaluations // _ROUNDINGS)
             rounded.append((self.seconds(found), number, found))
             most = RankLoads.of(tables, self.layout, self.capacity, placed).axis_targets()
@@ -164,7 +175,7 @@ class _Solver:
         return self._search(min(rounded)[2], tables, self.evaluations)
 
     def _rounded_once(self, tables: TableOptions, relaxed: Relaxation) -> ShardAssignment:
-        placed = round_shares(tables, self.layout, self.capacity, relaxed)
+        placed = _Rounding(tables, self.layout, self.capacity, relaxed).run()
         return self._search(placed, tables, self.evaluations // _ROUNDINGS)
 
     def seconds(self, pieces: ShardAssignment, *, check_memory: bool = True) -> float:
@@ -197,7 +208,155 @@ class _Solver:
         return float(np.where(self.tables.allowed, memory, np.inf).min(axis=1).sum())
 
 
-def step_seconds(tables: TableOptions, layout: RankLayout, pieces: ShardAssignment) -> float:
-    """Return the seconds of a step under a placement, whatever memory it needs: what ``place_tables`` minimises."""
-    capacity = np.full(layout.world_size, np.inf)
-    return _Solver(tables, layout, capacity, 0).seconds(pieces, check_memory=False)
+def _pieces_of(tables: TableOptions, chosen: Int64Array) -> ShardAssignment:
+    """Return the pieces of tables with these options, all at place 0."""
+    number = tables.pieces[chosen]
+    table = np.repeat(np.arange(len(chosen)), number)
+    return ShardAssignment(table, chosen[table], np.zeros(len(table), np.int64))
+
+
+@dataclass
+class _Rounding:
+    """A placement near a relaxation: options by regret, pieces in descending size, each to where it is cheapest.
+
+    Tables that the relaxation spreads over all ranks are. The others are placed in descending order of what they
+    add to the fullest axis, with the option and the place that raise the sum of powers of the loads over their targets
+    least, among those with memory for them; if there are none, the next option counts.
+    """
+
+    tables: TableOptions
+    layout: RankLayout
+    capacity: Float64Array
+    relaxed: Relaxation
+
+    def __post_init__(self) -> None:
+        tables = self.tables
+        target = self.relaxed.target
+        seconds = tables.axis_seconds * target
+        goal = np.append(target, float(self.capacity.mean()))
+        weight = np.append(seconds, _MEMORY_WEIGHT * float(seconds.mean()))
+        # An axis without load in the relaxation costs as if it had a thousandth of the largest.
+        idle = (goal <= 0) & (np.append(tables.axis_seconds, 1.0) > 0)
+        most = float(seconds.max(initial=0.0))
+        axis_seconds = np.append(tables.axis_seconds, 1.0)
+        goal = np.where(idle, 1e-3 * most / np.where(axis_seconds > 0, axis_seconds, 1.0), goal)
+        weight = np.where(idle, 1e-3 * most, weight)
+        live = (goal > 0) & (weight > 0)
+        self.live, self.goal = live, goal[live]
+        self.weight = weight[live] / (_POWER * self.layout.world_size)
+        self.room = (self.capacity / self.capacity.mean()).reshape(self.layout.nodes, self.layout.local_ranks)
+        self.load = np.zeros((len(self.goal), self.layout.nodes, self.layout.local_ranks))
+
+    def run(self) -> ShardAssignment:
+        tables, count = self.tables, len(self.tables.names)
+        prices = np.where(tables.allowed, self.relaxed.reduced_seconds, np.inf)
+        order = np.argsort(prices, axis=1, kind="stable")
+        best = np.take_along_axis(prices, order[:, :1], axis=1)[:, 0]
+        chosen = np.where(self.relaxed.shares.max(axis=1) > 0, self.relaxed.shares.argmax(axis=1), order[:, 0])
+        near = prices <= (best + _REGRET * np.abs(best))[:, None]
+        near[np.arange(count), chosen] = True
+        even = np.array([option.everywhere for option in tables.options])
+        plain = even[chosen] & (self.relaxed.shares[np.arange(count), chosen] > _WHOLE)
+        # What is known from the start: tables that every rank has a part of.
+        for table in np.flatnonzero(plain).tolist():
+            self.load += self._parts(table, int(chosen[table]))[Part.EVERYWHERE][:, None, None]
+        self.power = _power(self.load)
+        result: list[tuple[int, int, list[int]]] = [(t, int(chosen[t]), [0]) for t in np.flatnonzero(plain).tolist()]
+        rest = np.flatnonzero(~plain)
+        for table in rest[np.argsort(-self._sizes(rest, chosen[rest]), kind="stable")].tolist():
+            options = [int(chosen[table]), *(o for o in np.flatnonzero(near[table]).tolist() if o != chosen[table])]
+            result.append((table, *self._place(table, options, order[table][prices[table][order[table]] < np.inf])))
+        result.sort()
+        return ShardAssignment(
+            np.array([t for t, _, places in result for _ in places], np.int64),
+            np.array([o for _, o, places in result for _ in places], np.int64),
+            np.array([p for _, _, places in result for p in places], np.int64),
+        )
+
+    def _parts(self, table: int, option: int) -> Float64Array:
+        """float64[4, live axes], over the goals."""
+        tables = self.tables
+        parts = np.concatenate([tables.loads[table, option], tables.memory_bytes[table, option][:, None]], axis=1)
+        scaled: Float64Array = parts[:, self.live] / self.goal
+        return scaled
+
+    def _sizes(self, rest: Int64Array, chosen: Int64Array) -> Float64Array:
+        tables = self.tables
+        parts = np.concatenate([tables.loads[rest, chosen], tables.memory_bytes[rest, chosen][..., None]], axis=2)
+        sizes: Float64Array = (parts[:, Part.HOME_NODE :, self.live].sum(axis=1) / self.goal).max(axis=1, initial=0.0)
+        return sizes
+
+    def _place(self, table: int, options: list[int], every: Int64Array) -> tuple[int, list[int]]:
+        """(option, places of the pieces) of the cheapest of ``options`` that fits, else the first of ``every``."""
+        found: list[tuple[float, int, list[int]]] = []
+        for option in options:
+            number = int(self.tables.pieces[option])
+            if number > 1 and len(options) > 1:
+                # Its pieces are placed one after the other: worth it only where the relaxation has chosen it.
+                if option == options[0]:
+                    options = [option]
+                else:
+                    continue
+            worse, place = self._cheapest(table, option, ())
+            if place is not None:
+                found.append((worse, option, [place]))
+            if len(options) == 1:
+                break
+        if not found:
+            for option in every.tolist():
+                _, place = self._cheapest(table, option, ())
+                if place is not None:
+                    found.append((0.0, option, [place]))
+                    break
+            else:
+                found.append((0.0, int(every[0]), [0]))
+        _, option, places = min(found)
+        self._add(table, option, places[0])
+        for _ in range(int(self.tables.pieces[option]) - 1):
+            _, place = self._cheapest(table, option, places)
+            places.append(places[-1] if place is None else place)
+            self._add(table, option, places[-1])
+        return option, places
+
+    def _cheapest(self, table: int, option: int, taken: tuple[int, ...] | list[int]) -> tuple[float, int | None]:
+        """(seconds that a piece adds, its place); None if there is no memory for it anywhere."""
+        every, node, rail, rank = self._parts(table, option)
+        memory = self.load[-1] - self.room
+        held = self.tables.options[option]
+        # All ranks carry this part wherever the piece is.
+        grown = _power(self.load + every[:, None, None]) - self.power if every.any() else np.zeros(1)
+        total = float(self.weight @ grown.sum(axis=(1, 2))) if every.any() else 0.0
+        if held.everywhere:
+            return total, 0 if (memory + every[-1] <= 0).all() else None
+        here = every + node
+        of_node = _power(self.load + here[:, None, None]) - self.power - grown if node.any() else np.zeros((1, 1, 1))
+        if held.rule is ShardingKind.TABLE_ROW_WISE:
+            worse = self.weight @ of_node.sum(axis=2) if node.any() else np.zeros(self.layout.nodes)
+            fits = (memory + here[-1] <= 0).all(axis=1)
+        else:
+            here = here + rail + rank
+            each = _power(self.load + here[:, None, None]) - self.power - grown
+            if node.any():
+                each = each + of_node.sum(axis=2, keepdims=True) - of_node
+            if rail.any():
+                of_rail = _power(self.load + (every + rail)[:, None, None]) - self.power - grown
+                each = each + of_rail.sum(axis=1, keepdims=True) - of_rail
+            worse = np.tensordot(self.weight, each, axes=1).ravel()
+            fits = (memory + here[-1] <= 0).ravel()
+            if taken and len(taken) < self.layout.world_size:
+                fits[list(taken)] = False
+        if not fits.any():
+            return np.inf, None
+        place = int(np.where(fits, worse, np.inf).argmin())
+        return total + float(worse[place]), place
+
+    def _add(self, table: int, option: int, place: int) -> None:
+        add_piece(self.load, self._parts(table, option), self.tables.options[option], place)
+        self.power = _power(self.load)
+
+
+def _power(load: Float64Array) -> Float64Array:
+    """The load to the power of 8."""
+    load = load * load
+    load = load * load
+    return load * load

@@ -29,11 +29,4 @@ def test_two_nodes_are_dealt_at_least_cost():
         least = min(
             costs[each, [int(i in left) for i in range(8)]].sum() for left in itertools.combinations(range(8), 4)
         )
-        assert costs[each, deal(costs)].sum() == pytest.approx(least, abs=1e-5)
-
-
-def test_costs_that_are_not_finite_or_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="finite"):
-        deal(np.array([[0.0, np.nan]], dtype=np.float32))
-    with pytest.raises(ValueError, match="3 groups for 2 samples"):
-        deal(np.zeros((2, 2), dtype=np.float32), np.zeros(3, dtype=np.int64))
+        assert costs[each, deal(costs, np.zeros(8, dtype=np.int64))].sum() == pytest.approx(least, abs=1e-5)

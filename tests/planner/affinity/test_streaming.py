@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.planner.affinity.outlook import AffinityOutlook
-from flexd.planner.affinity.sample_rows import SampleRows, sorted_distinct
-from flexd.planner.affinity.sampled_window import SampledWindow, row_costs, sampled_window
 from flexd.planner.affinity.streaming import FORGOTTEN_AFTER, plan_affinity
-from flexd.planner.affinity.traffic import rule_nodes
-from flexd.planner.affinity.user_nodes import users_of_window
+from flexd.planner.affinity.traffic import rule_nodes, users_of_window
+from flexd.planner.affinity.window import SampledWindow, SampleRows, row_costs, sampled_window, sorted_distinct
 from flexd.sketch.coaccess import NO_USER, CoAccess, CoAccessSample
 
 LAYOUT = RankLayout(2, 4)
@@ -68,20 +66,22 @@ def test_tables_with_a_sharding_type_of_their_own_stay_out() -> None:
 
 def test_planted_groups_are_found_and_priced() -> None:
     plan = plan_affinity(window_of(40), LAYOUT)
-    assert plan.loader is not None
-    assert plan.dealing_loader is not None
-    assert plan.loader.low <= plan.loader.expected <= plan.loader.high
-    assert plan.loader.expected < 0.25
-    assert plan.dealing_loader.expected > plan.loader.expected + 0.1, "moved homes win beside dealing"
-    assert plan.pays()
+    loader, dealing = plan.forecast.loader, plan.forecast.dealing_loader
+    assert loader is not None
+    assert dealing is not None
+    assert loader.low <= loader.expected <= loader.high
+    assert loader.expected < 0.25
+    assert dealing.expected > loader.expected + 0.1, "moved homes win beside dealing"
+    assert plan.forecast.pays
+    assert plan.forecast.moves_pay
     rule = rule_nodes(plan.homes.keys, LAYOUT)
     assert np.array_equal(plan.moves, plan.homes.keys[plan.homes.home != rule])
     stored = np.array([spec.row_bytes + spec.state_bytes for spec in KEYSPACE.tables])
-    assert plan.move_bytes == stored[KEYSPACE.table_of(plan.moves)].sum()
+    assert plan.forecast.move_bytes == stored[KEYSPACE.table_of(plan.moves)].sum()
     assert plan.users is not None
     assert plan.users.ids.tolist() == list(range(1_000, 1_000 + GROUPS))
-    chain, left = plan.bytes_per_step()
-    assert left == pytest.approx(plan.loader.expected * chain)
+    assert plan.forecast.chain_bytes is not None
+    assert plan.forecast.chain_bytes > 0
 
 
 def test_users_are_where_their_rows_live() -> None:
@@ -94,10 +94,10 @@ def test_users_are_where_their_rows_live() -> None:
     node = moved.homes.home_of(mixed.reshape(-1), rule_nodes(mixed.reshape(-1), LAYOUT)).reshape(mixed.shape)
     most = np.array([np.bincount(each, minlength=2).argmax() for each in node])
     assert np.array_equal(moved.users.node_of(1_000 + np.arange(GROUPS)), most)
-    assert moved.by_user is not None
-    assert by_rule.by_user is not None
-    assert moved.by_user.expected < 0.3, "with rows in their node"
-    assert by_rule.by_user.expected > 0.6, "with rows where their rule puts them"
+    assert moved.forecast.by_user is not None
+    assert by_rule.forecast.by_user is not None
+    assert moved.forecast.by_user.expected < 0.3, "with rows in their node"
+    assert by_rule.forecast.by_user.expected > 0.6, "with rows where their rule puts them"
     rule = dataclasses.replace(by_rule.homes, home=rule_nodes(by_rule.homes.keys, LAYOUT))
     not_moved = users_of_window(window_of(40, seed=1), rule, LAYOUT)
     assert by_rule.users is not None
@@ -117,7 +117,7 @@ def test_learnt_on_homes_stay_and_only_what_pays_moves() -> None:
     # A horizon too short for any move.
     dear = plan_affinity(window_of(40, seed=1, horizon=1e-3), LAYOUT, first, in_place=True)
     assert len(dear.moves) == 0
-    assert dear.move_bytes == 0
+    assert dear.forecast.move_bytes == 0
 
 
 def test_moved_rows_that_are_not_seen_any_more_stay_for_a_while() -> None:
@@ -141,7 +141,7 @@ def test_nodes_are_level_in_rows_bytes_and_load(seed: int) -> None:
     keys = KeySpace([TableSpec("narrow", 600, 4), TableSpec("wide", 200, 256)])
     keyed = dataclasses.replace(rows, keys=np.sort(random.permutation(800)[: len(rows.keys)]))
     wire, costs = row_costs(keys, keyed.keys, 1e6)
-    window = SampledWindow(keyed, np.full(2_000, NO_USER), np.arange(2_000) // 100, 100, 8.0, wire, costs)
+    window = SampledWindow(keyed, np.full(2_000, NO_USER), np.arange(2_000) // 100, 100, wire, costs)
     homes = plan_affinity(window, LAYOUT).homes
     rule = rule_nodes(homes.keys, LAYOUT)
     for weight in (np.ones(len(homes.keys)), costs.stored_bytes.astype(np.float64)):
@@ -158,12 +158,12 @@ def test_a_small_catalogue_is_not_here_and_a_small_sample_is_not_known() -> None
     read = sample.read([spec.name for spec in KEYSPACE.tables])
     window = sampled_window(read, KEYSPACE, horizon_steps=100.0, batch_samples=256)
     plan = plan_affinity(window, LAYOUT)
-    assert not plan.pays()
+    assert not plan.forecast.pays
     messages = AffinityOutlook.of(plan, read.samples).messages
     assert messages[0].startswith("No gain expected")
     few = plan_affinity(window_of(3), LAYOUT)
-    assert few.loader is None
-    assert not few.pays()
+    assert few.forecast.loader is None
+    assert not few.forecast.pays
     assert (
         AffinityOutlook.of(few, 192).messages[0].startswith("Affinity is not known: 192 samples are held, at least 256")
     )

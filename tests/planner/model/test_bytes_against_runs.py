@@ -14,10 +14,11 @@ from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.planner.model.cost import CostBreakdown
-from flexd.planner.model.row_bytes import Exchange, TrafficLink
+from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import placement_cost
 from flexd.sketch.profile import Profile, TableProfile
+from flexd.topology.cluster import INTER, INTRA
 from flexd.topology.files import load_preset
 from tests.support.rank_pool import RankPool
 
@@ -108,7 +109,7 @@ def counted(ranks: Ranks, layout: RankLayout, exchange: str, device: int, node: 
 
 
 def check(cost: CostBreakdown, sent: dict[str, float]) -> None:
-    for link, name in ((TrafficLink.INTRA_NODE, "intra"), (TrafficLink.INTER_NODE, "inter")):
+    for link, name in ((INTRA, "intra"), (INTER, "inter")):
         assert cost.all_to_all_bytes(link) == pytest.approx(sent[f"all_to_all_{name}_bytes"], rel=TOLERANCE, abs=100)
         assert cost.sync_bytes(link) == pytest.approx(sent[f"sync_{name}_bytes"], rel=TOLERANCE, abs=100)
 
@@ -118,7 +119,7 @@ def check(cost: CostBreakdown, sent: dict[str, float]) -> None:
 def test_the_chain_sends_what_is_predicted(ranks: Ranks, layout: RankLayout, tiers: str) -> None:
     device, node = PLACEMENTS[tiers]
     loads = make_loads(exact_profile(layout), keyspace(), layout)
-    cost = placement_cost(loads, placement(device, node), keyspace(), layout, CLUSTER)
+    cost = placement_cost(loads, placement(device, node), keyspace(), CLUSTER)
     sent = counted(ranks, layout, "chain", device, node)
     check(cost, sent)
     assert sum(sent[f"{kind}_{link}_bytes"] for kind in ("all_to_all", "sync") for link in ("intra", "inter")) > 1e4
@@ -127,5 +128,5 @@ def test_the_chain_sends_what_is_predicted(ranks: Ranks, layout: RankLayout, tie
 @pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(3, 2)], ids=["2x2", "3x2"])
 def test_the_direct_exchange_sends_what_is_predicted(ranks: Ranks, layout: RankLayout) -> None:
     loads = make_loads(exact_profile(layout), keyspace(), layout)
-    cost = placement_cost(loads, placement(0, 0), keyspace(), layout, CLUSTER, Exchange.DIRECT_DEDUP)
+    cost = placement_cost(loads, placement(0, 0), keyspace(), CLUSTER, Exchange.DIRECT_DEDUP)
     check(cost, counted(ranks, layout, "direct", 0, 0))

@@ -1,4 +1,4 @@
-"""Formulas of DESIGN section 6, prices, latencies and the baselines."""
+"""Formulas of DESIGN section 6, prices, latencies and the baselines; gains of a row are differences of whole costs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.cost import LoadSums, joint_cost
-from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink
-from flexd.topology.cluster import Cluster, LinkModel
+from flexd.planner.model.cost import decision_gains, joint_cost, migration_seconds, row_seconds, usable_tiers
+from flexd.planner.model.row_bytes import Exchange, TrafficPhase
+from flexd.topology.cluster import INTER, INTRA, Cluster, LinkModel
 from tests.support.planner_cases import cluster, flat, group_cost, load
 
 N, L, B, A = 3, 4, 128, 0.7
@@ -22,29 +22,26 @@ U, V, WW = 1 - np.exp(-A), 1 - np.exp(-L * A), 1 - np.exp(-W * A)
 
 def rows_bytes(tier: Tier, exchange: Exchange = Exchange.CHAIN, *, narrow: bool = False) -> np.ndarray:
     """Bytes of row values by link, of one row at this tier, both directions and the sync."""
-    problem = replace(load(np.array([A]), row_bytes=B), sums_at_home=narrow)
+    problem = load(np.array([A]), row_bytes=B, narrow=narrow)
     cost = group_cost(problem, np.array([tier], np.uint8), LAYOUT, cluster(), exchange)
-    phases = [Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS, Phase.SYNC_ROWS, Phase.SYNC_SUMS]
+    phases = [TrafficPhase.FORWARD_ROWS, TrafficPhase.BACKWARD_ROWS, TrafficPhase.SYNC_ROWS, TrafficPhase.SYNC_SUMS]
     return cost.bytes[:, phases].sum(axis=(0, 1))
 
 
 def test_the_table_of_the_design() -> None:
     hop2 = (N - 1) / N
-    assert rows_bytes(Tier.HOME, Exchange.DIRECT_DEDUP)[1:] == pytest.approx(
+    assert rows_bytes(Tier.HOME, Exchange.DIRECT_DEDUP) == pytest.approx(
         [2 * U * B * (L - 1) / W, 2 * U * B * (W - L) / W]
     )
-    assert rows_bytes(Tier.HOME)[1:] == pytest.approx([2 * U * B * (L - 1) / L, 2 * V / L * B * hop2])
-    assert rows_bytes(Tier.NODE)[1:] == pytest.approx([2 * U * B * (L - 1) / L, 2 * WW / L * B * hop2])
-    assert rows_bytes(Tier.DEVICE)[1:] == pytest.approx([(U + WW) * B * (L - 1) / L, 2 * WW / L * B * hop2])
+    assert rows_bytes(Tier.HOME) == pytest.approx([2 * U * B * (L - 1) / L, 2 * V / L * B * hop2])
+    assert rows_bytes(Tier.NODE) == pytest.approx([2 * U * B * (L - 1) / L, 2 * WW / L * B * hop2])
+    assert rows_bytes(Tier.DEVICE) == pytest.approx([(U + WW) * B * (L - 1) / L, 2 * WW / L * B * hop2])
     # Gradients that are not added as they travel go by way of the home.
-    assert rows_bytes(Tier.NODE, narrow=True)[1:] == pytest.approx([2 * U * B * (L - 1) / L, (V + WW) / L * B * hop2])
-    assert rows_bytes(Tier.DEVICE, narrow=True)[1:] == pytest.approx(
-        [(U + WW) * B * (L - 1) / L, (V + WW) / L * B * hop2]
-    )
-    assert rows_bytes(Tier.DEVICE, Exchange.DIRECT_DEDUP)[1:] == pytest.approx(
+    assert rows_bytes(Tier.NODE, narrow=True) == pytest.approx([2 * U * B * (L - 1) / L, (V + WW) / L * B * hop2])
+    assert rows_bytes(Tier.DEVICE, narrow=True) == pytest.approx([(U + WW) * B * (L - 1) / L, (V + WW) / L * B * hop2])
+    assert rows_bytes(Tier.DEVICE, Exchange.DIRECT_DEDUP) == pytest.approx(
         [(U + WW) * B * (L - 1) / W, (U + WW) * B * (W - L) / W]
     )
-    assert rows_bytes(Tier.DEVICE)[TrafficLink.SELF] == pytest.approx(U * B)
 
 
 def test_seconds_are_bytes_at_the_collective_of_the_item() -> None:
@@ -53,27 +50,75 @@ def test_seconds_are_bytes_at_the_collective_of_the_item() -> None:
     )
     accesses = load(np.full(3, A), row_bytes=B)
     cost = group_cost(accesses, np.array([0, 1, 2], np.uint8), LAYOUT, machine)
-    speed = np.divide(cost.bytes, cost.transfer_seconds, out=np.zeros((3, 6, 3)), where=cost.transfer_seconds > 0)
-    assert speed[Tier.HOME, :3, TrafficLink.INTRA_NODE] == pytest.approx([1e9] * 3)
-    assert speed[Tier.HOME, :3, TrafficLink.INTER_NODE] == pytest.approx([4e9] * 3)
+    speed = np.divide(cost.bytes, cost.transfer_seconds, out=np.zeros((3, 6, 2)), where=cost.transfer_seconds > 0)
+    assert speed[Tier.HOME, :3, INTRA] == pytest.approx([1e9] * 3)
+    assert speed[Tier.HOME, :3, INTER] == pytest.approx([4e9] * 3)
     for tier in (Tier.NODE, Tier.DEVICE):
-        assert speed[tier, 3:, TrafficLink.INTER_NODE] == pytest.approx([4e9, 5e9, 0.0])
-    assert speed[Tier.DEVICE, 3:, TrafficLink.INTRA_NODE] == pytest.approx([1e9, 0.0, 1e9])
-    narrow = group_cost(replace(accesses, sums_at_home=True), np.array([0, 1, 2], np.uint8), LAYOUT, machine)
-    sums = (slice(None), Phase.SYNC_SUMS, TrafficLink.INTER_NODE)
+        assert speed[tier, 3:, INTER] == pytest.approx([4e9, 5e9, 0.0])
+    assert speed[Tier.DEVICE, 3:, INTRA] == pytest.approx([1e9, 0.0, 1e9])
+    narrow = group_cost(load(np.full(3, A), row_bytes=B, narrow=True), np.array([0, 1, 2], np.uint8), LAYOUT, machine)
+    sums = (slice(None), TrafficPhase.SYNC_SUMS, INTER)
     np.testing.assert_allclose(narrow.bytes[sums][1:] / narrow.transfer_seconds[sums][1:], 4e9)
-    assert narrow.bytes[:, Phase.SYNC_ROWS].sum() == 0
-    assert (cost.transfer_seconds[:, :, TrafficLink.SELF] == 0).all()
+    assert narrow.bytes[:, TrafficPhase.SYNC_ROWS].sum() == 0
     assert cost.total_seconds == pytest.approx(cost.forward_seconds + cost.backward_seconds + cost.sync_seconds)
 
 
 def test_dim_groups_share_the_collectives() -> None:
     problem, tiers = load(np.full(5, A)), np.ones(5, np.uint8)
-    sums = LoadSums(problem, LAYOUT)
     one = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6))
-    three = joint_cost([sums] * 3, [tiers] * 3, cluster(latency=1e-6))
+    three = joint_cost([replace(problem, layout=LAYOUT)] * 3, [tiers] * 3, cluster(latency=1e-6))
     assert three.ids_sent == pytest.approx(3 * one.ids_sent)
     np.testing.assert_allclose(three.transfer_seconds, 3 * one.transfer_seconds)
     np.testing.assert_array_equal(three.latency_seconds, one.latency_seconds)
     with pytest.raises(PlanError, match="no dim-group"):
         joint_cost([], [], cluster())
+
+
+GAIN_LAYOUT = RankLayout(3, 2)
+SENT = np.zeros((3, 6, 2))
+NONE = np.inf
+
+
+@pytest.mark.parametrize("exchange", list(Exchange), ids=lambda each: each.value)
+@pytest.mark.parametrize("intra", [0.5e9, 100e9], ids=["slow node", "fast node"])
+@pytest.mark.parametrize("layout", [GAIN_LAYOUT, RankLayout(1, 4), RankLayout(4, 1)], ids=["3x2", "1x4", "4x1"])
+def test_a_gain_is_the_difference_of_two_whole_costs(layout: RankLayout, exchange: Exchange, intra: float) -> None:
+    """Whichever link of a direct all-to-all is the slower one, and whatever else is at HOME."""
+    problem, machine = load(np.random.default_rng(0).pareto(1.0, 30), layout=layout), cluster(intra=intra)
+    seconds = row_seconds(problem, machine, SENT, exchange) @ problem.statistics
+    home = np.zeros(30, np.uint8)
+    base = group_cost(problem, home, layout, machine, exchange).exposed_seconds
+    for tier in usable_tiers(layout, exchange):
+        every = np.full(30, tier, np.uint8)
+        whole = group_cost(problem, every, layout, machine, exchange).exposed_seconds
+        assert (seconds[Tier.HOME] - seconds[tier]).sum() == pytest.approx(base - whole, rel=1e-9)
+
+
+def decided(
+    accesses: float, live: Tier, *, error: float = 0.0, horizon: float = NONE, machine: Cluster | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """float64[tier] twice, of one row: gains to decide by, gains of the estimate."""
+    problem = load(np.array([accesses]), relative_error=error, layout=GAIN_LAYOUT)
+    live_tiers = np.array([live], np.uint8)
+    decision, plain = decision_gains(problem, live_tiers, machine or cluster(), SENT, Exchange.CHAIN, horizon)
+    return decision[:, 0], plain[:, 0]
+
+
+def test_bounds_hold_where_a_gain_falls_with_the_accesses() -> None:
+    """With two nodes the gain of NODE is largest between few and many accesses: neither bound alone is the worst."""
+    slow = cluster(all_reduce=9e9)
+    grid = [decided(a, Tier.HOME, machine=slow)[1][Tier.NODE] for a in (0.05, 0.2, 5.0)]
+    assert min(grid[0], grid[1]) < grid[2]
+    decision, plain = decided(0.2, Tier.HOME, error=0.75, machine=slow)
+    low = decided(0.05, Tier.HOME, machine=slow)[1]
+    assert low[Tier.NODE] > plain[Tier.NODE], "the estimate is below the gain at the lower bound"
+    assert decision[Tier.NODE] == pytest.approx(plain[Tier.NODE])
+    kept, _ = decided(0.2, Tier.NODE, error=0.75, machine=slow)
+    assert kept[Tier.NODE] >= plain[Tier.NODE]
+
+
+def test_a_further_copy_is_paid_for_and_the_first_is_not() -> None:
+    decision, plain = decided(3.0, Tier.NODE, horizon=50.0)
+    paid = migration_seconds(load(np.ones(1), layout=GAIN_LAYOUT), cluster()) / 50.0
+    np.testing.assert_allclose(decision[:2], plain[:2])
+    assert decision[Tier.DEVICE] == pytest.approx(plain[Tier.DEVICE] - paid[Tier.DEVICE])

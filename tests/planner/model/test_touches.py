@@ -10,21 +10,21 @@ import pytest
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.planner.model.row_bytes import Exchange, TrafficLink
+from flexd.planner.model.row_bytes import EXCHANGE_PHASES, SYNC_PHASES, Exchange
 from flexd.planner.model.touches import TouchRelation, bounded, measured_touches, rescaled
-from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import (
     ANYWHERE,
     PER_NODE,
     PER_RANK,
     GroupLoad,
+    TrainingShape,
     make_loads,
 )
 from flexd.planner.plan import placement_cost
-from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, INTRA, SYNC_PARTS, StepByteCounter, sent_bytes
-from flexd.simulate.exact_profile import exact_profile
-from flexd.simulate.step_keys import StepPasses
+from flexd.simulate.byte_counter import StepByteCounter, sent_bytes
+from flexd.simulate.step_keys import StepPasses, exact_profile
 from flexd.sketch.profile import Profile
+from flexd.topology.cluster import INTER, INTRA
 from flexd.topology.files import load_preset
 
 LAYOUT = RankLayout(2, 3)
@@ -76,15 +76,15 @@ def test_bytes_of_bursty_batches_are_predicted(device: int, node: int) -> None:
     ) / len(steps)
     cluster = load_preset("azure-a100-200g")
 
-    def over_measured(of: Profile, link: TrafficLink, at: int) -> float:
-        cost = placement_cost(make_loads(of, KEYSPACE, LAYOUT), placement, KEYSPACE, LAYOUT, cluster)
+    def over_measured(of: Profile, link: int) -> float:
+        cost = placement_cost(make_loads(of, KEYSPACE, LAYOUT), placement, KEYSPACE, cluster)
         return (cost.all_to_all_bytes(link) + cost.sync_bytes(link)) / float(
-            sent[[*ALL_TO_ALL_PARTS, *SYNC_PARTS], at].sum()
+            sent[[*EXCHANGE_PHASES, *SYNC_PHASES], link].sum()
         )
 
-    for link, at in ((TrafficLink.INTRA_NODE, INTRA), (TrafficLink.INTER_NODE, INTER)):
-        assert over_measured(profile, link, at) == pytest.approx(1, abs=0.03)
-        assert over_measured(without_touches(profile), link, at) > 1.15
+    for link in (INTRA, INTER):
+        assert over_measured(profile, link) == pytest.approx(1, abs=0.03)
+        assert over_measured(without_touches(profile), link) > 1.15
 
 
 def test_unlisted_rows_follow_the_relation_of_the_listed_ones() -> None:
@@ -96,21 +96,21 @@ def test_unlisted_rows_follow_the_relation_of_the_listed_ones() -> None:
         table.touches.per_rank, table.touches.per_node, table.touches.anywhere)]  # fmt: skip
     half = replace(table, touches=replace(
         table.touches, per_rank=columns[0], per_node=columns[1], anywhere=columns[2]))  # fmt: skip
-    true, fitted = (load_of(Profile((each,))).listed_statistics(LAYOUT) for each in (table, half))
+    true, fitted = (load_of(Profile((each,))).statistics for each in (table, half))
     for statistic in (PER_RANK, PER_NODE, ANYWHERE):
         assert fitted[statistic].sum() == pytest.approx(true[statistic].sum(), rel=0.02)
     tail = replace(
-        half, hot_rows=table.hot_rows[:200], hot_share=table.hot_share[:200], hot_lower=table.hot_lower[:200],
-        hot_upper=table.hot_upper[:200], bin_share=table.hot_share[200:],
+        half, hot_rows=table.hot_rows[:200], hot_share=table.hot_share[:200],
+        bin_share=table.hot_share[200:],
         bin_rows=np.ones(len(table.hot_rows) - 200),
         touches=replace(table.touches, **{name: getattr(table.touches, name)[:200] for name in (
             "per_rank", "per_node", "anywhere")}),
     )  # fmt: skip
     load = load_of(Profile((tail,)))
-    assert load.bin_touches is not None
-    assert_possible(load.bin_touches)
-    mean = load.tail_statistics(LAYOUT)
-    assert mean[PER_RANK] == pytest.approx(load.bin_touches[0].mean(), rel=1e-9)
+    assert load.bins.touches is not None
+    assert_possible(load.bins.touches)
+    mean = load._tail_statistics
+    assert mean[PER_RANK] == pytest.approx(load.bins.touches[0].mean(), rel=1e-9)
 
 
 def test_touches_stay_possible_whatever_is_measured() -> None:

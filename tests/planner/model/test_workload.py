@@ -1,4 +1,5 @@
-"""Loads made from a profile: every access and every row is counted once."""
+"""Loads made from a profile: every access and every row is counted once; micro-batches, frozen tables and the wire
+dtype against drawn id sets."""
 
 from __future__ import annotations
 
@@ -10,15 +11,16 @@ import pytest
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.row_bytes import ID_BYTES, TrafficPhase
 from flexd.planner.model.workload import (
     SYNCED,
     GroupLoad,
+    TrainingShape,
     make_loads,
-    make_table_loads,
 )
 from flexd.sketch.profile import Profile
-from tests.support.planner_cases import cluster, group_cost, profile
+from flexd.topology.cluster import INTER, INTRA
+from tests.support.planner_cases import cluster, group_cost, load, profile, zipf
 
 KEYSPACE = KeySpace([TableSpec("items", 5000, 16), TableSpec("users", 3000, 32, optimizer="rowwise_adagrad")])
 LAYOUT = RankLayout(2, 2)
@@ -31,7 +33,7 @@ def unlisted_rows(seen: Profile, count: int) -> np.ndarray:
 
 def rows_and_accesses(load: GroupLoad) -> tuple[float, float]:
     """All rows of the load, and all their accesses per rank and step."""
-    accesses = float(load.accesses.sum() + load.bin_accesses @ load.bin_rows)
+    accesses = float(load.listed.accesses.sum() + load.bins.accesses @ load.bin_rows)
     return len(load.keys) + float(load.bin_rows.sum()), accesses
 
 
@@ -43,35 +45,34 @@ def test_rows_listed_on_request_leave_the_bins(with_bins: bool) -> None:
         seen = dataclasses.replace(seen, tables=(blind, seen.tables[1]))
     pinned = unlisted_rows(seen, 1000)
     plain = make_loads(seen, KEYSPACE, LAYOUT)[0]
-    load = make_loads(seen, KEYSPACE, LAYOUT, also_list=KEYSPACE.keys(0, pinned))[0]
-    assert len(load.keys) == 1300
-    assert np.isin(KEYSPACE.keys(0, pinned), load.keys).all()
-    assert rows_and_accesses(load) == pytest.approx(rows_and_accesses(plain))
-    assert rows_and_accesses(load) == pytest.approx((5000, ACCESSES / LAYOUT.world_size))
-    assert load.tail_accesses == pytest.approx(plain.tail_accesses)
-    added = load.accesses[np.isin(load.keys, KEYSPACE.keys(0, pinned))]
+    listed = make_loads(seen, KEYSPACE, LAYOUT, also_list=KEYSPACE.keys(0, pinned))[0]
+    assert len(listed.keys) == 1300
+    assert np.isin(KEYSPACE.keys(0, pinned), listed.keys).all()
+    assert rows_and_accesses(listed) == pytest.approx(rows_and_accesses(plain))
+    assert rows_and_accesses(listed) == pytest.approx((5000, ACCESSES / LAYOUT.world_size))
+    assert listed.tail_accesses == pytest.approx(plain.tail_accesses)
+    added = listed.listed.accesses[np.isin(listed.keys, KEYSPACE.keys(0, pinned))]
     assert added == pytest.approx(np.full(1000, plain.tail_accesses))
     # At HOME the cost is the same, whether rows are listed one by one or in a bin.
-    costs = [group_cost(each, np.zeros(len(each.keys), np.uint8), LAYOUT, cluster()) for each in (plain, load)]
+    costs = [group_cost(each, np.zeros(len(each.keys), np.uint8), LAYOUT, cluster()) for each in (plain, listed)]
     np.testing.assert_allclose(costs[0].bytes, costs[1].bytes)
     assert costs[0].rows == pytest.approx(costs[1].rows)
     assert costs[0].rows[Tier.HOME] == pytest.approx(5000)
 
 
-def test_loads_by_table_sum_to_the_loads_by_dim_group() -> None:
+def test_loads_of_tables_alone_sum_to_the_loads_by_dim_group() -> None:
     keyspace = KeySpace([TableSpec("a", 500, 16), TableSpec("b", 300, 32), TableSpec("c", 400, 16)])
     seen = profile(keyspace, ACCESSES, hot=50)
     shape = TrainingShape(frozen_tables=frozenset({"c"}), micro_batches=3)
-    groups, tables = make_loads(seen, keyspace, LAYOUT, shape), make_table_loads(seen, keyspace, LAYOUT, shape)
-    assert [load.group for load in tables] == [0, 1, 0]
-    for index, group in enumerate(groups):
-        mine = [load for load in tables if load.group == index]
-        assert np.array_equal(group.keys, np.sort(np.concatenate([load.keys for load in mine])))
-        total = [load.listed_statistics(LAYOUT).sum(axis=1) + load.bin_statistics(LAYOUT) @ load.bin_rows
-                 for load in (group, *mine)]  # fmt: skip
-        np.testing.assert_allclose(total[0], np.sum(total[1:], axis=0))
-    assert tables[2].listed_statistics(LAYOUT)[SYNCED].sum() == 0
-    assert tables[0].listed_statistics(LAYOUT)[SYNCED].sum() == 3 * 50, "a bit in each of three passes"
+    groups = make_loads(seen, keyspace, LAYOUT, shape)
+    tables = [
+        make_loads(Profile(tables=(of_table,)), KeySpace([spec]), LAYOUT, shape.of_table(spec.name))[0]
+        for spec, of_table in zip(keyspace.tables, seen.tables, strict=True)
+    ]
+    for group, mine in zip(groups, ([tables[0], tables[2]], [tables[1]]), strict=True):
+        np.testing.assert_allclose(group.total, np.sum([load.total for load in mine], axis=0))
+    assert tables[2].statistics[SYNCED].sum() == 0
+    assert tables[0].statistics[SYNCED].sum() == 3 * 50, "a bit in each of three passes"
 
 
 @pytest.mark.parametrize(
@@ -80,17 +81,9 @@ def test_loads_by_table_sum_to_the_loads_by_dim_group() -> None:
         ({"accesses_per_step": float("nan")}, "accesses per step are unknown"),
         ({"accesses_per_step": -1.0}, "accesses per step are unknown"),
         ({"table": "other"}, "other tables"),
-        ({"hot_share": np.full(50, np.nan)}, "NaN or negative"),
-        ({"hot_lower": np.full(50, -1e-9)}, "NaN or negative"),
-        ({"hot_upper": np.full(50, np.inf)}, "NaN or negative"),
-        ({"hot_rows": np.full(50, 7)}, "listed twice"),
-        ({"hot_rows": np.arange(50) + 4990}, "outside the table"),
-        ({"hot_rows": np.arange(50) - 1}, "outside the table"),
-        ({"bin_share": np.array([-1.0])}, "bin is NaN"),
-        ({"bin_rows": np.array([np.nan])}, "bin is NaN"),
     ],
 )
-def test_damaged_profiles_are_refused(change: dict, message: str) -> None:
+def test_profiles_of_other_tables_or_without_the_accesses_of_a_step_are_refused(change: dict, message: str) -> None:
     seen = profile(KEYSPACE, ACCESSES, hot=50)
     broken = dataclasses.replace(seen.tables[0], **change)
     with pytest.raises(PlanError, match=message):
@@ -105,3 +98,106 @@ def test_a_profile_without_accesses_is_refused_and_a_table_without_is_not() -> N
     items, users = make_loads(dataclasses.replace(seen, tables=(empty[0], seen.tables[1])), KEYSPACE, LAYOUT)
     assert rows_and_accesses(items) == (0.0, 0.0)
     assert rows_and_accesses(users)[1] == pytest.approx(ACCESSES / LAYOUT.world_size)
+
+
+ROWS, ROW_BYTES, STEPS = 400, 64, 40
+DRAWN_LAYOUT = RankLayout(3, 2)
+N, L, W = 3, 2, 6
+KEYS = np.arange(ROWS)
+HOME, OWNER = DRAWN_LAYOUT.home_rank(KEYS), KEYS % L
+
+
+def count(tiers: np.ndarray, accesses: np.ndarray, micro_batches: int, seed: int) -> dict[str, np.ndarray]:
+    """Rows sent by each rank, by (phase, link), from real id sets; mean over steps."""
+    rng = np.random.default_rng(seed)
+    names = ("ids_intra", "ids_inter", "rows_intra", "rows_inter", "back_intra", "back_inter", "sync")
+    sent = {name: np.zeros(W) for name in names}
+    for _ in range(STEPS):
+        draws = rng.poisson(accesses / micro_batches, (micro_batches, N, L, ROWS)) > 0
+        for forward, wanted in [*((True, one) for one in draws), (False, draws.any(axis=0))]:
+            for rank in range(W):
+                node, local = divmod(rank, L)
+                go = wanted[node, local] & (tiers != Tier.DEVICE) & (local != OWNER)
+                owners = node * L + OWNER[go]
+                if forward:
+                    sent["ids_intra"][rank] += go.sum()
+                    sent["rows_intra"] += np.bincount(owners, minlength=W)
+                else:
+                    sent["back_intra"][rank] += go.sum()
+                up = wanted[node].any(axis=0) & (tiers == Tier.HOME) & (local == OWNER) & (node != HOME // L)
+                if forward:
+                    sent["ids_inter"][rank] += up.sum()
+                    sent["rows_inter"] += np.bincount(HOME[up], minlength=W)
+                else:
+                    sent["back_inter"][rank] += up.sum()
+        touched = draws.any(axis=(0, 1, 2)) & (tiers == Tier.NODE)
+        sent["sync"] += 2 * (N - 1) / N * np.bincount(OWNER[touched], minlength=L)[np.arange(W) % L]
+    return {name: rows / STEPS for name, rows in sent.items()}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_micro_batches(micro_batches: int) -> None:
+    accesses = np.random.default_rng(1).permutation(zipf(ROWS, 1.1, 300.0))
+    tiers = np.where(KEYS % 5 == 0, Tier.NODE, np.where(KEYS % 7 == 0, Tier.DEVICE, Tier.HOME)).astype(np.uint8)
+    sent = count(tiers, accesses, micro_batches, 5)
+    cost = group_cost(load(accesses, row_bytes=ROW_BYTES, micro_batches=micro_batches), tiers, DRAWN_LAYOUT, cluster())
+    phases = (
+        (TrafficPhase.FORWARD_IDS, "ids", ID_BYTES), (TrafficPhase.FORWARD_ROWS, "rows", ROW_BYTES),
+        (TrafficPhase.BACKWARD_ROWS, "back", ROW_BYTES),
+    )  # fmt: skip
+    counted = [(phase, at, f"{name}_{link}", size) for phase, name, size in phases
+               for at, link in ((INTRA, "intra"), (INTER, "inter"))]  # fmt: skip
+    for phase, where, name, size in (*counted, (TrafficPhase.SYNC_ROWS, INTER, "sync", ROW_BYTES)):
+        # What is counted of replicas is NODE rows.
+        device = phase in (TrafficPhase.BACKWARD_ROWS, TrafficPhase.SYNC_ROWS)
+        expected = float(cost.bytes[:, phase, where].sum() - cost.bytes[Tier.DEVICE, phase, where] * device)
+        assert expected == pytest.approx(sent[name].mean() * size, rel=0.04), name
+
+
+def test_frozen_rows_send_nothing_back() -> None:
+    tiers = (KEYS % 3).astype(np.uint8)
+    trained = (KEYS >= 200).astype(np.float64)
+    both = group_cost(load(np.full(ROWS, 0.5), trained=trained), tiers, DRAWN_LAYOUT, cluster())
+    all_of_it = group_cost(load(np.full(ROWS, 0.5)), tiers, DRAWN_LAYOUT, cluster())
+    np.testing.assert_allclose(both.bytes[:, :2], all_of_it.bytes[:, :2])
+    half = [tiers[:200], tiers[200:]]
+    share = [np.bincount(part, minlength=3) for part in half]
+    expected = all_of_it.bytes[:, 2:] * (share[1] / (share[0] + share[1]))[:, None, None]
+    np.testing.assert_allclose(both.bytes[:, 2:], expected)
+    frozen = group_cost(load(np.full(ROWS, 0.5), trained=np.zeros(ROWS)), tiers, DRAWN_LAYOUT, cluster(latency=1.0))
+    assert frozen.sync_seconds == frozen.backward_seconds == 0
+
+
+def test_wire_dtype() -> None:
+    keyspace = KeySpace([TableSpec("t", ROWS, 16)])
+    seen = profile(keyspace, 500.0, hot=ROWS)
+    tiers = (KEYS % 3).astype(np.uint8)
+    full, half = (
+        group_cost(make_loads(seen, keyspace, DRAWN_LAYOUT, shape)[0], tiers, DRAWN_LAYOUT, cluster())
+        for shape in (TrainingShape(), TrainingShape(comm_dtype="bfloat16"))
+    )
+    for phase in (TrafficPhase.FORWARD_ROWS, TrafficPhase.BACKWARD_ROWS, TrafficPhase.SYNC_SUMS):
+        np.testing.assert_allclose(half.bytes[:, phase, INTRA], full.bytes[:, phase, INTRA] / 2)
+    np.testing.assert_allclose(half.bytes[:, TrafficPhase.FORWARD_ROWS], full.bytes[:, TrafficPhase.FORWARD_ROWS] / 2)
+    # float32 gradients are all-reduced, 2 w; bfloat16 ones go to the home and come back: v + w of half the size.
+    assert half.bytes[:, TrafficPhase.SYNC_ROWS].sum() == full.bytes[:, TrafficPhase.SYNC_SUMS, INTER].sum() == 0
+    sums = half.bytes[1:, TrafficPhase.SYNC_SUMS, INTER]
+    np.testing.assert_allclose(sums, full.bytes[1:, TrafficPhase.SYNC_ROWS, INTER] / 4)
+    back = half.bytes[1:, TrafficPhase.BACKWARD_ROWS, INTER]
+    assert ((back > 0) & (back < sums)).all()
+    np.testing.assert_array_equal(half.bytes[:, TrafficPhase.FORWARD_IDS], full.bytes[:, TrafficPhase.FORWARD_IDS])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: TrainingShape(micro_batches=0),
+        lambda: TrainingShape(comm_dtype="float8"),
+        lambda: make_loads(
+            profile(KEYSPACE, 1.0, hot=1), KEYSPACE, LAYOUT, TrainingShape(frozen_tables=frozenset({"x"}))
+        ),
+    ],
+)
+def test_bad_shapes(bad) -> None:
+    with pytest.raises(PlanError):
+        bad()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.solver import exact
 from flexd.planner.solver.assign import Assignment
-from flexd.planner.solver.exact import Core
+from flexd.planner.solver.exact import best_core
 from flexd.planner.solver.limits import FREE, GroupLimits
 
 LAYOUTS = [RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 3), RankLayout(3, 1)]
@@ -39,7 +39,7 @@ def test_against_brute_force(seed: int, layout: RankLayout) -> None:
         tiers = np.array(each, np.uint8)
         if (layout.replica_slots_used(keys, tiers) <= slots).all():
             best = max(best, float(gains[tiers, np.arange(rows)].sum()))
-    found = Core(layout, keys, gains, slots).best()
+    found = best_core(layout, keys, gains, slots)
     assert found is not None
     tiers, most = found
     assert (layout.replica_slots_used(keys, tiers) <= slots).all()

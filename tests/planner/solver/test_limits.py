@@ -14,13 +14,13 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
-from flexd.planner.model.gains import row_seconds, usable_tiers
+from flexd.planner.model.cost import row_seconds, usable_tiers
 from flexd.planner.model.row_bytes import Exchange
-from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import TrainingShape
 from flexd.planner.plan import Plan, make_plan
 from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, RowPin, slots_used
 from flexd.topology.cluster import Exposed
-from tests.support.planner_cases import choose_tiers, cluster, group_cost, load, profile
+from tests.support.planner_cases import ORIGIN, choose_tiers, cluster, group_cost, load, profile
 
 KEYSPACE = KeySpace([TableSpec("items", 2000, 16), TableSpec("users", 1000, 16), TableSpec("tags", 800, 32)])
 LAYOUT = RankLayout(2, 2)
@@ -37,12 +37,8 @@ def plan(limits: PlanLimits | None = None, *, live: Placement | None = None, **c
         machine,
         slots,
         live or Placement.empty(),
-        plan_id="p",
-        parent_id="",
-        topology_generation=1,
+        ORIGIN,
         horizon_steps=1e5,
-        now_unix_seconds=0.0,
-        reason="test",
         limits=limits,
         **changes,
     )
@@ -82,7 +78,6 @@ cases = st.fixed_dictionaries(
         "layout": st.sampled_from([RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1)]),
         "slots": st.integers(0, 12),
         "micro_batches": st.sampled_from([1, 4]),
-        "merged": st.booleans(),
         "frozen": st.booleans(),
         "pins": st.integers(0, 3),
         "sync": st.sampled_from([0.3, 0.6, 1.0]),
@@ -95,15 +90,9 @@ cases = st.fixed_dictionaries(
 def test_no_limit_is_broken_and_nothing_lost_against_the_milp(case: dict) -> None:
     layout, rng, rows = case["layout"], np.random.default_rng(case["seed"]), 30
     keys = np.sort(rng.choice(120, rows, replace=False)).astype(np.int64)
-    problem = load(rng.pareto(1.0, rows), keys)
-    trained = (rng.random(rows) > 0.3).astype(np.float64) if case["frozen"] else np.ones(rows)
-    problem = type(problem)(
-        **{
-            **problem.__dict__,
-            "micro_batches": case["micro_batches"],
-            "merged_backward": case["merged"],
-            "trained": trained if case["frozen"] else None,
-        }
+    accesses, trained = rng.pareto(1.0, rows), (rng.random(rows) > 0.3).astype(np.float64)
+    problem = load(
+        accesses, keys, micro_batches=case["micro_batches"], trained=trained if case["frozen"] else None, layout=layout
     )
     fixed = np.full(rows, FREE, np.uint8)
     for row in rng.choice(rows, case["pins"], replace=False):
@@ -118,13 +107,13 @@ def test_no_limit_is_broken_and_nothing_lost_against_the_milp(case: dict) -> Non
         return
     choice = choose_tiers(problem, layout, machine, limits, np.zeros(rows, np.uint8), np.inf)
     assert limits.fits(problem.keys, choice.tiers, layout)
-    factors = row_seconds(problem, layout, machine, np.zeros((3, 6, 3)))
-    gains = (factors[Tier.HOME] - factors) @ problem.listed_statistics(layout)
+    factors = row_seconds(problem, machine, np.zeros((3, 6, 2)))
+    gains = (factors[Tier.HOME] - factors) @ problem.statistics
     base = group_cost(problem, home, layout, machine).exposed_seconds
     ours = base - choice.cost.exposed_seconds
     best = milp_gain(problem.keys, gains, layout, limits)
     assert ours <= best * (1 + 1e-9) + 1e-15
-    assert choice.lower_bound_seconds <= base - best + 1e-15
+    assert choice.optimum.lower_bound_seconds <= base - best + 1e-15
     assert ours == pytest.approx(best, rel=1e-9, abs=1e-15)
 
 
@@ -137,7 +126,7 @@ def test_pins_hold_whether_they_pay_or_not_and_unlisted_rows_are_listed() -> Non
     assert (made.target.tiers_of(KEYSPACE.keys(0, hottest)) == Tier.HOME).all()
     assert (plan().target.tiers_of(KEYSPACE.keys(0, hottest)) != Tier.HOME).all()
     assert len(made.gains) == len(made.target)
-    assert (used_by(made) <= made.slots).all()
+    assert (used_by(made) <= np.array(made.slots)[:, None]).all()
     # The pins' slots come first; what is left is used up all the same.
     assert used_by(made)[0].max() >= 110
 
@@ -163,11 +152,11 @@ def test_rows_of_tables_with_other_sharding_types_are_not_copied() -> None:
 
 def test_the_direct_exchange_is_recommended_where_latency_decides() -> None:
     kept = plan(machine=cluster(latency=1e-4))
-    assert kept.exchange is Exchange.CHAIN
-    assert kept.recommended_exchange is Exchange.DIRECT_DEDUP
+    assert kept.costs.exchange is Exchange.CHAIN
+    assert kept.costs.recommended_exchange is Exchange.DIRECT_DEDUP
     assert kept.summary()["exchange"]["recommended"] == "direct_dedup"
     assert any("exchange 'direct'" in message for message in kept.summary()["replication"]["messages"])
-    assert kept.after.exposed_seconds <= kept.baselines["two_hop"].exposed_seconds
+    assert kept.costs.after.exposed_seconds <= kept.costs.baselines["two_hop"].exposed_seconds
 
 
 def test_frozen_tables_are_replicated_as_far_as_slots_go() -> None:
@@ -175,7 +164,7 @@ def test_frozen_tables_are_replicated_as_far_as_slots_go() -> None:
     assert len(plan(machine=machine).target) == 0
     made = plan(machine=machine, shape=TrainingShape(frozen_tables=frozenset({"items"})))
     assert set(KEYSPACE.table_of(made.target.keys)) == {0}
-    assert made.after.sync_seconds == 0
+    assert made.costs.after.sync_seconds == 0
     assert used_by(made)[0].max() > 100
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.gains import usable_tiers
+from flexd.planner.model.cost import usable_tiers
 from flexd.topology.cluster import Exposed
 from tests.support.planner_cases import choose_tiers, cluster, group_cost, load
 
@@ -46,4 +46,4 @@ def test_fixed_costs_are_paid_only_when_they_pay(case: dict) -> None:
     ]
     choice = choose_tiers(problem, layout, machine, 100, np.zeros(rows, np.uint8), np.inf)
     assert choice.cost.exposed_seconds == pytest.approx(min(costs), rel=1e-9)
-    assert choice.lower_bound_seconds <= min(costs) * (1 + 1e-12)
+    assert choice.optimum.lower_bound_seconds <= min(costs) * (1 + 1e-12)

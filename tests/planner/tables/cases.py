@@ -16,8 +16,8 @@ from flexd.planner.model.workload import (
     ROWS,
     STATISTICS,
 )
-from flexd.planner.tables.chain_costs import OPTIONS, chain_options
-from flexd.planner.tables.options import Option, TableOptions, TableWork
+from flexd.planner.tables.costs import CHAIN_OPTIONS, chain_options
+from flexd.planner.tables.options import TableOption, TableOptions, TableWork
 from flexd.planner.tables.rank_loads import RankLoads
 from tests.support.planner_cases import cluster
 
@@ -53,7 +53,7 @@ def work_of(seed: int, count: int, layout: RankLayout, *, pooled: float = 0.8, l
 
 
 def options_of(
-    seed: int, count: int, layout: RankLayout, options: tuple[Option, ...] = OPTIONS, **more: float
+    seed: int, count: int, layout: RankLayout, options: tuple[TableOption, ...] = CHAIN_OPTIONS, **more: float
 ) -> TableOptions:
     return chain_options(work_of(seed, count, layout, **more), layout, cluster(latency=1e-6), options=options)
 

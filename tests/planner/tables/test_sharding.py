@@ -11,10 +11,17 @@ import pytest
 
 from flexd.core.errors import ConfigError, PlanError
 from flexd.core.layout import RankLayout
+from flexd.planner.tables.costs import TORCHREC_OPTIONS, TORCHREC_PHASES, torchrec_options
 from flexd.planner.tables.options import Part, ShardingKind
-from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables, torchrec_work
+from flexd.planner.tables.sharding import (
+    TableStatistics,
+    listed_seconds,
+    shard_tables,
+    sharding_document,
+    torchrec_sharding,
+    torchrec_work,
+)
 from flexd.planner.tables.table_list import ListedTable, read_tables
-from flexd.planner.tables.torchrec_costs import OPTIONS, PHASES, torchrec_options
 from flexd.sketch.profile import Profile, zipf_table
 from flexd.topology.files import load_preset
 
@@ -31,13 +38,13 @@ def test_loads_are_the_bytes_of_the_collectives(layout: RankLayout):
     work = torchrec_work([POOLED, ROWS], layout, TableStatistics())
     options = torchrec_options(work, [DIM, DIM], layout, CLUSTER.of_layout(nodes, local))
     ranks_of = np.array([world, local, nodes, 1])
-    every = np.einsum("topk,p->tok", options.loads, ranks_of)[..., :-2].reshape(2, len(OPTIONS), -1, 2, 2)
+    every = np.einsum("topk,p->tok", options.loads, ranks_of)[..., :-2].reshape(2, len(TORCHREC_OPTIONS), -1, 2, 2)
     assert np.allclose(every[..., 0], every[..., 1])
     assert options.loads[:, :, Part.HOME_RAIL].sum() == 0
-    sent = {name: every[..., at // 2, at % 2, 0] / world for at, name in enumerate(PHASES[:-2])}
+    sent = {name: every[..., at // 2, at % 2, 0] / world for at, name in enumerate(TORCHREC_PHASES[:-2])}
     ids, remote = BATCH * LOOKUPS * 8, (world - local) / world
     for table, vectors in enumerate((BATCH * 2 * DIM * 4, BATCH * LOOKUPS * DIM * 4)):
-        for at, option in enumerate(OPTIONS):
+        for at, option in enumerate(TORCHREC_OPTIONS):
             between = {name: value[table, at] * option.pieces for name, value in sent.items() if "inter" in name}
             if option.rule in (ShardingKind.TABLE_WISE, ShardingKind.COLUMN_WISE):
                 assert between["ids_inter_node"] == pytest.approx(ids * remote * option.pieces)
@@ -66,7 +73,7 @@ def made(count: int = 12) -> list[ListedTable]:
 
 def test_a_plan_is_faster_than_row_wise_and_names_every_table():
     found = shard_tables(made(), RankLayout(2, 2), CLUSTER, 1e9, evaluations=300)
-    document = found.document()
+    document = sharding_document(made(), found)
     assert document["predicted"]["step_seconds"] < document["predicted"]["row_wise_step_seconds"]
     assert set(document["modules"]["sparse"]) == {f"t{i}" for i in range(12)}
     assert max(document["predicted"]["memory_bytes"]) <= 1e9
@@ -74,7 +81,7 @@ def test_a_plan_is_faster_than_row_wise_and_names_every_table():
         made(), RankLayout(2, 2), CLUSTER, 1e9, evaluations=300,
         without=["table_wise", "column_wise", "table_row_wise", "data_parallel"],
     )  # fmt: skip
-    assert {kind for kind, _ in without.chosen} == {"row_wise"}
+    assert {kind for kind, _ in torchrec_sharding(without)} == {"row_wise"}
     with pytest.raises(PlanError, match="no place within the memory"):
         shard_tables(made(), RankLayout(2, 2), CLUSTER, 1e6, evaluations=300)
 
@@ -128,11 +135,11 @@ def test_the_plan_of_a_list_is_priced_as_the_own():
     found = shard_tables(made(), layout, CLUSTER, 1e9, evaluations=300)
     kinds = [
         replace(table, sharding=kind, ranks=tuple(ranks))
-        for table, (kind, ranks) in zip(made(), found.chosen, strict=True)
+        for table, (kind, ranks) in zip(made(), torchrec_sharding(found), strict=True)
     ]
-    assert listed_seconds(kinds, layout, CLUSTER) == pytest.approx(found.placement.seconds)
+    assert listed_seconds(kinds, layout, CLUSTER) == pytest.approx(found.seconds)
     on_one = [replace(table, sharding="TW", ranks=(3,)) for table in made()]
-    assert listed_seconds(on_one, layout, CLUSTER) > 1.5 * found.placement.seconds
+    assert listed_seconds(on_one, layout, CLUSTER) > 1.5 * found.seconds
     columns = [
         listed_seconds([replace(made()[0], sharding=kind, ranks=(2, 3)), *on_one[1:]], layout, CLUSTER)
         for kind in ("column_wise", "table_column_wise")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.chain_costs import OPTIONS
-from flexd.planner.tables.options import Option, PoolingAt, ShardingKind, TableOptions
+from flexd.planner.tables.costs import CHAIN_OPTIONS
+from flexd.planner.tables.options import PoolingAt, ShardingKind, TableOption, TableOptions
 from flexd.planner.tables.rank_loads import RankLoads
 from flexd.planner.tables.solve import TablePlacement, place_tables
 from tests.planner.tables.cases import best_by_milp, options_of
@@ -90,8 +90,9 @@ def test_sums_only_if_they_pay_for_their_collectives():
 
 def test_columns_are_on_ranks_of_their_own():
     layout = RankLayout(2, 2)
-    whole, cut = Option(ShardingKind.TABLE_WISE, PoolingAt.OWNER), Option(ShardingKind.COLUMN_WISE, PoolingAt.OWNER, 4)
-    tables = with_sums_for_nothing(options_of(2, 5, layout, (OPTIONS[0], whole), pooled=1.1))
+    whole = TableOption(ShardingKind.TABLE_WISE, PoolingAt.OWNER)
+    cut = TableOption(ShardingKind.COLUMN_WISE, PoolingAt.OWNER, 4)
+    tables = with_sums_for_nothing(options_of(2, 5, layout, (CHAIN_OPTIONS[0], whole), pooled=1.1))
     # A piece has a quarter of a whole table.
     tables = replace(
         tables,

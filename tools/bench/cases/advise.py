@@ -14,10 +14,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.simulate.accesses import Accesses
 from flexd.simulate.advice import NOW, Advice, advise
 from flexd.simulate.simulation import SimulationSettings
 from tools.bench.cases import cluster
@@ -37,21 +35,14 @@ planner, which knows the latencies here, would not make."""
 TARGET = 0.15
 
 
-class BatchAccesses:
-    """The batches that the ranks train, as ``flexd.simulate.accesses.Accesses``."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.name = f"Zipf {setting.zipf:g}"
-        self.made_of = "independent draws"
-        self.steps, self.micro_batches = setting.batches, 1
-        self.keyspace = KeySpace(
-            [TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in setting.embedding_tables()]
-        )
-        self._setting = setting
-        self._batches = [batches_of(setting, rank) for rank in range(setting.layout.world_size)]
-
-    def passes(self, step: int) -> list[tuple[npt.NDArray[np.int64], ...]]:
-        return [tuple(keys_of(self._setting, batches[step]) for batches in self._batches)]
+def batch_accesses(setting: Setting) -> Accesses:
+    """Return the batches that the ranks train."""
+    batches = [batches_of(setting, rank) for rank in range(setting.layout.world_size)]
+    specs = [TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in setting.embedding_tables()]
+    return Accesses(
+        f"Zipf {setting.zipf:g}", "independent draws", KeySpace(specs), setting.batches, 1,
+        lambda step: [tuple(keys_of(setting, of_rank[step]) for of_rank in batches)],
+    )  # fmt: skip
 
 
 def predict(
@@ -59,7 +50,7 @@ def predict(
     computing_seconds: float | None = None,
 ) -> Advice:  # fmt: skip
     return advise(
-        BatchAccesses(setting), setting.layout, given_cluster(setting.local_ranks, rate_mbit),
+        batch_accesses(setting), setting.layout, given_cluster(setting.local_ranks, rate_mbit),
         SimulationSettings(replica_fraction=0.0), step_seconds=step_seconds,
         computing_seconds=computing_seconds, row_work_seconds=row_work_seconds, now=NOW["dedup"],
     )  # fmt: skip

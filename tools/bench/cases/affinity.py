@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
-from flexd.planner.affinity.sample_rows import SampleRows
+from flexd.planner.affinity.window import SampleRows
 from tools.bench.harness import Outcome, at_most
 from tools.bench.programs.affinity import WAYS, Job, Work
 from tools.bench.ranks import training_ranks

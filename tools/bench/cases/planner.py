@@ -18,11 +18,12 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.planner.model.cost import CostBreakdown
-from flexd.planner.model.row_bytes import Phase, TrafficLink
-from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.plan import Plan, make_plan
+from flexd.planner.model.row_bytes import TrafficPhase
+from flexd.planner.model.workload import TrainingShape
+from flexd.planner.plan import Plan, PlanOrigin, make_plan
 from flexd.planner.tables.table_list import ListedTable, read_tables
 from flexd.sketch.profile import Profile
+from flexd.topology.cluster import INTER, INTRA
 from flexd.topology.files import load_preset
 from tools.bench.harness import Outcome, check, peak_resident_bytes, reset_peak
 from tools.bench.planning import made_up_tables, problem_of
@@ -43,8 +44,8 @@ def plan_of(
     slots = [int(REPLICA_SHARE * group.rows) for group in keyspace.groups]
     started = time.perf_counter()
     plan = make_plan(
-        profile, keyspace, layout, load_preset(preset), slots, Placement.empty(), plan_id="bench", parent_id="",
-        topology_generation=1, horizon_steps=1e4, now_unix_seconds=0.0, reason="benchmark", shape=shape,
+        profile, keyspace, layout, load_preset(preset), slots, Placement.empty(),
+        PlanOrigin("bench", "", 1, "benchmark", 0.0), horizon_steps=1e4, shape=shape,
     )  # fmt: skip
     return plan, time.perf_counter() - started
 
@@ -53,9 +54,9 @@ def row_of(name: str, cost: CostBreakdown) -> Figures:
     return {
         "strategy": name,
         "milliseconds": cost.exposed_seconds * 1e3,
-        "inter_node_all_to_all_megabytes": cost.all_to_all_bytes(TrafficLink.INTER_NODE) / 1e6,
-        "inter_node_sync_megabytes": cost.sync_bytes(TrafficLink.INTER_NODE) / 1e6,
-        "intra_node_megabytes": float(cost.bytes[..., TrafficLink.INTRA_NODE].sum()) / 1e6,
+        "inter_node_all_to_all_megabytes": cost.all_to_all_bytes(INTER) / 1e6,
+        "inter_node_sync_megabytes": cost.sync_bytes(INTER) / 1e6,
+        "intra_node_megabytes": float(cost.bytes[..., INTRA].sum()) / 1e6,
     }
 
 
@@ -64,14 +65,14 @@ def strategies(tables: list[ListedTable], preset: str, skew: float) -> Figures:
     sequence = [table for table in tables if table.bags == 0]
     profile, keyspace = problem_of(sequence, LAYOUT.world_size, skew, [SEQUENCE_ROWS_LISTED] * len(sequence))
     plan, seconds = plan_of(profile, keyspace, LAYOUT, preset, TrainingShape())
-    rows = [row_of(name, cost) for name, cost in (*plan.baselines.items(), ("flexd", plan.after))]
+    rows = [row_of(name, cost) for name, cost in (*plan.costs.baselines.items(), ("flexd", plan.costs.after))]
     # Exact synchronous training with fixed homes moves no fewer row bytes between nodes than the chain does.
-    chain = plan.baselines["two_hop"].bytes[:, [Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS], TrafficLink.INTER_NODE]
+    chain = plan.costs.baselines["two_hop"].bytes[:, [TrafficPhase.FORWARD_ROWS, TrafficPhase.BACKWARD_ROWS], INTER]
     return {
         "skew": skew,
         "plan_seconds": seconds,
-        "gap": plan.gap,
-        "rows": {"NODE": plan.after.rows[1], "DEVICE": plan.after.rows[2]},
+        "gap": plan.optimum.gap,
+        "rows": {"NODE": plan.costs.after.rows[1], "DEVICE": plan.costs.after.rows[2]},
         "volume_bound_megabytes": float(chain.sum()) / 1e6,
         "strategies": rows,
     }
@@ -88,7 +89,7 @@ def whole_list(tables: list[ListedTable], preset: str) -> Figures:
         "listed_rows": sum(len(table.hot_rows) for table in profile.tables),
         "rows_above_home": len(plan.target),
         "plan_seconds": seconds,
-        "gap": plan.gap,
+        "gap": plan.optimum.gap,
     }
 
 
@@ -104,7 +105,9 @@ def many_tables(preset: str, counts: Sequence[int]) -> list[Figures]:
         profile, keyspace = problem_of(tables, layout.world_size, 1.05, [1000] * count)
         shape = TrainingShape(micro_batches=MICRO_BATCHES)
         plan, seconds = plan_of(profile, keyspace, layout, preset, shape)
-        result.append({"tables": count, "plan_seconds": seconds, "gap": plan.gap, "rows_above_home": len(plan.target)})
+        result.append(
+            {"tables": count, "plan_seconds": seconds, "gap": plan.optimum.gap, "rows_above_home": len(plan.target)}
+        )
     return result
 
 

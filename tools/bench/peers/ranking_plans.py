@@ -10,7 +10,14 @@ import numpy as np
 import torch
 
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.sharding import TableStatistics, listed_seconds, plan_rules, shard_tables
+from flexd.planner.tables.sharding import (
+    TableStatistics,
+    listed_seconds,
+    plan_rules,
+    rules_document,
+    shard_tables,
+    sharding_document,
+)
 from flexd.planner.tables.table_list import ListedTable
 from flexd.topology.cluster import Cluster, Exposed, StepCosts
 from tools.bench.peers.whole_tables import place_greedily
@@ -25,7 +32,7 @@ MEMORY_BYTES = 2e9
 
 def prices(setting: Setting, rate_mbit: float) -> Cluster:
     """Return the prices of both planners of flexd, without latencies."""
-    return given_cluster(setting.local_ranks, rate_mbit).bandwidth_only()
+    return given_cluster(setting.local_ranks, rate_mbit, latencies=False)
 
 
 def torchrec_model(setting: Setting, device: str = "meta") -> torch.nn.Module:
@@ -134,9 +141,9 @@ def priced(tables: Sequence[ListedTable], layout: RankLayout, setting: Setting, 
 
 def flexds_for_torchrec(setting: Setting, rate_mbit: float) -> Document:
     """As ``flexd shard``."""
-    return shard_tables(
-        setting.listed(), setting.layout, prices(setting, rate_mbit), MEMORY_BYTES, TableStatistics(setting.zipf)
-    ).document()
+    tables, statistics = setting.listed(), TableStatistics(setting.zipf)
+    placement = shard_tables(tables, setting.layout, prices(setting, rate_mbit), MEMORY_BYTES, statistics)
+    return sharding_document(tables, placement)
 
 
 def flexds(setting: Setting, rate_mbit: float, costs: StepCosts, *, prefetch_pipeline: bool) -> Document:
@@ -145,4 +152,5 @@ def flexds(setting: Setting, rate_mbit: float, costs: StepCosts, *, prefetch_pip
     cluster = replace(
         prices(setting, rate_mbit), step_costs=costs, exposed=Exposed(forward=0.0 if prefetch_pipeline else 1.0)
     )
-    return plan_rules(setting.listed(), setting.layout, cluster, MEMORY_BYTES, TableStatistics(setting.zipf)).document()
+    tables, statistics = setting.listed(), TableStatistics(setting.zipf)
+    return rules_document(tables, plan_rules(tables, setting.layout, cluster, MEMORY_BYTES, statistics))

@@ -24,8 +24,8 @@ from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.embedding.jagged import Jagged
 from flexd.planner.affinity.partition import learn_homes
-from flexd.planner.affinity.sample_rows import SampleRows
 from flexd.planner.affinity.traffic import rule_nodes
+from flexd.planner.affinity.window import RowCosts, SampleRows
 from flexd.planner.moves import moved_placement
 from tools.bench.ranks import serve
 
@@ -71,7 +71,9 @@ class Work:
         first = len(samples) // size // 2 * size
         before = np.arange(max(0, first - window * size), first)
         seen = samples.select(before).compact()
-        homes = learn_homes(seen, (before - before[0]) // size, rule_nodes(seen.keys, layout), layout.nodes)
+        ones = np.ones(len(seen.keys), dtype=np.float32)
+        batch, costs = (before - before[0]) // size, RowCosts(ones, np.float32(1e-3) * ones, ones)
+        homes = learn_homes(seen, batch, rule_nodes(seen.keys, layout), layout.nodes, costs)
         chosen = samples.select(np.arange(first, min(len(samples) // size * size, first + batches * size)))
         return Work(
             chosen.offsets, samples.keys[chosen.rows], int(samples.keys.max()) + 1, layout, per_rank,

@@ -23,7 +23,7 @@ from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import RowWiseAdagrad
-from flexd.planner.plan import make_plan
+from flexd.planner.plan import PlanOrigin, make_plan
 from tools.bench import workloads as data
 from tools.bench.peers import torchrec_collection as torchrec_peer
 from tools.bench.ranks import serve
@@ -263,9 +263,9 @@ class Rank:
         )
         return make_plan(
             data.exact_profile(setting), keyspace, setting.layout,
-            data.given_cluster(setting.local_ranks, rate_mbit).bandwidth_only(),
-            [int(setting.replica_fraction * setting.rows)], Placement.empty(), plan_id="bench", parent_id="",
-            topology_generation=1, horizon_steps=1e9, now_unix_seconds=0.0, reason="bench",
+            data.given_cluster(setting.local_ranks, rate_mbit, latencies=False),
+            [int(setting.replica_fraction * setting.rows)], Placement.empty(),
+            PlanOrigin("bench", "", 1, "bench", 0.0), horizon_steps=1e9,
         ).target  # fmt: skip
 
     def _all(self, target: Placement) -> dict[str, Strategy]:

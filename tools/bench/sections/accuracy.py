@@ -24,9 +24,8 @@ from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.model.workload import make_loads
-from flexd.planner.plan import make_plan, placement_cost
+from flexd.planner.model.workload import TrainingShape, make_loads
+from flexd.planner.plan import PlanOrigin, make_plan, placement_cost
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet, warm_up
 from flexd.sketch.types import SketchSettings
@@ -130,12 +129,12 @@ class Pricing:
 
     def plan(self, profile: Profile) -> Placement:
         return make_plan(
-            profile, self.keyspace, LAYOUT, self.cluster, self.slots, Placement.empty(), plan_id="bench", parent_id="",
-            topology_generation=1, horizon_steps=1e9, now_unix_seconds=0.0, reason="bench", shape=self.shape,
+            profile, self.keyspace, LAYOUT, self.cluster, self.slots, Placement.empty(),
+            PlanOrigin("bench", "", 1, "bench", 0.0), horizon_steps=1e9, shape=self.shape,
         ).target  # fmt: skip
 
     def cost(self, placement: Placement) -> float:
-        return placement_cost(self.loads, placement, self.keyspace, LAYOUT, self.cluster).exposed_seconds
+        return placement_cost(self.loads, placement, self.keyspace, self.cluster).exposed_seconds
 
     def judge(self, profile: Profile) -> dict[str, float]:
         cost, saved = self.cost(self.plan(profile)), self.home - self.best

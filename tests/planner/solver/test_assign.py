@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.planner.solver.relaxation import best_price, single_tier_bound
+from flexd.planner.solver.assign import best_price, single_tier_bound
 
 NODE_SLOTS, DEVICE_SLOTS = 2.0, 5.0
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.row_bytes import ID_BYTES, Phase, TrafficLink, chain_byte_factors
+from flexd.planner.model.row_bytes import ID_BYTES, Exchange, TrafficPhase, byte_factors
 from flexd.planner.model.workload import (
     ACCESSES,
     ANYWHERE,
@@ -17,13 +17,13 @@ from flexd.planner.model.workload import (
     STATISTICS,
     SYNCED,
 )
-from flexd.planner.tables.chain_costs import copy_loads, row_loads, sum_loads
+from flexd.planner.tables.costs import copy_loads, row_loads, sum_loads
 from flexd.planner.tables.options import ShardingKind, TableWork
+from flexd.topology.cluster import INTER, INTRA
 from tests.planner.tables.cases import work_of
 
 LAYOUTS = [RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1)]
 ROWS, BAGS, LENGTH, DIM = 600, 200, 5, 8
-INTRA, INTER = 0, 1
 
 
 def drawn(layout: RankLayout) -> tuple[TableWork, list[np.ndarray]]:
@@ -128,12 +128,12 @@ def test_tables_that_every_rank_has_cost_what_plans_say_of_rows_at_device(layout
     assert not loads[:, 1:].any()
     with_rows, summed = loads[:, 0, :12].reshape(4, 3, 2, 2), loads[:, 0, 12:].reshape(4, 2, 2)
     for table in range(4):
-        factors = chain_byte_factors(layout, int(work.wire_bytes[table]))[Tier.DEVICE]
+        factors = byte_factors(layout, int(work.wire_bytes[table]), Exchange.CHAIN)[Tier.DEVICE]
         bytes_ = factors @ statistics[table]
-        for link, of in ((INTRA, TrafficLink.INTRA_NODE), (INTER, TrafficLink.INTER_NODE)):
+        for link in (INTRA, INTER):
             for direction in (0, 1):
                 bits = with_rows[table, :2, link, direction].sum()
-                assert bits == pytest.approx(bytes_[Phase.SYNC_MASK, of])
-                assert with_rows[table, 2, link, direction] == pytest.approx(bytes_[Phase.BACKWARD_ROWS, of])
-                sums = bytes_[Phase.SYNC_SUMS, of] + bytes_[Phase.SYNC_ROWS, of]
+                assert bits == pytest.approx(bytes_[TrafficPhase.SYNC_MASK, link])
+                assert with_rows[table, 2, link, direction] == pytest.approx(bytes_[TrafficPhase.BACKWARD_ROWS, link])
+                sums = bytes_[TrafficPhase.SYNC_SUMS, link] + bytes_[TrafficPhase.SYNC_ROWS, link]
                 assert summed[table, link, direction] == pytest.approx(sums)

@@ -6,7 +6,7 @@ import numpy as np
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.simulate.exact_profile import exact_profile
+from flexd.simulate.step_keys import exact_profile
 
 
 def test_every_row_is_listed_with_its_share_of_its_table() -> None:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.topology.cluster import CollectiveCurve
-from flexd.topology.fit import CollectiveTimes, fit_curve
+from flexd.topology.cluster import CollectiveCurve, CollectiveTimes, fit_curve
 
 SIZES = 1024.0 * 4.0 ** np.arange(9)
 
@@ -58,7 +57,8 @@ def test_noise_and_outliers_change_the_fit_little(latency: float, bandwidth: flo
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=9))
 def test_any_positive_times_give_a_valid_curve(seconds: list[float]) -> None:
     fitted = fit_curve(times_of(np.array(seconds)))
-    fitted.check("curve")
+    fitted.check_points("curve")
+    assert fitted.latency_seconds >= 0
     assert 0 <= fitted.latency_seconds <= min(seconds) * (1 + 1e-6)
     grid = [fitted.seconds(size) for size in np.geomspace(1, 2**30, 100)]
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(grid))
