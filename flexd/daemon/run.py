@@ -12,9 +12,8 @@ from flexd.core import fault_points as faults
 from flexd.core.fast_start import resume_garbage_collector
 from flexd.core.supervision import EXIT_UNSAFE_STATE
 from flexd.daemon.config_file import ConfigFile
-from flexd.daemon.deferred import DeferredDaemon
+from flexd.daemon.daemon import Daemon
 from flexd.daemon.logs import set_up_logging
-from flexd.daemon.service import Daemon
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """``malloc.h`` of glibc."""
@@ -50,7 +49,7 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
     set_up_logging(config)
     faults.arm()
     keep_freed_memory()
-    daemon = _daemon_of(config, ConfigFile(config, path))
+    daemon = Daemon(config, ConfigFile(config, path))
     daemon.supervisor.watch_uncaught()
     signal.signal(signal.SIGHUP, lambda *_: daemon.request_reload())
     daemon.start()
@@ -61,9 +60,3 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
     if daemon.supervisor.fatal:
         return EXIT_UNSAFE_STATE
     return 0 if in_time else 1
-
-
-def _daemon_of(config: Config, file: ConfigFile) -> Daemon | DeferredDaemon:
-    if config.tables and config.state.on_unusable != "wait":
-        return Daemon(config, file)
-    return DeferredDaemon(config, file)

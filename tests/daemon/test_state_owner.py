@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from flexd.config.model import Config
 from flexd.control.daemon.table_proposals import ProposedTables
 from flexd.core.errors import ControlError, UnusableStateError
 from flexd.core.keyspace import TableSpec
-from flexd.daemon import deferred
-from flexd.daemon.deferred import DeferredDaemon
-from flexd.daemon.run import _daemon_of
-from flexd.daemon.service import Daemon
+from flexd.daemon import Daemon
+from flexd.daemon import daemon as daemon_module
 from tests.support.until import until
 
 TABLES = [{"name": "item", "rows": 100, "dim": 4}]
@@ -64,11 +61,10 @@ def test_another_job_is_refused_by_name_and_nothing_changes(
     before = content(of_laptop)
     state = {"dir": str(of_laptop / "state"), "on_unusable": on_unusable}
     config = parse_config(document(of_laptop, "sasrec", tables=tables, state=state))
-    make: Callable[[Config], object] = Daemon if tables else DeferredDaemon
     with pytest.raises(
         UnusableStateError, match=r"has the state of job 'laptop', not of 'sasrec' - .*of its own"
     ) as no:
-        make(config)
+        Daemon(config)
     assert exit_code_of(no.value) is ExitCode.STATE_UNUSABLE
     assert content(of_laptop) == before
 
@@ -77,7 +73,7 @@ def test_a_daemon_that_waits_for_its_state_names_the_other_job(of_laptop: Path) 
     before = content(of_laptop)
     state = {"dir": str(of_laptop / "state"), "on_unusable": "wait"}
     config = parse_config(document(of_laptop, "sasrec", state=state))
-    daemon: Any = _daemon_of(config, None)  # type: ignore[arg-type]
+    daemon = Daemon(config)
     assert "has the state of job 'laptop'" in daemon.ready().reasons[0]
     assert content(of_laptop) == before
 
@@ -98,7 +94,7 @@ def test_state_commands_refuse_the_state_of_another_job(of_laptop: Path) -> None
 def test_a_daemon_that_can_neither_start_nor_learn_for_a_moment_learns_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    daemon = DeferredDaemon(parse_config(document(tmp_path, "laptop", tables=[])))
+    daemon = Daemon(parse_config(document(tmp_path, "laptop", tables=[])))
     daemon.start()
     learner = daemon._learner
     assert learner is not None
@@ -108,8 +104,8 @@ def test_a_daemon_that_can_neither_start_nor_learn_for_a_moment_learns_again(
             def refuse(*_: object, **__: object) -> None:
                 raise ControlError("the address is in use")
 
-            patch.setattr(deferred, "Daemon", refuse)
-            patch.setattr(deferred, "TableLearner", refuse)
+            patch.setattr(daemon_module, "Parts", refuse)
+            patch.setattr(daemon_module, "TableLearner", refuse)
             patch.setattr(learner, "tick", lambda: ProposedTables("a1", (TableSpec("item", 10, 4),)))
             daemon.tick()
             assert "starting" in daemon.ready().reasons[0]
@@ -120,7 +116,7 @@ def test_a_daemon_that_can_neither_start_nor_learn_for_a_moment_learns_again(
 
 def test_tables_that_ranks_say_are_kept_for_their_job_alone(tmp_path: Path) -> None:
     """A daemon that has no tables yet marks the directory too."""
-    daemon = DeferredDaemon(parse_config(document(tmp_path, "laptop", tables=[])))
+    daemon = Daemon(parse_config(document(tmp_path, "laptop", tables=[])))
     daemon.start()
     try:
         assert (tmp_path / "state" / "job").read_text() == "laptop\n"

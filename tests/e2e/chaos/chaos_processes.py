@@ -182,12 +182,12 @@ def main() -> None:
     import torch
 
     import flexd.cli.main
-    import flexd.daemon.service
+    import flexd.daemon.daemon
     from flexd.sketch.sketch_set import warm_up
     from tests.e2e.chaos import chaos_training
 
     assert chaos_training
-    assert flexd.daemon.service
+    assert flexd.daemon.daemon
     torch.set_num_threads(1)
     warm_up()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -1,0 +1,371 @@
+"""One daemon: build, start, tick, stop.
+
+::
+
+    WAITING --the state directory has changed so that it can be used--> LEARNING or RUNNING
+    LEARNING --all ranks of an attempt have said their tables, and the configuration fits them--> RUNNING
+       ^------ the tables cannot be used, e.g. a pin names a table that there is not                 |
+    RUNNING --an attempt with other tables may have the job--> RUNNING with these tables <-----------'
+
+WAITING (``state.on_unusable: wait``) holds no lock of the directory: an operator runs ``flexd state reset`` meanwhile.
+Nothing is read from the stream before RUNNING: what is published waits in the log. A start with tables in the
+configuration or the state is RUNNING at once, without any rank. Each RUNNING has ``Parts`` of its own; counters of
+tables that stay are kept, as after a change of ``tables`` in the configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from flexd.api.base import ProbeResult
+from flexd.api.daemon import ReloadReport, threads_status
+from flexd.api.status import Status, base_status
+from flexd.config.checks import check_config
+from flexd.config.model import Config
+from flexd.config.tables_file import load_tables, save_tables, with_tables
+from flexd.control.daemon.table_learner import TableLearner
+from flexd.control.daemon.table_proposals import ProposedTables
+from flexd.core.errors import ApiError, FlexdError, StateVersionError, UnusableStateError
+from flexd.core.fast_start import ProcessStart
+from flexd.core.supervision import Supervisor
+from flexd.daemon import factory
+from flexd.daemon.config_file import ConfigFile
+from flexd.daemon.parts import Parts, ShutdownBudget
+from flexd.daemon.state_files import StateLock, check_files, open_state
+from flexd.server.http import DaemonServer
+from flexd.server.metrics import Metrics
+
+logger = logging.getLogger("flexd")
+
+TICK_SECONDS = 0.1
+LOOK_SECONDS = 1.0
+"""Time between two looks at a state directory that cannot be used."""
+HEALTHY_TICK_SECONDS = 30.0
+"""The daemon is unhealthy if its loop has not ticked for this long; planning a large job takes seconds."""
+_OWN_HANDLERS = ("status", "reload", "preview_reload")
+
+
+class Daemon:
+    """Implements ``DaemonApi``. Call ``start``, then ``run_until_stopped``; ``request_stop`` from anywhere.
+
+    Args:
+        file: the file that the configuration was read from, for reloads; it has the configuration in effect.
+
+    Attributes:
+        supervisor: records the faults of every thread.
+
+    Raises:
+        FlexdError: a part cannot be created from the configuration; nothing is left running.
+    """
+
+    def __init__(self, config: Config, file: ConfigFile | None = None) -> None:
+        self._file = file or ConfigFile(config)
+        self._takes_tables = not config.tables
+        self._started = ProcessStart()
+        self.supervisor = Supervisor()
+        self._loop_watch = self.supervisor.watch("loop")
+        self._planning_watch = self.supervisor.watch("loop", "planning")
+        # Looked at between two ticks. No ``threading.Event``: a signal handler that runs inside ``Event.wait``, which
+        # holds the event's lock, would block for ever in ``Event.set``.
+        self._stop_requested = self._reload_requested = False
+        self._ticked_at = time.monotonic()
+        factory.make_state_directory(config)
+        self._server = DaemonServer(self, Metrics(self), config.server, self.supervisor)
+        self._lock: StateLock | None = None
+        self._learner: TableLearner | None = None
+        self._parts: Parts | None = None
+        self._problem = ""
+        """Why the state cannot be used, or the newest tables of ranks were not taken over."""
+        self._seen: frozenset[tuple[str, int]] | None = None
+        """The files of the state that cannot be used; None where they can."""
+        self._look_at = 0.0
+        self._build()
+
+    @property
+    def _config(self) -> Config:
+        """The configuration in effect, with the tables of the ranks if it lists none and they are known."""
+        return self._file.config
+
+    @property
+    def address(self) -> str:
+        """The address of the admin API."""
+        return self._server.address
+
+    @property
+    def parts(self) -> Parts:
+        """The parts of a running daemon. Raises ApiError (503) while it waits for its state or its tables."""
+        parts = self._parts
+        if parts is None:
+            remedy = "start the training, or list its tables in the configuration"
+            if self._seen is not None:
+                remedy = "run `flexd state show`"
+            raise ApiError(self._reason(), status=503, remedy=remedy)
+        return parts
+
+    def start(self) -> None:
+        """Start every part and serve the API; if one fails, stop those that were started.
+
+        Raises:
+            FlexdError: an address is taken, or a part cannot start.
+        """
+        try:
+            self._begin()
+            self._server.start()
+        except BaseException:
+            self.stop(self._config.shutdown_seconds)
+            raise
+        channel = f"{self._config.control.listen_host}:{self._parts.coordinator.port}" if self._parts else "waits"
+        logger.info("flexd is up: API %s, control channel %s", self.address, channel)
+
+    def run_until_stopped(self) -> bool:
+        """Tick until a stop is requested or a thread cannot go on safely (``supervisor.fatal``), then stop.
+
+        Returns whether every part ended within the deadline.
+        """
+        try:
+            while not self._stop_requested and not self.supervisor.fatal:
+                if self._reload_requested:
+                    self._reload_requested = False
+                    self._loop_watch.attempt(self._reload_quietly)
+                self.tick()
+                time.sleep(TICK_SECONDS)
+        finally:
+            ended = self.stop(self._config.shutdown_seconds)
+        return ended
+
+    def request_stop(self) -> None:
+        """Make ``run_until_stopped`` end within ``shutdown_seconds``. Returns at once; safe in signal handlers."""
+        self._stop_requested = True
+
+    def request_reload(self) -> None:
+        """Make the loop reload the configuration file. Returns at once; safe in signal handlers."""
+        self._reload_requested = True
+
+    def tick(self) -> None:
+        """Look at the state, learn tables, or do the periodic work of the parts; take other tables over.
+
+        What that raises is recorded by the supervisor and attempted again after a back-off; the loop ticks on.
+        """
+        self._ticked_at = time.monotonic()
+        if self._seen is not None:
+            if time.monotonic() >= self._look_at:
+                self._look_at = time.monotonic() + LOOK_SECONDS
+                self._loop_watch.attempt(self._look)
+            return
+        proposed = None
+        if self._learner is not None:
+            proposed = self._learner.tick()
+        elif self._parts is not None:
+            self._loop_watch.attempt(self._parts.tick)
+            if self._parts.operator.paused is None:
+                self._planning_watch.attempt(self._parts.auto.tick)
+            proposed = self._parts.coordinator.proposed_tables()
+        else:  # neither could be started after the last take-over
+            self._loop_watch.attempt(self._learn)
+        if proposed is not None:
+            self._loop_watch.attempt(lambda: self._take_over(proposed))
+
+    def stop(self, seconds: float) -> bool:
+        """Stop every part. Returns whether all ended within the deadline.
+
+        The API stops last, so that the shutdown can be observed.
+        """
+        self._stop_requested = True
+        self._loop_watch.rest()
+        self._planning_watch.rest()
+        budget = ShutdownBudget(seconds)
+        self._stop_learning()
+        if self._parts is not None:
+            self._parts.stop(budget)
+        self._release_lock()
+        budget.stop_part("API", self._server.stop)
+        late = ", ".join(budget.late)
+        logger.info("flexd has stopped%s", f", but these parts did not end within the deadline: {late}" if late else "")
+        return not budget.late
+
+    def _build(self) -> None:
+        """Lock the state, and make the parts if the tables are known. Raises FlexdError; nothing is locked then."""
+        config, state = self._config, self._config.state
+        try:
+            self._lock = open_state(state.dir, config.job)
+            check_files(state.dir, start_empty=state.on_unusable == "reset")
+            tables = load_tables(state.dir) if self._takes_tables else ()
+            if tables:
+                self._file.tables_of_ranks = tables
+            if tables or not self._takes_tables:
+                self._make_parts(with_tables(config, tables) if tables else config)
+        except BaseException as error:
+            # Not left to the garbage collector, which is paused: a daemon that waits would lock itself out.
+            self._release_lock()
+            if state.on_unusable != "wait" or not isinstance(error, UnusableStateError | StateVersionError):
+                raise
+            self._wait_for_state(error, _files(state.dir))
+        else:
+            self._seen = None
+
+    def _begin(self) -> None:
+        if self._parts is not None:
+            self._parts.start()
+        elif self._seen is None:
+            self._learn()
+
+    def _look(self) -> None:
+        """Try again if the files of the state have changed."""
+        if _files(self._config.state.dir) == self._seen:
+            return
+        try:
+            self._build()
+            self._begin()
+        except FlexdError as error:
+            # Another process has the directory or an address: no file shows when that ends.
+            self._parts = None
+            self._release_lock()
+            self._wait_for_state(error, frozenset())
+
+    def _wait_for_state(self, error: FlexdError, seen: frozenset[tuple[str, int]]) -> None:
+        self._seen, before, self._problem = seen, self._problem, str(error)
+        if self._problem != before:
+            logger.error("flexd waits: %s", self._problem)
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _make_parts(self, config: Config) -> None:
+        check_config(config, "the configuration, with the tables of the ranks")
+        self._parts = Parts(config, self.supervisor, takes_tables=self._takes_tables)
+        self._file.config = config
+
+    def _learn(self, problem: str = "") -> None:
+        try:
+            self._learner = TableLearner(factory.control_options(self._config), self.supervisor)
+            self._learner.problem = problem
+            self._learner.start()
+        except BaseException:
+            self._stop_learning()
+            raise
+        logger.info("flexd waits for the tables of the ranks, which the configuration does not list")
+
+    def _stop_learning(self) -> None:
+        learner, self._learner = self._learner, None
+        if learner is not None:
+            learner.stop()
+
+    def _take_over(self, proposed: ProposedTables) -> None:
+        """Continue with the tables of an attempt, if the configuration fits them."""
+        config = with_tables(self._config, proposed.tables)
+        try:
+            check_config(config, "the configuration")
+        except FlexdError as error:
+            problem = f"{error.message} (tables of attempt {proposed.attempt!r})"
+            if self._learner is not None:
+                self._learner.problem = problem
+            if problem != self._problem:
+                self._problem = problem
+                logger.error("the tables of the ranks cannot be taken over: %s", problem)
+            return
+        self._problem = ""
+        self._stop_learning()
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.stop(ShutdownBudget(self._config.shutdown_seconds))
+        try:
+            save_tables(self._config.state.dir, proposed.tables, proposed.attempt)
+            self._file.tables_of_ranks = proposed.tables
+            self._make_parts(config)
+            self._begin()
+        except FlexdError as error:
+            self._parts = None
+            self._learn(f"{error.message} (tables of attempt {proposed.attempt!r})")
+            raise
+        logger.info("%d tables, of the ranks of attempt %r", len(proposed.tables), proposed.attempt)
+
+    def reload(self, reason: str = "", requested_by: str = "") -> ReloadReport:
+        """Read the file again, apply its hot keys, and record the outcome. Raises FlexdError; nothing changes then."""
+        try:
+            report = self._file.reload(self._apply_config)
+        except FlexdError as error:
+            self._record_reload(requested_by, reason, error)
+            raise
+        self._record_reload(requested_by, reason, report)
+        return report
+
+    def preview_reload(self) -> ReloadReport:
+        """Return what ``reload`` would do now. Changes nothing."""
+        parts = self._parts
+        return self._file.preview(lambda config: None if parts is None else parts.inspect.planning.check(config))
+
+    def _reload_quietly(self) -> None:
+        with contextlib.suppress(FlexdError):  # It is logged and counted.
+            self.reload(requested_by="SIGHUP")
+
+    def _apply_config(self, config: Config) -> None:
+        """Apply settings of a reload. Raises FlexdError; nothing has changed then."""
+        if self._parts is not None:
+            self._parts.apply_config(config)
+        elif self._learner is not None:
+            self._learner.problem = ""
+
+    def _record_reload(self, requested_by: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
+        if self._parts is not None:
+            self._parts.operator.record_reload(requested_by, reason, outcome)
+        else:
+            logger.info("config reload requested by %s: %s", requested_by or "anonymous", reason)
+
+    def handler(self, name: str) -> Callable[..., Any]:
+        """Implement ``DaemonApi.handler``."""
+        handler: Callable[..., Any] = attrgetter(name)(self if name in _OWN_HANDLERS else self.parts)
+        return handler
+
+    def status(self) -> Status:
+        base = base_status(self._config, self._started, self.health(), self.ready())
+        base = base.model_copy(update={"config": self._file.status(), "threads": threads_status(self.supervisor)})
+        parts = self._parts
+        return base if parts is None else parts.status(base)
+
+    def health(self) -> ProbeResult:
+        parts, reasons = self._parts, []
+        if parts is None:
+            return ProbeResult(ok=True)
+        silent = time.monotonic() - self._ticked_at
+        if silent > HEALTHY_TICK_SECONDS:
+            reasons.append(f"the loop has not ticked for {silent:.0f} s")
+        if not parts.ingestor.running and not self._stop_requested:
+            reasons.append("the ingest thread has ended")
+        return ProbeResult(ok=not reasons, reasons=tuple(reasons))
+
+    def ready(self) -> ProbeResult:
+        parts = self._parts
+        reasons = [self._reason()] if parts is None else parts.not_ready()
+        reasons += self.supervisor.reasons()
+        if self._stop_requested:
+            reasons.append("shutting down")
+        return ProbeResult(ok=not reasons, reasons=tuple(reasons))
+
+    def _reason(self) -> str:
+        """Return why there are no parts."""
+        if self._seen is not None:
+            return f"state: {self._problem}"
+        learner = self._learner
+        missing = "starting" if learner is None else learner.reason()
+        return f"no tables yet, the ranks are to say theirs: {missing}"
+
+
+def _files(state_dir: Path) -> frozenset[tuple[str, int]]:
+    """Return the files of the directory with the times of their last change: different after any change of them."""
+    found = set()
+    for path in (*state_dir.glob("*"), *state_dir.glob("*/*")):
+        try:
+            # The lock is touched by every attempt.
+            if path.name != "lock":
+                found.add((str(path), path.stat().st_mtime_ns))
+        except OSError:
+            continue
+    return frozenset(found)

@@ -1,0 +1,264 @@
+"""The parts of a daemon that has tables: made from the configuration, started together, stopped within one deadline."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from flexd.api.components import Components
+from flexd.api.migration_commands import MigrationCommands
+from flexd.api.operator_commands import OperatorCommands
+from flexd.api.plan_commands import PlanCommands
+from flexd.api.status import Status
+from flexd.config.model import Config
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.event_log import MigrationEvent
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.throttle import Throttle, ThrottleLimits
+from flexd.control.protocol.report import StepReport
+from flexd.core.fault_points import fault_point
+from flexd.core.supervision import Supervisor
+from flexd.daemon import factory
+from flexd.operations.affinity import AffinityMonitor
+from flexd.operations.autoplan import AutoPlanner
+from flexd.operations.decisions import DecisionFile
+from flexd.operations.drift import DriftMonitor
+from flexd.operations.effects import EffectRecorder
+from flexd.operations.executions import Executions
+from flexd.operations.history import MigrationHistory
+from flexd.operations.live_prices import LivePrices
+from flexd.operations.planning import Planning
+from flexd.operations.rollback_recovery import RollbackRecovery
+from flexd.operations.state_file import NAME, StateFile
+from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
+from flexd.operations.verification import Verifier
+from flexd.sketch.dead_letters import DeadLetterFile
+from flexd.sketch.ingestor import Ingestor
+from flexd.sketch.snapshot import SnapshotStore
+from flexd.stream.offsets_in_work import OffsetsInWork
+from flexd.stream.tap_source import TapSource
+
+logger = logging.getLogger("flexd")
+
+KEEP_MIGRATIONS = 1000
+"""In the history."""
+MIN_SHARE = 0.02
+"""Share of the deadline that a part gets even if earlier parts have used all of it: it may need almost nothing."""
+INGEST_SHARE, DRIFT_SHARE, HISTORY_SHARE, SERVER_SHARE = 0.5, 0.05, 0.05, 0.1
+"""Shares of ``shutdown_seconds`` reserved for parts; the control channel has the rest."""
+
+
+class ShutdownBudget:
+    """Stops parts one after another. Later parts get the time that earlier ones left unused.
+
+    Args:
+        seconds: deadline of all parts together.
+        clock: monotonic seconds.
+
+    Attributes:
+        late: names of the parts that have not ended in time.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._deadline = clock() + seconds
+        self.late: list[str] = []
+
+    def stop_part(self, name: str, stop: Callable[[float], bool], reserve: float = 0.0) -> bool:
+        """Call ``stop`` with the seconds left to this part. Returns its result: whether the part ended.
+
+        Args:
+            name: name of the part in ``late``.
+            stop: stops the part within the given seconds.
+            reserve: share (0 to 1) of the deadline reserved for later parts.
+        """
+        left = self._deadline - self._clock() - reserve * self._seconds
+        try:
+            ended = stop(max(left, MIN_SHARE * self._seconds))
+        except Exception:
+            # The parts after it must be stopped all the same.
+            logger.exception("stopping %s failed", name)
+            ended = False
+        if not ended:
+            self.late.append(name)
+        return ended
+
+
+class Parts:
+    """Call ``start``, then ``tick`` and ``auto.tick`` regularly, then ``stop``.
+
+    Args:
+        supervisor: of the process; records the faults of every thread.
+        takes_tables: the tables of ``config`` are those of ranks.
+
+    Attributes:
+        inspect, planning, migrations, operator: the handlers of the routes.
+
+    Raises:
+        FlexdError: a part cannot be created from the configuration; nothing is left running.
+    """
+
+    def __init__(self, config: Config, supervisor: Supervisor, *, takes_tables: bool = False) -> None:
+        keyspace = config.keyspace()
+        state = config.state.dir
+        cluster = factory.make_cluster(config)
+        control = replace(factory.control_options(config), takes_tables=takes_tables)
+        self.training = TrainingMonitor()
+        self._slow_memory = SlowMemoryMonitor(len(keyspace.tables))
+        self._journal = PlacementJournal(state / "placement")
+        work = OffsetsInWork(state)
+        source = factory.make_source(config, work)
+        self._snapshots = SnapshotStore(state / "snapshots", config.state.keep_snapshots)
+        self.ingestor = Ingestor(
+            source,
+            keyspace.tables,
+            factory.sketch_settings(config),
+            self._snapshots,
+            dead_letters=DeadLetterFile(state / "dead-letters.jsonl", config.stream.dead_letter_bytes),
+            snapshot_interval_seconds=config.state.snapshot_interval_seconds,
+            poll_seconds=config.stream.poll_seconds,
+            max_message_bytes=config.stream.max_message_bytes,
+            supervisor=supervisor,
+            work=work,
+            start_empty=config.state.on_unusable == "reset",
+        )
+        tap = source if isinstance(source, TapSource) else None
+        throttle = Throttle(ThrottleLimits(**config.control.throttle.model_dump()))
+        self._small_state = StateFile(state / NAME)
+        self._history = MigrationHistory(self._small_state, KEEP_MIGRATIONS, supervisor=supervisor)
+        self._effects = EffectRecorder(self.training.step_times, self._history.record_saving)
+        self.coordinator = Coordinator(
+            control, keyspace, self._journal, self._take_report, self._on_event, tap, throttle,
+            on_migration=self._record_migration, supervisor=supervisor,
+        )  # fmt: skip
+        decisions = DecisionFile(self._small_state)
+        self.operator = OperatorCommands(config.control, decisions, self._history, self.coordinator, throttle)
+        moves = self._history.newest_moves(1)
+        self._executions = Executions(config.control, keyspace, self.coordinator, moves[0].plan_id if moves else "")
+        self._prices = LivePrices(cluster, self.training, self.coordinator)
+        self.drift = DriftMonitor(
+            config.planner, keyspace, self._prices, self.ingestor.profile, self.coordinator, self._executions,
+            self.training, supervisor,
+        )  # fmt: skip
+        samples_kept = config.sketch.coaccess_memory_bytes > 0
+        planning = Planning(
+            config, keyspace, self._prices, self.ingestor.profile, self.coordinator, self.training, self._executions,
+            self.drift.planned, self.operator.record_withheld,
+            AffinityMonitor(keyspace, self.ingestor.sketches.coaccess, supervisor) if samples_kept else None,
+        )  # fmt: skip
+        late = RollbackRecovery(self._executions, self._history, self.coordinator, decisions)
+        self._verifier = Verifier(
+            config.planner, keyspace, self._executions, self.coordinator, decisions, self._history
+        )
+        self.auto = AutoPlanner(
+            config.planner, planning, self.drift, self.coordinator.live, late.resume, self._verifier
+        )
+        self.inspect = Components(
+            config, keyspace, self.ingestor, self.coordinator, planning, self.training, self.drift,
+            self.auto, throttle, self._history, self._snapshots, self._slow_memory, self._effects,
+        )  # fmt: skip
+        self._stopping = threading.Event()
+        self.planning = PlanCommands(keyspace, planning, self.auto, self.coordinator, self._stopping, self.operator)
+        self.migrations = MigrationCommands(
+            self._executions, self._history, self.coordinator, self.auto, self._stopping, late, decisions,
+            self._effects,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Start every part; if one fails, stop those that were started.
+
+        Raises:
+            FlexdError: an address is taken, or a part cannot start.
+        """
+        try:
+            self._history.start()
+            # A taken address is detected at once.
+            self.coordinator.listen()
+            self.ingestor.start()
+            self.drift.start()
+            self.coordinator.start()
+        except BaseException:
+            self.stop(ShutdownBudget(self.inspect.settings.shutdown_seconds))
+            raise
+
+    def tick(self) -> None:
+        """Retry failed writes, and record what the control channel has decided by itself."""
+        fault_point("thread.loop")
+        self.operator.tick()
+
+    def stop(self, budget: ShutdownBudget) -> None:
+        """Stop every part; a second call does nothing.
+
+        The channel stops first, so that no chunk starts after the last snapshot.
+        """
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        after = INGEST_SHARE + DRIFT_SHARE + HISTORY_SHARE + SERVER_SHARE
+        budget.stop_part("control channel", self.coordinator.stop, reserve=after)
+        budget.stop_part("ingest", self.ingestor.stop, reserve=after - INGEST_SHARE)
+        budget.stop_part("drift", self.drift.stop, reserve=HISTORY_SHARE + SERVER_SHARE)
+        self._effects.store()
+        budget.stop_part("history", self._history.stop, reserve=SERVER_SHARE)
+        self._small_state.close()
+        self._journal.close()
+
+    def _take_report(self, rank: int, report: StepReport) -> None:
+        self.training.add(rank, report)
+        if report.steps == 0:  # of a mistake alone
+            return
+        self._slow_memory.add(report)
+        self._prices.add(rank, report)
+        self._verifier.add(rank, report)
+
+    def _record_migration(self, event: MigrationEvent) -> None:
+        # First the migration, to which its effect refers.
+        self._history.record_migration(event)
+        self._executions.on_migration(event)
+        self._effects.on_migration(event)
+
+    def _on_event(self, name: str, fields: Mapping[str, object]) -> None:
+        if name == "epoch_live":
+            self._effects.end_generation()
+            self.training.new_generation()
+        elif name in ("migration_committed", "tap_urgent"):
+            self.ingestor.snapshots.request()
+
+    def apply_config(self, config: Config) -> None:
+        """Apply settings that differ from the current ones only in ``flexd.config.load.HOT_KEYS``.
+
+        Raises:
+            FlexdError: they name a table that there is not, or the like; nothing has changed.
+        """
+        self.inspect.planning.check(config)
+        self.inspect.planning.apply_config(config)
+        self.drift.apply_config(config.planner)
+        self.auto.apply_config(config.planner)
+        self.operator.apply_config(config.control)
+        self.inspect.settings = config
+        self.ingestor.snapshots.interval_seconds = config.state.snapshot_interval_seconds
+        self._snapshots.keep = config.state.keep_snapshots
+
+    def status(self, base: Status) -> Status:
+        """Return ``base`` with the state of every part."""
+        paused = self.operator.paused
+        return self.inspect.status(base).model_copy(
+            update={
+                "paused": paused is not None,
+                "pause_reason": None if paused is None else paused.reason,
+                "paused_by": None if paused is None else paused.requested_by or None,
+                "decisions": self.operator.decisions_status(),
+            }
+        )
+
+    def not_ready(self) -> list[str]:
+        """Return why counts or migrations stand still; empty if they do not."""
+        reasons = [f"{part}: {problem}" for part, problem in self.ingestor.problems()]
+        live = self.coordinator.live()
+        if live is None or not live.ready:
+            reasons.append(f"ranks: {self.coordinator.status().reason}")
+        return reasons
