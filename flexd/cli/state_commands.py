@@ -29,8 +29,8 @@ app = typer.Typer(
 
 
 def _load(config: Path) -> Config:
-    from flexd.config.tables_file import load_with_known_tables
     from flexd.core import fault_points
+    from flexd.operations.known_tables import load_with_known_tables
 
     fault_points.arm()
     return load_with_known_tables(config)

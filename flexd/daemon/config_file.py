@@ -17,11 +17,11 @@ from flexd.api.daemon import ConfigStatus, KeyChange, ReloadReport
 from flexd.config.checks import check_tables
 from flexd.config.load import Merged, load_config, merge
 from flexd.config.model import Config
-from flexd.config.tables_file import with_tables
 from flexd.config.text import describe_faults
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.core.keyspace import TableSpec
 from flexd.daemon.logs import set_up_logging
+from flexd.operations.known_tables import with_tables
 
 logger = logging.getLogger("flexd")
 

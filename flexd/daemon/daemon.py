@@ -28,7 +28,6 @@ from flexd.api.daemon import ReloadReport, threads_status
 from flexd.api.status import Status, base_status
 from flexd.config.checks import check_config
 from flexd.config.model import Config
-from flexd.config.tables_file import load_tables, save_tables, with_tables
 from flexd.control.daemon.table_learner import TableLearner
 from flexd.control.daemon.table_proposals import ProposedTables
 from flexd.core.errors import ApiError, FlexdError, StateVersionError, UnusableStateError
@@ -38,6 +37,8 @@ from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.parts import Parts, ShutdownBudget
 from flexd.daemon.state_files import StateLock, check_files, open_state
+from flexd.operations.known_tables import load_tables, save_tables, with_tables
+from flexd.operations.state_database import NAME, StateDatabase
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 
@@ -78,6 +79,7 @@ class Daemon:
         factory.make_state_directory(config)
         self._server = DaemonServer(self, Metrics(self), config.server, self.supervisor)
         self._lock: StateLock | None = None
+        self._state = StateDatabase(config.state.dir / NAME)
         self._learner: TableLearner | None = None
         self._parts: Parts | None = None
         self._problem = ""
@@ -183,7 +185,7 @@ class Daemon:
         self._stop_learning()
         if self._parts is not None:
             self._parts.stop(budget)
-        self._release_lock()
+        self._release_state()
         budget.stop_part("API", self._server.stop)
         late = ", ".join(budget.late)
         logger.info("flexd has stopped%s", f", but these parts did not end within the deadline: {late}" if late else "")
@@ -195,14 +197,14 @@ class Daemon:
         try:
             self._lock = open_state(state.dir, config.job)
             check_files(state.dir, start_empty=state.on_unusable == "reset")
-            tables = load_tables(state.dir) if self._takes_tables else ()
+            tables = load_tables(self._state) if self._takes_tables else ()
             if tables:
                 self._file.tables_of_ranks = tables
             if tables or not self._takes_tables:
                 self._make_parts(with_tables(config, tables) if tables else config)
         except BaseException as error:
             # Not left to the garbage collector, which is paused: a daemon that waits would lock itself out.
-            self._release_lock()
+            self._release_state()
             if state.on_unusable != "wait" or not isinstance(error, UnusableStateError | StateVersionError):
                 raise
             self._wait_for_state(error, _files(state.dir))
@@ -225,7 +227,7 @@ class Daemon:
         except FlexdError as error:
             # Another process has the directory or an address: no file shows when that ends.
             self._parts = None
-            self._release_lock()
+            self._release_state()
             self._wait_for_state(error, frozenset())
 
     def _wait_for_state(self, error: FlexdError, seen: frozenset[tuple[str, int]]) -> None:
@@ -233,14 +235,15 @@ class Daemon:
         if self._problem != before:
             logger.error("flexd waits: %s", self._problem)
 
-    def _release_lock(self) -> None:
+    def _release_state(self) -> None:
+        self._state.close()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def _make_parts(self, config: Config) -> None:
         check_config(config, "the configuration, with the tables of the ranks")
-        self._parts = Parts(config, self.supervisor, takes_tables=self._takes_tables)
+        self._parts = Parts(config, self._state, self.supervisor, takes_tables=self._takes_tables)
         self._file.config = config
 
     def _learn(self, problem: str = "") -> None:
@@ -277,7 +280,7 @@ class Daemon:
         if parts is not None:
             parts.stop(ShutdownBudget(self._config.shutdown_seconds))
         try:
-            save_tables(self._config.state.dir, proposed.tables, proposed.attempt)
+            save_tables(self._state, proposed)
             self._file.tables_of_ranks = proposed.tables
             self._make_parts(config)
             self._begin()

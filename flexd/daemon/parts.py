@@ -32,7 +32,7 @@ from flexd.operations.history import MigrationHistory
 from flexd.operations.live_prices import LivePrices
 from flexd.operations.planning import Planning
 from flexd.operations.rollback_recovery import RollbackRecovery
-from flexd.operations.state_file import NAME, StateFile
+from flexd.operations.state_database import StateDatabase
 from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
 from flexd.operations.verification import Verifier
 from flexd.sketch.dead_letters import DeadLetterFile
@@ -92,6 +92,7 @@ class Parts:
     """Call ``start``, then ``tick`` and ``auto.tick`` regularly, then ``stop``.
 
     Args:
+        state: the small state; the caller closes it after ``stop``.
         supervisor: of the process; records the faults of every thread.
         takes_tables: the tables of ``config`` are those of ranks.
 
@@ -102,23 +103,25 @@ class Parts:
         FlexdError: a part cannot be created from the configuration; nothing is left running.
     """
 
-    def __init__(self, config: Config, supervisor: Supervisor, *, takes_tables: bool = False) -> None:
+    def __init__(
+        self, config: Config, state: StateDatabase, supervisor: Supervisor, *, takes_tables: bool = False
+    ) -> None:
         keyspace = config.keyspace()
-        state = config.state.dir
+        directory = config.state.dir
         cluster = factory.make_cluster(config)
         control = replace(factory.control_options(config), takes_tables=takes_tables)
         self.training = TrainingMonitor()
         self._slow_memory = SlowMemoryMonitor(len(keyspace.tables))
-        self._journal = PlacementJournal(state / "placement")
-        work = OffsetsInWork(state)
+        self._journal = PlacementJournal(directory / "placement")
+        work = OffsetsInWork(directory)
         source = factory.make_source(config, work)
-        self._snapshots = SnapshotStore(state / "snapshots", config.state.keep_snapshots)
+        self._snapshots = SnapshotStore(directory / "snapshots", config.state.keep_snapshots)
         self.ingestor = Ingestor(
             source,
             keyspace.tables,
             factory.sketch_settings(config),
             self._snapshots,
-            dead_letters=DeadLetterFile(state / "dead-letters.jsonl", config.stream.dead_letter_bytes),
+            dead_letters=DeadLetterFile(directory / "dead-letters.jsonl", config.stream.dead_letter_bytes),
             snapshot_interval_seconds=config.state.snapshot_interval_seconds,
             poll_seconds=config.stream.poll_seconds,
             max_message_bytes=config.stream.max_message_bytes,
@@ -128,14 +131,13 @@ class Parts:
         )
         tap = source if isinstance(source, TapSource) else None
         throttle = Throttle(ThrottleLimits(**config.control.throttle.model_dump()))
-        self._small_state = StateFile(state / NAME)
-        self._history = MigrationHistory(self._small_state, KEEP_MIGRATIONS, supervisor=supervisor)
+        self._history = MigrationHistory(state, KEEP_MIGRATIONS, supervisor=supervisor)
         self._effects = EffectRecorder(self.training.step_times, self._history.record_saving)
         self.coordinator = Coordinator(
             control, keyspace, self._journal, self._take_report, self._on_event, tap, throttle,
             on_migration=self._record_migration, supervisor=supervisor,
         )  # fmt: skip
-        decisions = DecisionFile(self._small_state)
+        decisions = DecisionFile(state)
         self.operator = OperatorCommands(config.control, decisions, self._history, self.coordinator, throttle)
         moves = self._history.newest_moves(1)
         self._executions = Executions(config.control, keyspace, self.coordinator, moves[0].plan_id if moves else "")
@@ -204,7 +206,6 @@ class Parts:
         budget.stop_part("drift", self.drift.stop, reserve=HISTORY_SHARE + SERVER_SHARE)
         self._effects.store()
         budget.stop_part("history", self._history.stop, reserve=SERVER_SHARE)
-        self._small_state.close()
         self._journal.close()
 
     def _take_report(self, rank: int, report: StepReport) -> None:

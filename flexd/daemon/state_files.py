@@ -15,11 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexd.config import tables_file
 from flexd.control.daemon import journal
 from flexd.core.durable import UNUSABLE, replace_file, sync_directory
 from flexd.core.errors import SnapshotError, StateLockedError, StateVersionError, UnusableStateError
-from flexd.operations import state_file
+from flexd.operations import state_database
 from flexd.sketch.restore import UNUSABLE_REMEDY
 
 FILE_NAME = "lock"
@@ -133,7 +132,7 @@ logger = logging.getLogger("flexd")
 
 
 @dataclass(frozen=True)
-class StateFile:
+class VersionedFile:
     """A file of the state directory that has a format version.
 
     Attributes:
@@ -148,13 +147,12 @@ class StateFile:
 
 
 FILES = (
-    StateFile("placement/placement.journal", journal.check_version),
-    StateFile(state_file.NAME, state_file.check_version, state_file.SIDE_FILES),
-    StateFile(tables_file.NAME, tables_file.check_version),
+    VersionedFile("placement/placement.journal", journal.check_version),
+    VersionedFile(state_database.NAME, state_database.check_version, state_database.SIDE_FILES),
 )
 
 
-def newer_files(state_dir: Path) -> dict[StateFile, str]:
+def newer_files(state_dir: Path) -> dict[VersionedFile, str]:
     """Return the files of a newer format, with what is wrong in words."""
     found = {}
     for file in FILES:
@@ -185,7 +183,7 @@ def check_files(state_dir: Path, *, start_empty: bool) -> None:
         mark_unusable(state_dir, file)
 
 
-def mark_unusable(state_dir: Path, file: StateFile) -> None:
+def mark_unusable(state_dir: Path, file: VersionedFile) -> None:
     """Rename a file and what belongs to it, so that a start does without it.
 
     Raises:

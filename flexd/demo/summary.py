@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.demo.rank import TRAFFIC, RunSetup, Strategy
 from flexd.operations.history import MigrationHistory
-from flexd.operations.state_file import NAME, StateFile
+from flexd.operations.state_database import NAME, StateDatabase
 
 Array = npt.NDArray[Any]
 _MOST_PLANS = 1_000
@@ -44,7 +44,7 @@ class RunRecord:
         def of_ranks(of_run: Path) -> tuple[dict[str, Array], ...]:
             return tuple(arrays(of_run / f"rank-{rank}.npz") for rank in range(setup.world_size))
 
-        history = MigrationHistory(StateFile(state / NAME), _MOST_PLANS)
+        history = MigrationHistory(StateDatabase(state / NAME), _MOST_PLANS)
         return RunRecord(
             setup,
             of_ranks(directory),

@@ -14,7 +14,7 @@ from flexd.config.links import ThrottleConfig
 from flexd.config.text import describe_faults
 from flexd.control.daemon.throttle import ThrottleLimits
 from flexd.core.errors import SnapshotError
-from flexd.operations.state_file import StateFile
+from flexd.operations.state_database import StateDatabase
 
 LONGEST_SECONDS = 86_400.0
 
@@ -67,7 +67,8 @@ class HeldPlans:
 logger = logging.getLogger("flexd")
 
 MAX_ROLLED_BACK = 64
-_NAME = "in force"
+NAME = "in force"
+"""Of the document."""
 _Message = Annotated[str, Field(max_length=2_000)]
 _Bytes = Annotated[int, Field(ge=1, le=2**50)]
 
@@ -153,13 +154,14 @@ class DecisionFile:
         SnapshotError: the file exists and cannot be read.
     """
 
-    def __init__(self, file: StateFile) -> None:
+    def __init__(self, file: StateDatabase) -> None:
         self._file = file
         self._lock = threading.Lock()
         self.failures = 0
         self.problem = ""
         self.current = Decisions()
-        for (document,) in file.read("SELECT document FROM decisions WHERE name = ?", _NAME):
+        document = file.document(NAME)
+        if document is not None:
             try:
                 self.current = Decisions.model_validate_json(document)
             except ValidationError as error:
@@ -183,9 +185,7 @@ class DecisionFile:
 
     def _write(self) -> None:
         try:
-            self._file.write(
-                [("INSERT OR REPLACE INTO decisions VALUES (?, ?)", (_NAME, self.current.model_dump_json()))]
-            )
+            self._file.put(NAME, self.current.model_dump_json())
             self.problem = ""
         except SnapshotError as error:
             self.failures += 1

@@ -15,7 +15,7 @@ from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, 
 from flexd.core.errors import SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.core.supervision import Supervisor
-from flexd.operations.state_file import StateFile, Statement
+from flexd.operations.state_database import StateDatabase, Statement
 
 MAX_WAITING = 4096
 """Limit of entries that wait to be written; beyond it the oldest are lost."""
@@ -79,7 +79,7 @@ class MigrationHistory:
 
     def __init__(
         self,
-        file: StateFile,
+        file: StateDatabase,
         keep: int,
         retry_seconds: float = RETRY_SECONDS,
         supervisor: Supervisor | None = None,

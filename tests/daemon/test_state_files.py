@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -10,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from flexd.config.tables_file import load_tables
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.core.durable import UNUSABLE
 from flexd.core.errors import StateVersionError, UnusableStateError
 from flexd.daemon.state_files import FILES, check_files, mark_unusable
 from flexd.operations.decisions import DecisionFile
-from flexd.operations.state_file import StateFile
+from flexd.operations.state_database import StateDatabase
 
 BY_NAME = {file.name: file for file in FILES}
 
@@ -32,7 +30,7 @@ def test_side_files_go_with_their_file(tmp_path: Path) -> None:
 
 def _newer_database(path: Path) -> None:
     with closing(sqlite3.connect(path)) as database:
-        database.execute("PRAGMA user_version = 2")
+        database.execute("PRAGMA user_version = 3")
 
 
 def _newer_journal(path: Path) -> None:
@@ -40,14 +38,9 @@ def _newer_journal(path: Path) -> None:
     path.write_bytes(b"FLEXDPJ2" + bytes(8))
 
 
-def _newer_json(path: Path) -> None:
-    path.write_text(json.dumps({"format": 2}) + "\n")
-
-
 OPENERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "placement/placement.journal": (_newer_journal, lambda state: PlacementJournal(state / "placement")),
-    "state.sqlite": (_newer_database, lambda state: DecisionFile(StateFile(state / "state.sqlite"))),
-    "tables-of-ranks.json": (_newer_json, load_tables),
+    "state.sqlite": (_newer_database, lambda state: DecisionFile(StateDatabase(state / "state.sqlite"))),
 }  # fmt: skip
 
 

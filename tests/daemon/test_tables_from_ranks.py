@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
-from flexd.config.tables_file import load_tables, save_tables, with_known_tables
+from flexd.control.daemon.table_proposals import ProposedTables
 from flexd.control.protocol.report import RankIdentity
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
+from flexd.operations.known_tables import save_tables, with_known_tables
+from flexd.operations.state_database import NAME, StateDatabase
 from tests.support.flexd_processes import RunningDaemon
 from tests.support.ranks_in_threads import SECRET, TABLES, Ranks
 from tests.support.until import until
@@ -52,8 +54,7 @@ def joined(ranks: Ranks, daemon: RunningDaemon) -> None:
 
 
 def known(daemon: RunningDaemon) -> dict[str, int]:
-    found = load_tables(daemon.config.state.dir)
-    return {table.name: table.rows for table in found}
+    return {table.name: table.rows for table in with_known_tables(daemon.config).tables}
 
 
 def test_tables_come_from_the_ranks_and_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,5 +121,5 @@ def test_a_file_without_tables_has_those_of_the_state(tmp_path: Path) -> None:
     config = parse_config({"job": "a", "stream": {"source": {"kind": "tap"}}, "state": {"dir": str(tmp_path)}})
     with pytest.raises(ConfigError, match="the file lists none, and the state has none of the ranks"):
         with_known_tables(config).keyspace()
-    save_tables(tmp_path, TABLES.tables, "a1")
+    save_tables(StateDatabase(tmp_path / NAME), ProposedTables("a1", TABLES.tables))
     assert with_known_tables(config).keyspace().digest == TABLES.digest

@@ -15,7 +15,7 @@ from flexd.config.links import ControlConfig, ThrottleConfig
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core.errors import ConfigError, SnapshotError
 from flexd.operations.decisions import DecisionFile, Decisions, Pause, ThrottleOverride
-from flexd.operations.state_file import NAME, StateFile
+from flexd.operations.state_database import NAME, StateDatabase
 from tests.support.flexd_processes import RunningDaemon, flexd
 
 CONFIGURED = ThrottleConfig(bytes_per_second=9_000)
@@ -39,7 +39,7 @@ class Start:
             pause=lambda: self._hold(True), resume=lambda: self._hold(False), divergence=""
         )
         history: Any = SimpleNamespace(record_action=lambda *action: self.actions.append(action))
-        self.state = StateFile(directory / NAME)
+        self.state = StateDatabase(directory / NAME)
         self.file = DecisionFile(self.state)
         self.commands = OperatorCommands(control, self.file, history, self.channel, self.throttle, lambda: self.now)
 
@@ -94,7 +94,7 @@ def test_a_reload_keeps_the_chosen_throttle_unless_it_changes_the_configured_one
 
 
 def test_decisions_hold_at_the_next_start(tmp_path: Path) -> None:
-    file = StateFile(tmp_path / NAME)
+    file = StateDatabase(tmp_path / NAME)
     DecisionFile(file).update(pause=DECIDED.pause, throttle=DECIDED.throttle, rollback=DECIDED.rollback)
     file.close()
     it = Start(tmp_path)
@@ -111,7 +111,7 @@ def test_decisions_hold_at_the_next_start(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_decisions_that_cannot_be_used_are_not_in_force(tmp_path: Path, document: str) -> None:
-    file = StateFile(tmp_path / NAME)
+    file = StateDatabase(tmp_path / NAME)
     DecisionFile(file).update(pause=DECIDED.pause)
     file.write([("UPDATE decisions SET document = ?", (document,))])
     file.close()

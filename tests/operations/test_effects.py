@@ -16,7 +16,7 @@ from flexd.control.protocol.report import StepReport
 from flexd.core.placement import Delta, Placement
 from flexd.operations.effects import EffectRecorder
 from flexd.operations.history import MigrationHistory
-from flexd.operations.state_file import NAME, StateFile
+from flexd.operations.state_database import NAME, StateDatabase
 from flexd.operations.step_times import StepTimes
 
 E = TransitionEvent
@@ -27,7 +27,7 @@ class Recorded:
     """A history with its recorder, and migrations that move from version to version."""
 
     def __init__(self, path: Path, keep: int = 100) -> None:
-        self.file = StateFile(path)
+        self.file = StateDatabase(path)
         self.history = MigrationHistory(self.file, keep)
         self.history.start()
         self.times = StepTimes()

@@ -11,7 +11,7 @@ import pytest
 from flexd.control.daemon import journal as journal_module
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError
-from flexd.operations.state_file import NAME
+from flexd.operations.state_database import NAME
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, same_content, target
 from tests.support.until import until

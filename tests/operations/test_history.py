@@ -18,7 +18,7 @@ from flexd.core.errors import SnapshotError
 from flexd.core.placement import Delta
 from flexd.operations import history as history_module
 from flexd.operations.history import ENDED_UNSEEN, MigrationHistory
-from flexd.operations.state_file import NAME, StateFile, Statement
+from flexd.operations.state_database import NAME, StateDatabase, Statement
 from tests.support.until import until
 
 E = TransitionEvent
@@ -29,7 +29,7 @@ class RunningHistory:
     """A running history, and migrations that it records as the coordinator reports them."""
 
     def __init__(self, path: Path, keep: int = 100, retry_seconds: float = 0.01, *, start: bool = True) -> None:
-        self.file = StateFile(path)
+        self.file = StateDatabase(path)
         self.history = MigrationHistory(self.file, keep, retry_seconds)
         if start:
             self.history.start()

@@ -13,7 +13,7 @@ from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError, SnapshotError
 from flexd.operations.decisions import DecisionFile
-from flexd.operations.state_file import NAME, StateFile
+from flexd.operations.state_database import NAME, StateDatabase
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, target
 from tests.support.until import until
@@ -164,7 +164,7 @@ def test_a_requested_rollback_is_on_disk_before_the_migration_is_aborted(
     abort = Migration.abort
 
     def record_file(migration: Migration, reason: str) -> None:
-        on_disk.append(DecisionFile(StateFile(tmp_path / "0" / NAME)).current.rollback)
+        on_disk.append(DecisionFile(StateDatabase(tmp_path / "0" / NAME)).current.rollback)
         abort(migration, reason)
 
     monkeypatch.setattr(Migration, "abort", record_file)

@@ -18,7 +18,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import LONGEST_SECONDS, DecisionFile
-from flexd.operations.state_file import NAME, StateFile
+from flexd.operations.state_database import NAME, StateDatabase
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.operations.verification import VerificationState, Verifier, measured_changes
 from tests.support.planning_harness import PlanningHarness, filled_harness
@@ -64,7 +64,7 @@ class VerifiedJob:
             newest_verification=lambda: self.verdicts[-1] if self.verdicts else None,
         )  # fmt: skip
         drift: Any = SimpleNamespace(pop_reason=lambda: None)
-        self.decisions = DecisionFile(StateFile(self.directory / NAME))
+        self.decisions = DecisionFile(StateDatabase(self.directory / NAME))
         self.verifier = Verifier(
             self.it.config.planner, self.it.config.keyspace(), self.it.planning.executions,
             self.it.coordinator, self.decisions, history, coin=lambda: bool(self.rng.integers(2)),

@@ -26,7 +26,7 @@ from flexd.operations.effects import EffectRecorder
 from flexd.operations.executions import Executions
 from flexd.operations.history import MigrationHistory
 from flexd.operations.rollback_recovery import RollbackRecovery
-from flexd.operations.state_file import NAME, StateFile
+from flexd.operations.state_database import NAME, StateDatabase
 from flexd.operations.step_times import StepTimes
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.planner.delta import plan_delta
@@ -77,7 +77,7 @@ class ExecutionsHarness:
 
     def __init__(self, directory: Path, port: int = 0, timeout_seconds: float = 4.0) -> None:
         self.gate = ChunkGate()
-        self.file = StateFile(directory / NAME)
+        self.file = StateDatabase(directory / NAME)
         self.history = MigrationHistory(self.file, 100)
         self.history.start()
         self.journal = PlacementJournal(directory / "placement")

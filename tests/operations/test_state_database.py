@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator
@@ -11,19 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flexd.control.daemon.migration_record import ActionRecord, MigrationRecord, Transition, VerificationReport
 from flexd.core.errors import SnapshotError
-from flexd.operations import state_file
-from flexd.operations.state_file import NAME, StateFile
+from flexd.operations import state_database
+from flexd.operations.decisions import Decisions, HeldPlan, Pause, ThrottleOverride
+from flexd.operations.state_database import NAME, StateDatabase
 
 ADD = "INSERT INTO actions (document) VALUES (?)"
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[[], StateFile]]:
-    made: list[StateFile] = []
+def make(tmp_path: Path) -> Iterator[Callable[[], StateDatabase]]:
+    made: list[StateDatabase] = []
 
-    def one() -> StateFile:
-        made.append(StateFile(tmp_path / NAME))
+    def one() -> StateDatabase:
+        made.append(StateDatabase(tmp_path / NAME))
         return made[-1]
 
     yield one
@@ -31,11 +34,11 @@ def make(tmp_path: Path) -> Iterator[Callable[[], StateFile]]:
         file.close()
 
 
-def documents(file: StateFile) -> list[str]:
+def documents(file: StateDatabase) -> list[str]:
     return [document for (document,) in file.read("SELECT document FROM actions ORDER BY serial")]
 
 
-def test_a_write_is_whole_and_kept(make: Callable[[], StateFile], tmp_path: Path) -> None:
+def test_a_write_is_whole_and_kept(make: Callable[[], StateDatabase], tmp_path: Path) -> None:
     file = make()
     assert documents(file) == []
     assert not (tmp_path / NAME).exists(), "a reader makes no file"
@@ -64,7 +67,7 @@ def _other_program(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [_random_bytes, _truncated, _other_program])
 def test_an_unusable_file_is_quarantined(
-    make: Callable[[], StateFile], tmp_path: Path, harm: Callable[[Path], None]
+    make: Callable[[], StateDatabase], tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
     for text in ("old", "newer"):
         file = make()
@@ -80,10 +83,39 @@ def test_an_unusable_file_is_quarantined(
     assert len(list(tmp_path.glob("*.unusable*"))) == 1, "one is kept, not one a fault"
 
 
+def test_a_file_of_format_1_keeps_its_decisions(make: Callable[[], StateDatabase], tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / NAME)) as connection:
+        tables = "".join(
+            f"CREATE TABLE {'decisions' if name == 'documents' else name} ({columns});"
+            for name, columns in state_database._TABLES.items()
+        )
+        connection.executescript(f"{tables} INSERT INTO decisions VALUES ('in force', 'x'); PRAGMA user_version = 1")
+    before = (tmp_path / NAME).read_bytes()
+    reader = StateDatabase(tmp_path / NAME, read_only=True)
+    with pytest.raises(SnapshotError, match="of format 1, not 2; a start of the daemon changes it"):
+        reader.document("in force")
+    assert (tmp_path / NAME).read_bytes() == before
+    assert make().document("in force") == "x"
+    assert reader.document("in force") == "x"
+    reader.close()
+
+
+STORED = (MigrationRecord, Transition, VerificationReport, ActionRecord, Decisions, Pause, ThrottleOverride, HeldPlan)
+
+
+def test_what_is_stored_does_not_change_without_a_new_format() -> None:
+    """After a change of a field: raise ``FORMAT``, and change older documents in ``_UPGRADES`` where defaults do not."""
+    fields = sorted(
+        f"{model.__name__}.{name}: {field.annotation}" for model in STORED for name, field in model.model_fields.items()
+    )
+    digest = hashlib.sha256("\n".join(fields).encode()).hexdigest()[:12]
+    assert {2: "DIGEST"}[state_database.FORMAT] == digest
+
+
 def test_a_locked_file_is_an_error_and_not_quarantined(
-    make: Callable[[], StateFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], StateDatabase], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_file, "BUSY_SECONDS", 0.01)
+    monkeypatch.setattr(state_database, "BUSY_SECONDS", 0.01)
     file = make()
     file.write([(ADD, ("a",))])
     with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as other:
@@ -95,7 +127,7 @@ def test_a_locked_file_is_an_error_and_not_quarantined(
     assert (documents(file), file.quarantined) == (["a", "c"], 0)
 
 
-def test_a_path_that_is_no_file_is_an_error(make: Callable[[], StateFile], tmp_path: Path) -> None:
+def test_a_path_that_is_no_file_is_an_error(make: Callable[[], StateDatabase], tmp_path: Path) -> None:
     (tmp_path / NAME).mkdir()
     file = make()
     with pytest.raises(SnapshotError, match=f"{NAME} cannot be read"):

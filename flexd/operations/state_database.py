@@ -1,4 +1,8 @@
-"""``state.sqlite``: what a daemon remembers beside its counters and the placement. A record is one JSON document."""
+"""``state.sqlite``: what a daemon remembers beside its counters and the placement. A record is one JSON document.
+
+``FORMAT`` is that of the tables and of every document in them: it grows with any change that an older flexd could not
+read, and a file of an older format is changed to this one when it is opened.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,17 @@ from flexd.core.durable import UNUSABLE
 from flexd.core.errors import SnapshotError, StateVersionError
 
 NAME = "state.sqlite"
-FORMAT = 1
+FORMAT = 2
 """``PRAGMA user_version`` of the file."""
 BUSY_SECONDS = 2.0
 SIDE_FILES = ("-journal",)
 _TABLES = {
     "migrations": "serial INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, document TEXT NOT NULL",
     "actions": "serial INTEGER PRIMARY KEY AUTOINCREMENT, document TEXT NOT NULL",
-    "decisions": "name TEXT PRIMARY KEY, document TEXT NOT NULL",
+    "documents": "name TEXT PRIMARY KEY, document TEXT NOT NULL",
 }
+_UPGRADES = {1: "ALTER TABLE decisions RENAME TO documents"}
+"""SQL that makes a file of the next format from one of an older format."""
 
 logger = logging.getLogger("flexd")
 
@@ -44,20 +50,22 @@ def _is_unusable(error: sqlite3.Error) -> bool:
     return isinstance(error, _UnusableFileError) or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-class StateFile:
+class StateDatabase:
     """The SQLite file, mode 0600. Thread-safe; other processes may read it with sqlite3.
 
     A file whose content cannot be used is moved to ``PATH.unusable``, and a new one is begun.
 
     Args:
         path: the file; created by the first write.
+        read_only: change nothing, not even a file whose content cannot be used: an error says so.
 
     Attributes:
         quarantined: files that could not be used.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._path = path
+        self._read_only = read_only
         self.quarantined = 0
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
@@ -77,6 +85,15 @@ class StateFile:
             if self._connection is None and not self._path.exists():
                 return []
             return self._on_usable_file(lambda connection: connection.execute(statement, values).fetchall())
+
+    def document(self, name: str) -> str | None:
+        """Return a document of ``documents``; None if there is none. Raises as ``read``."""
+        rows = self.read("SELECT document FROM documents WHERE name = ?", name)
+        return str(rows[0][0]) if rows else None
+
+    def put(self, name: str, document: str) -> None:
+        """Replace a document of ``documents``. Raises as ``read``."""
+        self.write([("INSERT OR REPLACE INTO documents VALUES (?, ?)", (name, document))])
 
     def write(self, statements: Sequence[Statement]) -> None:
         """Execute all statements or none; they are durable on return. Raises as ``read``."""
@@ -99,7 +116,7 @@ class StateFile:
         try:
             return work(self._opened())
         except sqlite3.Error as error:
-            if not _is_unusable(error):
+            if self._read_only or not _is_unusable(error):
                 raise
             self._close()
             for suffix in ("", *SIDE_FILES):
@@ -115,9 +132,10 @@ class StateFile:
     def _opened(self) -> sqlite3.Connection:
         if self._connection is not None:
             return self._connection
-        # SQLite gives its side files the mode of the main one.
-        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
-        connection = sqlite3.connect(self._path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        if not self._read_only:
+            # SQLite gives its side files the mode of the main one.
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
+        connection = _connect(self._path, "ro" if self._read_only else "rw")
         try:
             # Checked before anything is changed: the file may belong to another program.
             (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -125,8 +143,8 @@ class StateFile:
             if version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchall():
                 tables = "".join(f"CREATE TABLE {name} ({columns});" for name, columns in _TABLES.items())
                 connection.executescript(f"BEGIN; {tables} PRAGMA user_version = {FORMAT}; COMMIT")
-            elif version != FORMAT:
-                raise _UnusableFileError(f"it is of format {version}, not {FORMAT}")
+            elif version < FORMAT:
+                _upgrade(connection, version, self._read_only)
             faults = connection.execute("PRAGMA quick_check(1)").fetchall()
             if faults != [("ok",)]:
                 raise _UnusableFileError(str(faults[0][0]))
@@ -156,13 +174,30 @@ class StateFile:
             ) from error
 
 
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    return sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=BUSY_SECONDS, isolation_level=None,
+        check_same_thread=False,
+    )  # fmt: skip
+
+
+def _upgrade(connection: sqlite3.Connection, version: int, read_only: bool) -> None:
+    """Make a file of an older format one of ``FORMAT``."""
+    if read_only or version not in _UPGRADES:
+        raise _UnusableFileError(f"it is of format {version}, not {FORMAT}; a start of the daemon changes it")
+    steps = "; ".join(_UPGRADES[older] for older in range(version, FORMAT))
+    try:
+        connection.executescript(f"BEGIN; {steps}; PRAGMA user_version = {FORMAT}; COMMIT")
+    except sqlite3.OperationalError as error:
+        raise _UnusableFileError(f"it is of format {version} and lacks what that has: {error}") from error
+
+
 def check_version(path: Path) -> None:
     """Raise StateVersionError if a newer flexd wrote the file."""
-    with contextlib.suppress(sqlite3.Error):  # Opening it reports that.
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
-        with contextlib.closing(connection):
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            _check_format(path, version)
+    # Opening it reports other errors.
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(_connect(path, "ro")) as connection:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        _check_format(path, version)
 
 
 def _check_format(path: Path, version: int) -> None:
