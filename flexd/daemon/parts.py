@@ -29,6 +29,7 @@ from flexd.operations.drift import DriftMonitor
 from flexd.operations.effects import EffectRecorder
 from flexd.operations.executions import Executions
 from flexd.operations.history import MigrationHistory
+from flexd.operations.live_plan import PlanMaker
 from flexd.operations.live_prices import LivePrices
 from flexd.operations.planning import Planning
 from flexd.operations.rollback_recovery import RollbackRecovery
@@ -142,14 +143,11 @@ class Parts:
         moves = self._history.newest_moves(1)
         self._executions = Executions(config.control, keyspace, self.coordinator, moves[0].plan_id if moves else "")
         self._prices = LivePrices(cluster, self.training, self.coordinator)
-        self.drift = DriftMonitor(
-            config.planner, keyspace, self._prices, self.ingestor.profile, self.coordinator, self._executions,
-            self.training, supervisor,
-        )  # fmt: skip
+        maker = PlanMaker(keyspace, self._prices, self.ingestor.profile, self.coordinator, self.training)
+        self.drift = DriftMonitor(config.planner, maker, self.coordinator, self._executions, supervisor)
         samples_kept = config.sketch.coaccess_memory_bytes > 0
         planning = Planning(
-            config, keyspace, self._prices, self.ingestor.profile, self.coordinator, self.training, self._executions,
-            self.drift.planned, self.operator.record_withheld,
+            config, maker, self.coordinator, self._executions, self.drift.planned, self.operator.record_withheld,
             AffinityMonitor(keyspace, self.ingestor.sketches.coaccess, supervisor) if samples_kept else None,
         )  # fmt: skip
         late = RollbackRecovery(self._executions, self._history, self.coordinator, decisions)

@@ -6,30 +6,21 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
 
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.core.errors import FlexdError
 from flexd.core.fault_points import fault_point
-from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
 from flexd.core.supervision import Supervisor
 from flexd.operations.executions import Executions
-from flexd.operations.live_plan import TrainingJob, make_live_plan
-from flexd.operations.live_prices import LivePrices
+from flexd.operations.live_plan import PlanMaker
 from flexd.operations.proposals import saving_gate
-from flexd.operations.training_monitor import TrainingMonitor
-from flexd.planner.drift import Drift, compare_placements
-from flexd.sketch.profile import Profile
+from flexd.planner.drift import Drift
 
 _log = logging.getLogger(__name__)
 
 MAX_DUTY_CYCLE = 0.003
 """Largest share of time spent evaluating: after a slow evaluation the next one starts later."""
-
-ProfileMaker = Callable[[float, RankLayout], Profile]
-"""(accesses of the whole job per step, layout of the ranks) -> the current profile."""
 
 
 class DriftMonitor:
@@ -39,28 +30,21 @@ class DriftMonitor:
     and the plan would save at least ``planner.min_saving``: a plan that would be withheld is no reason.
 
     Args:
-        prices: the cluster that prices plans.
         supervisor: of the process; records the faults of the thread.
     """
 
     def __init__(
         self,
         settings: PlannerConfig,
-        keyspace: KeySpace,
-        prices: LivePrices,
-        profile: ProfileMaker,
+        maker: PlanMaker,
         coordinator: Coordinator,
         executions: Executions,
-        training: TrainingMonitor,
         supervisor: Supervisor | None = None,
     ) -> None:
         self._settings = settings
-        self._keyspace = keyspace
-        self._prices = prices
-        self._profile = profile
+        self._maker = maker
         self._coordinator = coordinator
         self._executions = executions
-        self._training = training
         self._guard = threading.Lock()
         self._stop = threading.Event()
         supervisor = supervisor or Supervisor()
@@ -121,41 +105,29 @@ class DriftMonitor:
         Raises:
             PlanError: no plan can be made from the profile.
         """
-        live = self._coordinator.live()
+        live, settings = self._coordinator.live(), self._settings
         if live is None or not live.ready or self._executions.migrating:
             return None
-        per_step = self._training.accesses_per_step(live.layout.world_size) or self._settings.batch_accesses_per_step
-        if not per_step:
+        if not self._maker.accesses_per_step(settings, live.layout.world_size):
             return None
         with self._guard:
             plans = self._plans
-        placement = self._coordinator.placement()
-        settings, job = (
-            self._settings,
-            TrainingJob.of(live.trainer, self._keyspace.tables, self._training.passes_per_step()),
-        )
-        profile = self._profile(per_step, live.layout)
-        if profile.samples < max(1, settings.min_samples):
+        basis = self._maker.basis(settings)
+        if basis.profile.samples < max(1, settings.min_samples):
             return None
-        cluster = self._prices.cluster
-        plan = make_live_plan(
-            profile, self._keyspace, live, cluster, placement, settings, job, plan_id="drift",
-            step_seconds=self._training.step_seconds(),
-        )  # fmt: skip
-        drift = compare_placements(
-            profile, self._keyspace, live.layout, cluster, plan.target, placement, job.shape, job.exchange
-        )
+        plan = basis.plan(settings, "drift")
+        drift = basis.drift(plan.target, basis.live)
         with self._guard:
             if self._plans != plans or self._executions.migrating:
                 return None
-            if self._coordinator.placement().version != placement.version:
+            if self._coordinator.placement().version != basis.live.version:
                 return None
             self._newest = drift
             self._evaluated_at = time.monotonic()
             threshold = settings.drift_threshold
             worth_it = len(plan.delta) > 0 and saving_gate(plan, settings.min_saving).open
             self._reason = drift.reason_to_plan(threshold) if threshold is not None and worth_it else None
-            self._version = placement.version
+            self._version = basis.live.version
             return drift
 
     def _run(self) -> None:

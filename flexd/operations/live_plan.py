@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from flexd.config.planner import PlannerConfig
+from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.protocol.trainer_settings import TrainerSettings
+from flexd.core.errors import PlanError
 from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec
-from flexd.core.layout import Tier
+from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.operations.affinity import AffinityMonitor
+from flexd.operations.live_prices import LivePrices
+from flexd.operations.training_monitor import TrainingMonitor
 from flexd.planner.affinity.outlook import AffinityOutlook
+from flexd.planner.drift import Drift, compare_placements
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.moves import MoveRoom, with_moves
@@ -23,51 +28,6 @@ from flexd.planner.plan import Plan, PlanOrigin, make_plan
 from flexd.planner.solver.limits import PlanLimits, RowPin
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
-
-
-def plan_moves(
-    plan: Plan,
-    live: Placement,
-    keyspace: KeySpace,
-    topology: LiveTopology,
-    settings: PlannerConfig,
-    at_owner: frozenset[str],
-    affinity: AffinityMonitor | None,
-    accesses_per_step: float,
-) -> tuple[Plan, AffinityOutlook | None]:
-    """Learn homes by affinity, and return the plan with the rows that move by them, and what homes would win.
-
-    Homes are those of the newest learning (``AffinityMonitor``), which a plan waits for only shortly. Without
-    ``planner.moved_slots_share`` rows that have moved come home. While nothing is known of rows that are used
-    together, they stay.
-
-    Args:
-        plan: of copies alone.
-        live: with its moved rows.
-        at_owner: tables that are pooled at the owner, whose rows stay.
-        affinity: None: rows that are used together are not sampled.
-    """
-    layout, room = topology.layout, None
-    if settings.moved_slots_share > 0 and layout.nodes > 1:
-        excluded = at_owner.union(settings.exclude_tables)
-        room = MoveRoom(keyspace, layout, slots_of_moves(topology, settings), plan.target, excluded)
-    outlook = wanted = None
-    if affinity is not None:
-        outlook, wanted = affinity.refresh(
-            plan, layout, accesses_per_step, settings.horizon_steps, None if room is None else live, room
-        )
-    if room is None and not len(live.moved):
-        return plan, outlook
-    stays = Placement.empty() if room is None else room.fit_placement(live.moved)
-    moved, saved_seconds = (stays, 0.0) if wanted is None else (wanted.moved, wanted.saved_seconds)
-    if room is not None:
-        moved = room.fit_placement(moved)
-    made = with_moves(
-        plan, moved, live, keyspace, layout, topology.replica_slots, saved_seconds,
-        live_fits=len(stays) == len(live.moved),
-    )  # fmt: skip
-    return made, outlook
-
 
 _EXCHANGES = {"chain": Exchange.CHAIN, "direct": Exchange.DIRECT_DEDUP}
 
@@ -137,31 +97,128 @@ def plan_limits(settings: PlannerConfig, job: TrainingJob) -> PlanLimits:
     )
 
 
-def make_live_plan(
-    profile: Profile,
-    keyspace: KeySpace,
-    topology: LiveTopology,
-    cluster: Cluster,
-    live: Placement,
-    settings: PlannerConfig,
-    job: TrainingJob,
-    *,
-    plan_id: str,
-    parent_id: str = "",
-    reason: str = "",
-    step_seconds: float | None = None,
-) -> Plan:
-    """Return ``make_plan`` with the configured limits and shape of the training.
+@dataclass(frozen=True)
+class PlanBasis:
+    """What a plan is made from: one look at ranks, placement, prices and accesses.
 
-    Raises:
-        PlanError: as ``make_plan``.
+    Attributes:
+        live: the placement.
+        per_step: accesses of the whole job per step.
+        step_seconds: measured wall time of a step; None if it is not known.
     """
-    return make_plan(
-        profile, keyspace, topology.layout, cluster, slots_of_copies(topology, settings), live,
-        PlanOrigin(plan_id, parent_id, topology.generation, reason, time.time()),
-        horizon_steps=settings.horizon_steps, shape=job.shape, limits=plan_limits(settings, job),
-        exchange=job.exchange, step_seconds=step_seconds,
+
+    keyspace: KeySpace
+    topology: LiveTopology
+    job: TrainingJob
+    cluster: Cluster
+    live: Placement
+    profile: Profile
+    per_step: float
+    step_seconds: float | None
+
+    def plan(self, settings: PlannerConfig, plan_id: str, parent_id: str = "", reason: str = "") -> Plan:
+        """Return ``make_plan`` with the configured limits and shape of the training. Raises PlanError."""
+        return make_plan(
+            self.profile, self.keyspace, self.topology.layout, self.cluster, slots_of_copies(self.topology, settings),
+            self.live, PlanOrigin(plan_id, parent_id, self.topology.generation, reason, time.time()),
+            horizon_steps=settings.horizon_steps, shape=self.job.shape, limits=plan_limits(settings, self.job), exchange=self.job.exchange, step_seconds=self.step_seconds,
+        )  # fmt: skip
+
+    def drift(self, target: Placement, placement: Placement) -> Drift:
+        """Return how much more ``placement`` costs than ``target``, by these accesses and prices."""
+        return compare_placements(
+            self.profile, self.keyspace, self.topology.layout, self.cluster, target, placement, self.job.shape,
+            self.job.exchange,
+        )  # fmt: skip
+
+
+class PlanMaker:
+    """Looks at what plans are made from. Thread-safe.
+
+    Args:
+        prices: the cluster that prices plans.
+        profile: makes the profile of (accesses of the whole job per step, layout of the ranks).
+    """
+
+    def __init__(
+        self,
+        keyspace: KeySpace,
+        prices: LivePrices,
+        profile: Callable[[float, RankLayout], Profile],
+        coordinator: Coordinator,
+        training: TrainingMonitor,
+    ) -> None:
+        self.keyspace = keyspace
+        self.prices = prices
+        self._profile = profile
+        self._coordinator = coordinator
+        self._training = training
+
+    def topology(self) -> LiveTopology:
+        """Return the ranks. Raises PlanError if not all are ready."""
+        live = self._coordinator.live()
+        if live is None or not live.ready:
+            raise PlanError(
+                f"no plan without ranks: {self._coordinator.status().reason}",
+                remedy="start the training, or check that it uses this daemon's control address",
+            )
+        return live
+
+    def accesses_per_step(self, settings: PlannerConfig, world_size: int) -> float | None:
+        """Return the accesses of the whole job per step with so many ranks; None if not known yet."""
+        return self._training.accesses_per_step(world_size) or settings.batch_accesses_per_step
+
+    def basis(self, settings: PlannerConfig) -> PlanBasis:
+        """Look now. Raises PlanError if not all ranks are ready, or the accesses of a step are not known."""
+        topology = self.topology()
+        per_step = self.accesses_per_step(settings, topology.layout.world_size)
+        if not per_step:
+            raise PlanError(
+                "the accesses of a training step are not known yet",
+                remedy="wait for the ranks' first report, or set planner.batch_accesses_per_step",
+            )
+        job = TrainingJob.of(topology.trainer, self.keyspace.tables, self._training.passes_per_step())
+        placement = self._coordinator.placement()
+        return PlanBasis(
+            self.keyspace, topology, job, self.prices.cluster, placement, self._profile(per_step, topology.layout),
+            per_step, self._training.step_seconds(),
+        )  # fmt: skip
+
+
+def plan_moves(
+    plan: Plan, basis: PlanBasis, settings: PlannerConfig, affinity: AffinityMonitor | None
+) -> tuple[Plan, AffinityOutlook | None]:
+    """Learn homes by affinity, and return the plan with the rows that move by them, and what homes would win.
+
+    Homes are those of the newest learning (``AffinityMonitor``), which a plan waits for only shortly. Without
+    ``planner.moved_slots_share`` rows that have moved come home. While nothing is known of rows that are used
+    together, they stay.
+
+    Args:
+        plan: of copies alone.
+        affinity: None: rows that are used together are not sampled.
+    """
+    live, topology, keyspace, room = basis.live, basis.topology, basis.keyspace, None
+    layout = topology.layout
+    if settings.moved_slots_share > 0 and layout.nodes > 1:
+        excluded = basis.job.at_owner.union(settings.exclude_tables)
+        room = MoveRoom(keyspace, layout, slots_of_moves(topology, settings), plan.target, excluded)
+    outlook = wanted = None
+    if affinity is not None:
+        outlook, wanted = affinity.refresh(
+            plan, layout, basis.per_step, settings.horizon_steps, None if room is None else live, room
+        )
+    if room is None and not len(live.moved):
+        return plan, outlook
+    stays = Placement.empty() if room is None else room.fit_placement(live.moved)
+    moved, saved_seconds = (stays, 0.0) if wanted is None else (wanted.moved, wanted.saved_seconds)
+    if room is not None:
+        moved = room.fit_placement(moved)
+    made = with_moves(
+        plan, moved, live, keyspace, layout, topology.replica_slots, saved_seconds,
+        live_fits=len(stays) == len(live.moved),
     )  # fmt: skip
+    return made, outlook
 
 
 def slots_of_copies(topology: LiveTopology, settings: PlannerConfig) -> list[int]:

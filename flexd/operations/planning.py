@@ -11,22 +11,13 @@ from datetime import UTC, datetime
 
 from flexd.config.model import Config
 from flexd.config.planner import PlannerConfig
-from flexd.control.daemon.coordinator import Coordinator, LiveTopology
+from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration import Migration
 from flexd.core.errors import PlanError
-from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.affinity import AffinityMonitor
-from flexd.operations.drift import ProfileMaker
 from flexd.operations.executions import Executions
-from flexd.operations.live_plan import (
-    TrainingJob,
-    cheaper_exchange,
-    make_live_plan,
-    plan_limits,
-    plan_moves,
-)
+from flexd.operations.live_plan import PlanBasis, PlanMaker, TrainingJob, cheaper_exchange, plan_limits, plan_moves
 from flexd.operations.live_prices import LivePrices
 from flexd.operations.proposals import (
     Gate,
@@ -38,10 +29,8 @@ from flexd.operations.proposals import (
     require_open,
     saving_gate,
 )
-from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
 from flexd.planner.affinity.outlook import AffinityOutlook
-from flexd.planner.drift import compare_placements
 from flexd.planner.explain import TableExplanation, explain
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
@@ -55,7 +44,6 @@ class Planning:
     """Makes, keeps and executes plans, one at a time, and counts them. Thread-safe.
 
     Args:
-        prices: the cluster that prices plans.
         executions: starts the migrations of plans.
         on_executed: called whenever a plan is executed, withheld, or turns out to change nothing.
         on_withheld: called with the requester and the reason when a plan is withheld, once until a plan moves rows.
@@ -68,11 +56,8 @@ class Planning:
     def __init__(
         self,
         config: Config,
-        keyspace: KeySpace,
-        prices: LivePrices,
-        profile: ProfileMaker,
+        maker: PlanMaker,
         coordinator: Coordinator,
-        training: TrainingMonitor,
         executions: Executions,
         on_executed: Callable[[], None] = lambda: None,
         on_withheld: Callable[[str, str], None] = lambda requested_by, reason: None,
@@ -80,11 +65,8 @@ class Planning:
     ) -> None:
         self.affinity = affinity
         self._config = config
-        self._keyspace = keyspace
-        self.prices = prices
-        self._profile = profile
+        self._maker = maker
         self._coordinator = coordinator
-        self._training = training
         self._on_executed = on_executed
         self._on_withheld = on_withheld
         self._withheld_said = False
@@ -104,6 +86,10 @@ class Planning:
         self.executions = executions
 
     @property
+    def prices(self) -> LivePrices:
+        return self._maker.prices
+
+    @property
     def cluster(self) -> Cluster:
         """The cluster that prices plans now."""
         return self.prices.cluster
@@ -112,16 +98,9 @@ class Planning:
     def _settings(self) -> PlannerConfig:
         return self._config.planner
 
-    @property
-    def _job(self) -> TrainingJob:
-        """How the live ranks train."""
-        live = self._coordinator.live()
-        trainer = None if live is None else live.trainer
-        return TrainingJob.of(trainer, self._keyspace.tables, self._training.passes_per_step())
-
     def check(self, config: Config) -> None:
         """Raise PlanError if ``config`` names tables or rows that do not exist."""
-        plan_limits(config.planner, TrainingJob()).check(self._keyspace)
+        plan_limits(config.planner, TrainingJob()).check(self._maker.keyspace)
 
     def apply_config(self, config: Config) -> None:
         """Use other settings from the next plan on."""
@@ -131,15 +110,6 @@ class Planning:
     def profile_age_seconds(self) -> float:
         """Seconds since the newest profile was made; NaN before the first."""
         return time.monotonic() - self._profiled_at
-
-    def live_topology(self) -> LiveTopology:
-        live = self._coordinator.live()
-        if live is None or not live.ready:
-            raise PlanError(
-                f"no plan without ranks: {self._coordinator.status().reason}",
-                remedy="start the training, or check that it uses this daemon's control address",
-            )
-        return live
 
     def propose(self, trigger: Trigger, *, dry_run: bool = False, force: bool = False) -> Proposal:
         """Make a plan from the current profile and keep it for ``apply``. Moves nothing.
@@ -155,29 +125,20 @@ class Planning:
             started = time.monotonic()
             try:
                 checked = not (dry_run or force)
-                plan, profile, live, _, affinity = self._make(trigger.reason, checked=checked, moves=True)
+                plan, basis, affinity = self._make(trigger.reason, checked=checked, moves=True)
             except PlanError:
                 self.outcomes["refused"] += not dry_run
                 raise
             finally:
                 if not dry_run:
                     self.seconds += time.monotonic() - started
-            self.last_profile = profile
-            proposal = Proposal(plan, live, self.last_gates, trigger, dry_run, affinity)
+            self.last_profile = basis.profile
+            proposal = Proposal(plan, basis.live, self.last_gates, trigger, dry_run, affinity)
             self.proposals.add(proposal)
             if not dry_run:
-                self.last_plan, self.last_live = plan, live
+                self.last_plan, self.last_live = plan, basis.live
                 self._coordinator.set_priced_exchange(cheaper_exchange(plan))
             return proposal
-
-    def _per_step(self, topology: LiveTopology) -> float:
-        per_step = self.accesses_per_step(topology.layout.world_size)
-        if not per_step:
-            raise PlanError(
-                "the accesses of a training step are not known yet",
-                remedy="wait for the ranks' first report, or set planner.batch_accesses_per_step",
-            )
-        return per_step
 
     def apply(self, plan_id: str, trigger: Trigger, *, force: bool = False) -> tuple[Proposal, Migration | None]:
         """Execute a proposal if it is still current.
@@ -210,12 +171,8 @@ class Planning:
         threshold = self._config.planner.drift_threshold
         if threshold is None:
             return ""
-        plan, profile, _, layout, _ = self._make("apply", checked=False)
-        job, cluster = self._job, self.cluster
-        drift = compare_placements(
-            profile, self._keyspace, layout, cluster, plan.target, proposal.plan.target, job.shape, job.exchange
-        )
-        beyond = drift.reason_to_plan(threshold)
+        plan, basis, _ = self._make("apply", checked=False)
+        beyond = basis.drift(plan.target, proposal.plan.target).reason_to_plan(threshold)
         return "" if beyond is None else f"the accesses have moved on since it was made: {beyond}"
 
     def explain(self, table: str, row: int | None, hottest: int) -> tuple[TableExplanation, tuple[Gate, ...]]:
@@ -227,20 +184,14 @@ class Planning:
             PlanError: no plan can be made, or the table was not looked up yet.
         """
         with self._making:
-            plan, profile, live, layout, _ = self._make("explain", checked=False)
+            plan, basis, _ = self._make("explain", checked=False)
             measured = self.last_gates
-        settings, job = self._settings, self._job
         explained = explain(
-            plan, profile, live, self._keyspace, layout,
-            horizon_steps=settings.horizon_steps, table=table,
-            rows=None if row is None else [row], hottest=hottest, limits=plan_limits(settings, job),
-            shape=job.shape,
+            plan, basis.profile, basis.live, basis.keyspace, basis.topology.layout,
+            horizon_steps=self._settings.horizon_steps, table=table, rows=None if row is None else [row],
+            hottest=hottest, limits=plan_limits(self._settings, basis.job), shape=basis.job.shape,
         )  # fmt: skip
         return explained, measured
-
-    def accesses_per_step(self, world_size: int) -> float | None:
-        """Return the accesses of the whole job per step with so many ranks; None if not known yet."""
-        return self._training.accesses_per_step(world_size) or self._config.planner.batch_accesses_per_step
 
     def migrating(self) -> bool:
         """Return whether the ranks are moving to another placement."""
@@ -248,30 +199,22 @@ class Planning:
 
     def _make(
         self, reason: str, *, checked: bool, moves: bool = False
-    ) -> tuple[Plan, Profile, Placement, RankLayout, AffinityOutlook | None]:
+    ) -> tuple[Plan, PlanBasis, AffinityOutlook | None]:
         """Make a plan of copies; with ``moves`` also learn homes by affinity, and add the rows that move."""
-        topology = self.live_topology()
-        settings, job = self._settings, self._job
-        per_step = self._per_step(topology)
-        profile = self._profile(per_step, topology.layout)
+        settings = self._settings
+        basis = self._maker.basis(settings)
         self._profiled_at = time.monotonic()
-        self.last_gates = evaluate_gates(profile, settings)
+        self.last_gates = evaluate_gates(basis.profile, settings)
         if checked:
             require_open(self.last_gates)
-        live = self._coordinator.placement()
         self._serial += 1
-        plan = make_live_plan(
-            profile, self._keyspace, topology, self.cluster, live, settings, job,
-            plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}", parent_id=self.executions.live_plan_id,
-            reason=reason, step_seconds=self._training.step_seconds(),
-        )  # fmt: skip
+        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}"
+        plan = basis.plan(settings, name, self.executions.live_plan_id, reason)
         affinity = None
         if moves:
-            plan, affinity = plan_moves(
-                plan, live, self._keyspace, topology, settings, job.at_owner, self.affinity, per_step
-            )
+            plan, affinity = plan_moves(plan, basis, settings, self.affinity)
         self.last_gates = (*self.last_gates, saving_gate(plan, settings.min_saving))
-        return plan, profile, live, topology.layout, affinity
+        return plan, basis, affinity
 
     def execute(self, proposal: Proposal, trigger: Trigger | None = None, *, force: bool = False) -> Migration | None:
         """Start the plan's migration, which supersedes a running one.
@@ -297,7 +240,7 @@ class Planning:
             self.outcomes["unchanged"] += 1
             return None
         overridden = tuple(gate.name for gate in proposal.closed_gates)
-        migration = self.executions.start(plan, trigger, overridden, self.live_topology())
+        migration = self.executions.start(plan, trigger, overridden, self._maker.topology())
         self.proposals.remove(plan.plan_id)
         self._on_executed()
         self.outcomes["changed"] += 1

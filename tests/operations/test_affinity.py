@@ -21,7 +21,6 @@ from flexd.core.layout import RankLayout, nodes_of_moved
 from flexd.core.supervision import Supervisor
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.verification import plan_kind
-from flexd.planner.drift import compare_placements
 from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
@@ -51,7 +50,7 @@ def test_a_plan_says_what_affinity_would_win_and_moves_nothing_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     harness = with_samples(tmp_path)
-    per_step = harness.planning.accesses_per_step(4)
+    per_step = harness.training.accesses_per_step(4)
     assert per_step
     proposal = harness.propose("why not", dry_run=True)
     report = proposal_report(proposal)
@@ -111,10 +110,7 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
 
     made = harness.planning
     assert made.last_profile is not None
-    keyspace, job = harness.config.keyspace(), made._job
-    drift = compare_placements(
-        made.last_profile, keyspace, RankLayout(2, 2), made.cluster, live, live.copies, job.shape, job.exchange
-    )
+    drift = made._maker.basis(harness.config.planner).drift(live, live.copies)
     assert drift.ratio == 1.0, "drift knows copies alone"
 
     off = {"moved_slots_share": 0, "min_saving": {"seconds": 1.0, "share": 0.9}}

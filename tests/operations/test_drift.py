@@ -19,6 +19,7 @@ from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.daemon import Daemon
 from flexd.operations.drift import DriftMonitor
+from flexd.operations.live_plan import PlanMaker
 from flexd.operations.live_prices import LivePrices
 from flexd.planner.drift import LIVE
 from flexd.planner.plan import make_plan
@@ -82,10 +83,8 @@ class DriftHarness:
         self.during: Callable[[], None] = lambda: None
         self.clock = 0.0
         prices = LivePrices(CLUSTER, self.training, self.coordinator)
-        self.monitor = DriftMonitor(
-            self.config.planner, self.keyspace, prices, self._profile, self.coordinator,
-            self.executions, self.training,  # type: ignore[arg-type]
-        )  # fmt: skip
+        maker = PlanMaker(self.keyspace, prices, self._profile, self.coordinator, self.training)  # type: ignore[arg-type]
+        self.monitor = DriftMonitor(self.config.planner, maker, self.coordinator, self.executions)  # type: ignore[arg-type]
 
     def _profile(self, per_step: float, layout: RankLayout) -> Profile:
         self.profile_rates.append(per_step)

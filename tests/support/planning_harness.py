@@ -15,6 +15,7 @@ from flexd.control.protocol.report import StepReport
 from flexd.core.layout import RankLayout
 from flexd.daemon.factory import make_cluster
 from flexd.operations.executions import Executions
+from flexd.operations.live_plan import PlanMaker
 from flexd.operations.live_prices import LivePrices
 from flexd.operations.planning import Planning
 from flexd.operations.proposals import Proposal
@@ -56,10 +57,19 @@ class PlanningHarness:
         self.coordinator.on_migration = executions.on_migration
         cluster = scale_model(make_cluster(self.config), 1e6)
         self.prices = LivePrices(cluster, self.training, self.coordinator)
+        maker = PlanMaker(
+            keyspace,
+            self.prices,
+            self._make_profile,
+            self.coordinator,
+            self.training,  # type: ignore[arg-type]
+        )
         self.planning = Planning(
-            self.config, keyspace, self.prices, self._make_profile, self.coordinator,  # type: ignore[arg-type]
-            self.training, executions,
-        )  # fmt: skip
+            self.config,
+            maker,
+            self.coordinator,
+            executions,  # type: ignore[arg-type]
+        )
 
     def _make_profile(self, per_step: float, layout: RankLayout) -> Profile:
         self.profiles.append(self.profile(per_step))
