@@ -167,7 +167,7 @@ class Daemon:
             self._loop_watch.attempt(self._parts.tick)
             if self._parts.operator.paused is None:
                 self._planning_watch.attempt(self._parts.auto.tick)
-            proposed = self._parts.coordinator.proposed_tables()
+            proposed = self._parts.coordinator.proposed_tables() if self._takes_tables else None
         else:  # neither could be started after the last take-over
             self._loop_watch.attempt(self._learn)
         if proposed is not None:

@@ -121,7 +121,8 @@ class PlanBasis:
         return make_plan(
             self.profile, self.keyspace, self.topology.layout, self.cluster, slots_of_copies(self.topology, settings),
             self.live, PlanOrigin(plan_id, parent_id, self.topology.generation, reason, time.time()),
-            horizon_steps=settings.horizon_steps, shape=self.job.shape, limits=plan_limits(settings, self.job), exchange=self.job.exchange, step_seconds=self.step_seconds,
+            horizon_steps=settings.horizon_steps, shape=self.job.shape,
+            limits=plan_limits(settings, self.job), exchange=self.job.exchange, step_seconds=self.step_seconds,
         )  # fmt: skip
 
     def drift(self, target: Placement, placement: Placement) -> Drift:
