@@ -44,7 +44,7 @@ def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 
 def test_python_of_the_readme_runs_and_publishes_what_the_stream_reads(tmp_path: Path) -> None:
     run_python(ROOT / "README.md", tmp_path)
-    from flexd.stream.codecs.codec import decode
+    from flexd.stream.codec import decode
     from flexd.stream.file_log.log import FileLogSource
 
     source = FileLogSource(tmp_path / "flexd-data" / "accesses")

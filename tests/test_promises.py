@@ -9,7 +9,7 @@ from flexd.control.daemon.channel_types import ChannelOptions
 from flexd.control.protocol.frames import MAX_FRAME_BYTES
 from flexd.control.protocol.handshake import MAX_CLIENT_BYTES
 from flexd.server import app, guard, http, protocol
-from flexd.stream.kafka.record_batches import BatchLimits
+from flexd.stream.kafka.bounded_fetcher import BatchLimits
 from tests.support.repository import ROOT
 
 SECTION = (ROOT / "docs" / "security.md").read_text(encoding="utf-8").split("\n## Promises\n")[1].partition("\n## ")[0]

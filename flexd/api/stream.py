@@ -114,7 +114,7 @@ class StreamStatus(Model):
 def stream_status(config: Config, ingestor: Ingestor) -> StreamStatus:
     """Return the stream as the ingest has counted it."""
     from flexd.sketch.ingestor import MESSAGE_REASONS, ROW_REASONS
-    from flexd.stream.losses import LOSS_REASONS, POSITION_REASONS
+    from flexd.stream.types import LOSS_REASONS, POSITION_REASONS
 
     counter, problems, losses = ingestor.counter, ingestor.problems(), ingestor.source.losses()
     accesses = counter.accesses

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from flexd.config.base import split_address
 from flexd.config.model import Config
-from flexd.config.stream import KafkaSource
+from flexd.config.stream import KafkaSourceConfig
 from flexd.core.errors import ConfigError, SketchError, StreamError, TopologyError
 from flexd.core.sharding_types import ROW_WISE
 
@@ -114,7 +114,7 @@ def _topology_faults(config: Config) -> Iterator[str]:
 
 def _kafka_faults(config: Config) -> Iterator[str]:
     source = config.stream.source
-    if not isinstance(source, KafkaSource):
+    if not isinstance(source, KafkaSourceConfig):
         return
     for server in source.bootstrap_servers.split(","):
         try:
@@ -125,7 +125,7 @@ def _kafka_faults(config: Config) -> Iterator[str]:
     # The client's package is imported only where its options are checked.
     from kafka import KafkaConsumer
 
-    from flexd.stream.kafka.options import checked_options
+    from flexd.stream.kafka.connector import checked_options
 
     known = KafkaConsumer.DEFAULT_CONFIG.keys()
     given = [("client_options", name) for name in source.client_options]

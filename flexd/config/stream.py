@@ -11,7 +11,7 @@ from flexd.config.base import Float, Int, Seconds, Section
 from flexd.core.errors import ConfigError
 
 
-class FileLogSource(Section):
+class FileLogSourceConfig(Section):
     """Append-only segment files with offsets; needs no broker."""
 
     kind: Literal["file_log"]
@@ -20,7 +20,7 @@ class FileLogSource(Section):
     """Directory of the log: one sub-directory a partition."""
 
 
-class KafkaSource(Section):
+class KafkaSourceConfig(Section):
     """A Kafka topic read in a consumer group."""
 
     kind: Literal["kafka"]
@@ -80,7 +80,7 @@ class KafkaSource(Section):
         return options
 
 
-class SyntheticSource(Section):
+class SyntheticSourceConfig(Section):
     """Zipf accesses with drift, generated in the daemon, to try flexd without a trainer."""
 
     kind: Literal["synthetic"]
@@ -93,14 +93,16 @@ class SyntheticSource(Section):
     """Speed at which the popular rows move through the table."""
 
 
-class TapSource(Section):
+class TapSourceConfig(Section):
     """Counts of the ranks (``flexd.Tap``), sent over the control channel: no log, no broker."""
 
     kind: Literal["tap"]
     """Selects this source. Interval and memory of the counters are arguments of the trainers' ``flexd.Tap``."""
 
 
-SourceConfig = Annotated[FileLogSource | KafkaSource | SyntheticSource | TapSource, Field(discriminator="kind")]
+SourceConfig = Annotated[
+    FileLogSourceConfig | KafkaSourceConfig | SyntheticSourceConfig | TapSourceConfig, Field(discriminator="kind")
+]
 
 
 class StreamConfig(Section):

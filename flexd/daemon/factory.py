@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexd.config.model import Config
-from flexd.config.stream import FileLogSource, KafkaSource, TapSource
+from flexd.config.stream import FileLogSourceConfig, KafkaSourceConfig, TapSourceConfig
 from flexd.control.daemon.coordinator import ControlOptions
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.core.errors import SnapshotError
@@ -28,37 +28,21 @@ def make_source(config: Config, work: OffsetsInWork | None = None) -> Source:
         StreamError: the options are not usable together.
     """
     source = config.stream.source
-    if isinstance(source, FileLogSource):
-        from flexd.stream.file_log.log import FileLogSource as FileLog
+    if isinstance(source, FileLogSourceConfig):
+        from flexd.stream.file_log.log import FileLogSource
 
-        return FileLog(source.path)
-    if isinstance(source, KafkaSource):
-        from flexd.stream.kafka.source import KafkaSource as Kafka
+        return FileLogSource(source.path)
+    if isinstance(source, KafkaSourceConfig):
+        from flexd.stream.kafka.source import KafkaSource
 
-        return Kafka(
-            source.bootstrap_servers,
-            source.topic,
-            source.group_id,
-            on_position_lost=source.on_position_lost,
-            connect_timeout_seconds=source.connect_timeout_seconds,
-            session_timeout_seconds=source.session_timeout_seconds,
-            client_options=source.resolved_client_options(),
-            share=source.share,
-            job=config.job,
-            work=work,
-        )
-    if isinstance(source, TapSource):
-        from flexd.stream.tap_source import TapSource as Tap
+        return KafkaSource(source, job=config.job, work=work)
+    if isinstance(source, TapSourceConfig):
+        from flexd.stream.tap_source import TapSource
 
-        return Tap()
+        return TapSource()
     from flexd.stream.synthetic import SyntheticSource
 
-    return SyntheticSource(
-        [(table.name, table.rows) for table in config.tables],
-        zipf_exponent=source.zipf_exponent,
-        accesses_per_second=source.accesses_per_second,
-        drift_rows_per_second=source.drift_rows_per_second,
-    )
+    return SyntheticSource([(table.name, table.rows) for table in config.tables], source)
 
 
 def make_state_directory(config: Config) -> None:
@@ -92,7 +76,7 @@ def sketch_settings(config: Config) -> SketchSettings:
         max_future_seconds=sketch.max_future_seconds,
         max_hot_rows=sketch.max_hot_rows,
         coaccess_memory_bytes=sketch.coaccess_memory_bytes,
-        share=source.share if isinstance(source, KafkaSource) else 1.0,
+        share=source.share if isinstance(source, KafkaSourceConfig) else 1.0,
     )
 
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from flexd.config.model import Config
-from flexd.config.stream import KafkaSource, TapSource
+from flexd.config.stream import KafkaSourceConfig, TapSourceConfig
 from flexd.control.protocol.network import new_token
 from flexd.core.errors import ConfigError, SnapshotError, StreamError
 from flexd.daemon import factory, state_admin
@@ -42,7 +42,7 @@ def read_source(config: Config, seconds: float) -> CountedSource:
         StreamError: nothing could be read in that time, or the snapshot has no accesses.
         SnapshotError: the source is a tap, and ``state.dir`` has no usable snapshot.
     """
-    if not isinstance(config.stream.source, TapSource):
+    if not isinstance(config.stream.source, TapSourceConfig):
         if not config.sketch.coaccess_memory_bytes:
             sampling = config.sketch.model_copy(update={"coaccess_memory_bytes": SAMPLE_BYTES})
             config = config.model_copy(update={"sketch": sampling})
@@ -73,12 +73,12 @@ def read_sample(config: Config, seconds: float) -> CountedSource:
         StreamError: nothing could be read in that time.
     """
     source = config.stream.source
-    if isinstance(source, TapSource):
+    if isinstance(source, TapSourceConfig):
         raise ConfigError(
             "stream.source.kind tap: only the daemon of a running job receives its counts",
             remedy="read what that daemon has counted (read_source)",
         )
-    if isinstance(source, KafkaSource):
+    if isinstance(source, KafkaSourceConfig):
         apart = source.model_copy(update={"group_id": f"{source.group_id}-advise-{new_token()}"})
         config = config.model_copy(update={"stream": config.stream.model_copy(update={"source": apart})})
     ingestor = Ingestor(

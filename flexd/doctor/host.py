@@ -15,7 +15,7 @@ from pathlib import Path
 
 import flexd
 from flexd.config.model import Config
-from flexd.config.stream import KafkaSource
+from flexd.config.stream import KafkaSourceConfig
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.core import units
 from flexd.core.secrets import read_keys
@@ -32,7 +32,7 @@ def versions(config: Config) -> Iterator[Finding]:
     """Check that the libraries that this configuration needs are installed."""
     needed = [*NEEDED]
     source = config.stream.source
-    if isinstance(source, KafkaSource):
+    if isinstance(source, KafkaSourceConfig):
         needed.append("kafka-python")
     missing, found = [], []
     for name in needed:

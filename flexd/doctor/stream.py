@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexd.config.model import Config
-from flexd.config.stream import FileLogSource, KafkaSource
+from flexd.config.stream import FileLogSourceConfig, KafkaSourceConfig
 from flexd.core import units
 from flexd.core.errors import CodecError
 from flexd.doctor.finding import Finding, fault, ok, skipped, warning
@@ -45,7 +45,7 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
         ConfigError: a client option file cannot be read.
     """
     source = config.stream.source
-    if isinstance(source, FileLogSource):
+    if isinstance(source, FileLogSourceConfig):
         sample = _file_log(source)
         if not sample.exists:
             yield warning(
@@ -55,7 +55,7 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
             )
             return
         yield ok("stream", f"{sample.name}: {_partitions(sample.partitions)}")
-    elif isinstance(source, KafkaSource):
+    elif isinstance(source, KafkaSourceConfig):
         from flexd.stream.kafka.topic_admin import inspect_topic
 
         found = inspect_topic(
@@ -87,7 +87,7 @@ def messages(config: Config, sample: Sample) -> Iterator[Finding]:
     if not sample.payloads:
         yield warning("messages", f"{sample.name} has no messages", "start a publisher")
         return
-    from flexd.stream.codecs.codec import decode
+    from flexd.stream.codec import decode
 
     refused: Counter[str] = Counter()
     unknown: Counter[str] = Counter()
@@ -144,13 +144,13 @@ def _age(newest: float) -> Iterator[Finding]:
         yield ok("event time", f"the newest event is {units.age(max(0.0, -ahead))} old")
 
 
-def _file_log(source: FileLogSource) -> Sample:
+def _file_log(source: FileLogSourceConfig) -> Sample:
     name = f"file log {source.path}"
     if not source.path.is_dir():
         return Sample(name, False, 0, ())
-    from flexd.stream.file_log.log import FileLogSource as FileLog
+    from flexd.stream.file_log.log import FileLogSource
 
-    log = FileLog(source.path)
+    log = FileLogSource(source.path)
     try:
         found = log.poll(0.2)[:MAX_MESSAGES]
         partitions = sum(1 for path in source.path.iterdir() if path.is_dir())

@@ -9,7 +9,7 @@ import os
 import threading
 from pathlib import Path
 
-from flexd.stream.types import Message, RefusedMessages
+from flexd.stream.types import RefusedMessages, StreamMessage
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class DeadLetterFile:
         self.written = 0
         self.failures = 0
 
-    def record(self, reason: str, detail: str, message: Message | RefusedMessages) -> None:
+    def record(self, reason: str, detail: str, message: StreamMessage | RefusedMessages) -> None:
         """Keep a sample of the message if one is due for this reason. Never raises: failures are counted."""
         with self._lock:
             try:
@@ -51,7 +51,7 @@ class DeadLetterFile:
                 if self.failures == 1:
                     _log.warning("dead letters cannot be written to %s: %s", self._path, error)
 
-    def _record(self, reason: str, detail: str, message: Message | RefusedMessages) -> None:
+    def _record(self, reason: str, detail: str, message: StreamMessage | RefusedMessages) -> None:
         seen = self._seen[reason] = self._seen.get(reason, 0) + 1
         if seen > SAMPLES_OF_EACH_REASON and seen & (seen - 1):
             return
@@ -62,7 +62,7 @@ class DeadLetterFile:
             "offset": message.offset,
             **(
                 {"size": len(message.payload)}
-                if isinstance(message, Message)
+                if isinstance(message, StreamMessage)
                 else {"last_offset": message.last_offset, "size": message.size_bytes}
             ),
             "first_bytes": base64.b64encode(bytes(message.payload[: self._max_message_bytes])).decode(),

@@ -27,9 +27,9 @@ from flexd.sketch.sketch_set import SketchSet, warm_up
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.snapshot_cycle import SnapshotCycle
 from flexd.sketch.types import AccessCounts, SketchSettings
-from flexd.stream.codecs import codec
+from flexd.stream import codec
 from flexd.stream.offsets_in_work import OffsetsInWork
-from flexd.stream.types import REFUSAL_REASONS, AccessBatch, Message, RefusedMessages, Source
+from flexd.stream.types import REFUSAL_REASONS, AccessBatch, RefusedMessages, Source, StreamMessage
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class MessageCounter:
         self._window_skew = (math.inf, -math.inf)
         self._window_end = -math.inf
 
-    def count(self, message: Message | RefusedMessages) -> None:
+    def count(self, message: StreamMessage | RefusedMessages) -> None:
         """Count one message.
 
         A message that cannot be decoded is rejected as a whole. What was decoded can be counted (``AccessBatch`` and
@@ -150,7 +150,7 @@ class MessageCounter:
             self.skew_seconds = (least, most) if least <= most else (math.nan, math.nan)
             self._window_skew, self._window_end = (math.inf, -math.inf), now + SKEW_SECONDS
 
-    def _arrival(self, message: Message) -> float:
+    def _arrival(self, message: StreamMessage) -> float:
         """Return when a message arrived, Unix seconds: as the broker says, or by the daemon's clock.
 
         A broker's time of append is used up to the daemon's own: what was appended was appended before now, so a broker
@@ -164,7 +164,7 @@ class MessageCounter:
         self._appended[message.partition] = newest
         return min(now, newest)
 
-    def _reject(self, reason: str, detail: str, message: Message | RefusedMessages, messages: int = 1) -> None:
+    def _reject(self, reason: str, detail: str, message: StreamMessage | RefusedMessages, messages: int = 1) -> None:
         self.rejected[reason] = self.rejected.get(reason, 0) + messages
         self._dead_letters.record(reason, detail, message)
         self.messages += messages

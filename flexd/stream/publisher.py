@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import StreamError
-from flexd.stream.codecs.codec import MAX_ENTRIES, MAX_EVENT_TIME_SECONDS, MAX_TABLE_NAME_CHARS, encode_arrow
-from flexd.stream.types import AccessBatch, Int32Array, Sink
+from flexd.stream.codec import MAX_ENTRIES, check, encode_arrow
+from flexd.stream.types import AccessBatch, Sink
 
 _log = logging.getLogger(__name__)
 
@@ -146,24 +146,31 @@ class Publisher:
             True if accesses were queued.
         """
         try:
-            seconds = time.time() if event_time_seconds is None else event_time_seconds
-            batch = self._batch(table, rows, lengths, seconds, step, sample_ids, user_ids)
+            batch = AccessBatch(
+                table,
+                _host_array(rows),
+                self._source_rank,
+                time.time() if event_time_seconds is None else float(event_time_seconds),
+                None if lengths is None else _host_array(lengths).astype(np.int32),
+                step,
+                None if sample_ids is None else _host_array(sample_ids).astype(np.int64),
+                None if user_ids is None else _host_array(user_ids).astype(np.int64),
+            )
+            check(batch)
         except (StreamError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-            self._count("dropped_invalid", _access_count(rows))
+            with self._changed:
+                self._counts["dropped_invalid"] += _access_count(rows)
             if not self._warned:
                 self._warned = True
                 _log.warning("accesses of table %r cannot be published: %s (reported once)", table, error)
             return False
-        if batch is None:
-            return False
         with self._changed:
-            if not self._has_room(batch):
-                self._counts["dropped_queue_full"] += len(batch.rows)
+            dropped = self._reason_to_drop(batch)
+            if dropped is not None:
+                self._counts[dropped] += len(batch.rows)
                 return False
-            if self._close_deadline is not None:
-                self._counts["dropped_sink"] += len(batch.rows)
-                return False
-            self._queue.append(batch)
+            # The caller may fill its array again.
+            self._queue.append(replace(batch, rows=batch.rows.copy()))
             self._queue_bytes += _encoded_bytes(batch)
             self._changed.notify()
         return True
@@ -187,43 +194,20 @@ class Publisher:
             self._queue_bytes = 0
             return left == 0 and self._in_flight == 0 and self.problem is None
 
-    def _batch(
-        self, table: str, rows: Any, lengths: Any, event_time_seconds: float, step: int | None, sample_ids: Any,
-        user_ids: Any,
-    ) -> AccessBatch | None:  # fmt: skip
-        """Copy the accesses that sampling keeps; None if it keeps none. Raises if the arguments are invalid."""
-        if not isinstance(table, str) or not 0 < len(table) <= MAX_TABLE_NAME_CHARS:
-            raise StreamError(f"table name of {len(table)} characters")
-        if not 0 <= event_time_seconds <= MAX_EVENT_TIME_SECONDS:
-            raise StreamError(f"event time {event_time_seconds}")
-        ids = _host_array(rows)
-        parts: Int32Array | None = None if lengths is None else _host_array(lengths).astype(np.int32)
-        samples, users = (
-            None if given is None else _host_array(given).astype(np.int64) for given in (sample_ids, user_ids)
-        )
-        # Check the shapes before sampling and copying.
-        batch = AccessBatch(table, ids, self._source_rank, float(event_time_seconds), parts, step, samples, users)
-        if self._sample_fraction < 1.0 and self._draw(step) >= self._sample_fraction:
-            self._count("sampled_out", len(ids))
-            return None
-        if not self._has_room(batch):
-            self._count("dropped_queue_full", len(ids))
-            return None
-        return replace(batch, rows=ids.copy())
+    def _reason_to_drop(self, batch: AccessBatch) -> str | None:
+        """Return the counter of accesses that are not queued, None if they are."""
+        if self._sample_fraction < 1.0 and self._draw(batch.step) >= self._sample_fraction:
+            return "sampled_out"
+        if self._close_deadline is not None:
+            return "dropped_sink"
+        fits = self._queue_bytes + _encoded_bytes(batch) <= self._max_queue_bytes
+        return None if fits and len(self._queue) < self._max_queue_batches else "dropped_queue_full"
 
     def _draw(self, step: int | None) -> float:
         """Draw from [0, 1); all ranks and tables draw the same number for the same step."""
         if step is None:
             return float(self._random.random())
         return zlib.crc32(f"{self._seed}/{step}".encode()) / 2**32
-
-    def _has_room(self, batch: AccessBatch) -> bool:
-        within = self._queue_bytes + _encoded_bytes(batch) <= self._max_queue_bytes
-        return len(self._queue) < self._max_queue_batches and within
-
-    def _count(self, name: str, accesses: int) -> None:
-        with self._changed:
-            self._counts[name] += accesses
 
     # ---- the background thread ----
 
@@ -349,25 +333,20 @@ def _split(batch: AccessBatch, max_bytes: int) -> Iterator[AccessBatch]:
     if size <= max_bytes:
         yield batch
         return
-    lengths = batch.sequence_lengths
-    room = max_bytes - (size - batch.rows.nbytes - _nbytes_of_sequences(batch))
-    if lengths is None:
-        rows_a_piece = max(1, room // batch.rows.itemsize)
-        for first in range(0, len(batch.rows), rows_a_piece):
-            rows = batch.rows[first : first + rows_a_piece]
-            yield AccessBatch(batch.table, rows, batch.source_rank, batch.event_time_seconds, None, batch.step)
-        return
-    ends = np.cumsum(lengths, dtype=np.int64)
-    each = _nbytes_of_sequences(batch) // max(1, len(lengths))
-    cost = ends * batch.rows.itemsize + np.arange(1, len(ends) + 1) * each
-    first = 0
-    while first < len(lengths):
-        spent = int(cost[first - 1]) if first else 0
+    if batch.sequence_lengths is None:
+        ends = np.arange(1, len(batch.rows) + 1)
+    else:
+        ends = np.cumsum(batch.sequence_lengths, dtype=np.int64)
+    of_sequences = _nbytes_of_sequences(batch)
+    room = max_bytes - (size - batch.rows.nbytes - of_sequences)
+    cost = ends * batch.rows.itemsize + np.arange(1, len(ends) + 1) * (of_sequences // max(1, len(ends)))
+    first = start = spent = 0
+    while first < len(ends):
         last = max(first + 1, int(np.searchsorted(cost, spent + room, side="right")))
-        start = int(ends[first - 1]) if first else 0
+        lengths, samples, users = (
+            None if given is None else given[first:last]
+            for given in (batch.sequence_lengths, batch.sample_ids, batch.user_ids)
+        )
         rows = batch.rows[start : int(ends[last - 1])]
-        yield AccessBatch(
-            batch.table, rows, batch.source_rank, batch.event_time_seconds, lengths[first:last], batch.step,
-            *(None if given is None else given[first:last] for given in (batch.sample_ids, batch.user_ids)),
-        )  # fmt: skip
-        first = last
+        yield replace(batch, rows=rows, sequence_lengths=lengths, sample_ids=samples, user_ids=users)
+        first, start, spent = last, int(ends[last - 1]), int(cost[last - 1])

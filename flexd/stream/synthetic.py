@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flexd.core.errors import StreamError
-from flexd.stream.codecs.codec import encode_arrow
-from flexd.stream.losses import Losses
-from flexd.stream.types import AccessBatch, Message, Positions
+from flexd.stream.codec import encode_arrow
+from flexd.stream.types import AccessBatch, Positions, Source, StreamMessage
 from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
+
+if TYPE_CHECKING:
+    from flexd.config.stream import SyntheticSourceConfig
 
 PARTITION = "synthetic"
 _MAX_POLL_MESSAGES = 256
 
 
-class SyntheticSource:
+class SyntheticSource(Source):
     """Message n is a pure function of n and the arguments, so a restored source repeats the stream exactly.
 
     Message n holds the accesses of one table (the tables take turns) in stream time n * m / rate, where m is
@@ -30,44 +33,33 @@ class SyntheticSource:
 
     Args:
         tables: (name, rows) of each table.
+        config: skew, rate and drift.
         clock: monotonic seconds.
         sleep: wait for a number of seconds.
     """
 
-    read_share = 1.0
-
     def __init__(
         self,
         tables: Sequence[tuple[str, int]],
+        config: SyntheticSourceConfig,
         *,
-        zipf_exponent: float = 1.05,
-        accesses_per_second: float = 1_000_000,
-        drift_rows_per_second: float = 0.0,
         accesses_per_message: int = 8192,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._tables = list(tables)
-        self._samplers = [ZipfSampler(rows, zipf_exponent) for _, rows in tables]
+        self._samplers = [ZipfSampler(rows, config.zipf_exponent) for _, rows in tables]
         self._multipliers = [scatter_multiplier(rows) for _, rows in tables]
-        self._seconds_per_message = accesses_per_message / accesses_per_second
-        self._drift = drift_rows_per_second
+        self._seconds_per_message = accesses_per_message / config.accesses_per_second
+        self._drift = config.drift_rows_per_second
         self._accesses_per_message = accesses_per_message
         self._clock = clock
         self._sleep = sleep
-        self._next = 0
-        self._first = 0
+        self._next = self._first = 0
         self._started_at = clock()
         self._closed = False
 
-    @property
-    def problem(self) -> str | None:
-        return None
-
-    def losses(self) -> Losses:
-        return Losses()
-
-    def poll(self, timeout_seconds: float) -> list[Message]:
+    def poll(self, timeout_seconds: float) -> list[StreamMessage]:
         if self._closed:
             raise StreamError("synthetic source: closed")
         due = self.lag()
@@ -76,9 +68,9 @@ class SyntheticSource:
             self._sleep(max(0.0, min(timeout_seconds, next_due - self._clock())))
             due = self.lag()
         count = min(due, _MAX_POLL_MESSAGES)
-        messages = [self._message(self._next + i) for i in range(count)]
+        numbers = range(self._next, self._next + count)
         self._next += count
-        return messages
+        return [StreamMessage(PARTITION, number, encode_arrow([self.batch(number)])) for number in numbers]
 
     def restore(self, positions: Mapping[str, int]) -> None:
         self._next = self._first = positions.get(PARTITION, 0)
@@ -91,9 +83,6 @@ class SyntheticSource:
         # A billionth of a message early, so that rounding never makes a sleep until the due time too short.
         due = int((self._clock() - self._started_at) / self._seconds_per_message + 1e-9)
         return max(0, due - (self._next - self._first))
-
-    def commit(self, positions: Mapping[str, int]) -> str | None:
-        return None
 
     def close(self) -> None:
         self._closed = True
@@ -110,6 +99,3 @@ class SyntheticSource:
         ids = scatter(ranks, rows, self._multipliers[which])
         narrow = ids.astype(np.int32) if rows <= 2**31 else ids
         return AccessBatch(name, narrow, 0, seconds)
-
-    def _message(self, number: int) -> Message:
-        return Message(PARTITION, number, encode_arrow([self.batch(number)]))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Mapping
 from enum import Enum
 
 from flexd.core.errors import StreamError
-from flexd.stream.losses import Losses
-from flexd.stream.types import Message, Positions
+from flexd.stream.types import Losses, Positions, Source, StreamMessage
 
 FORGET_SECONDS = 3600.0
 """Time after which the partition of a replaced process is dropped."""
@@ -34,7 +32,7 @@ class TapCountsState(Enum):
     """The saved positions are not restored yet."""
 
 
-class TapSource:
+class TapSource(Source):
     """A ``Source`` of ``TapCounts`` messages, one partition a training process.
 
     ``poll``, ``restore``, ``positions``, ``lag``, ``commit`` and ``close`` belong to the reader. The control channel
@@ -51,8 +49,6 @@ class TapSource:
         forget_seconds: time after which the partition of a replaced process is dropped from the positions.
     """
 
-    read_share = 1.0
-
     def __init__(self, forget_seconds: float = FORGET_SECONDS) -> None:
         self._forget_seconds = forget_seconds
         self._changed = threading.Condition()
@@ -60,17 +56,13 @@ class TapSource:
         self._durable: Positions = {}
         self._offered: Positions = {}
         """Number of the newest counts that each rank offered."""
-        self._queue: deque[Message] = deque()
-        self._queued: Positions = {}
+        self._queue: dict[str, StreamMessage] = {}
+        """Delivered and not polled yet: one of a partition at most, in order of delivery."""
         self._live: frozenset[str] = frozenset()
         self._live_at: dict[str, float] = {}
         self._open = False
         self._closed = False
         self._losses = Losses()
-
-    @property
-    def problem(self) -> str | None:
-        return None
 
     def losses(self) -> Losses:
         return self._losses
@@ -79,11 +71,11 @@ class TapSource:
     def queued_bytes(self) -> int:
         """Size of the payloads that were delivered and not polled yet."""
         with self._changed:
-            return sum(len(message.payload) for message in self._queue)
+            return sum(len(message.payload) for message in self._queue.values())
 
     # ---- the reader ----
 
-    def poll(self, timeout_seconds: float) -> list[Message]:
+    def poll(self, timeout_seconds: float) -> list[StreamMessage]:
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             self._check_open()
@@ -94,8 +86,7 @@ class TapSource:
             if not self._queue:
                 return []
             # One message at a time: it has the counts of a whole interval of a rank.
-            message = self._queue.popleft()
-            del self._queued[message.partition]
+            message = self._queue.pop(next(iter(self._queue)))
             self._next[message.partition] = message.offset + 1
             return [message]
 
@@ -103,7 +94,6 @@ class TapSource:
         with self._changed:
             self._next, self._durable = dict(positions), dict(positions)
             self._queue.clear()
-            self._queued.clear()
             now = time.monotonic()
             self._live_at = dict.fromkeys(positions, now)
             self._open = False
@@ -128,7 +118,6 @@ class TapSource:
         with self._changed:
             self._closed = True
             self._queue.clear()
-            self._queued.clear()
             self._changed.notify_all()
 
     # ---- the control channel ----
@@ -149,7 +138,8 @@ class TapSource:
             self._offered[partition] = sequence
             if sequence < self._durable.get(partition, 0):
                 return TapCountsState.DURABLE
-            if sequence < self._next.get(partition, 0) or self._queued.get(partition) == sequence:
+            queued = self._queue.get(partition)
+            if sequence < self._next.get(partition, 0) or (queued is not None and queued.offset == sequence):
                 return TapCountsState.RECEIVED
             return TapCountsState.MISSING
 
@@ -162,13 +152,12 @@ class TapSource:
         """Queue a payload. Return False and do nothing unless its state is ``MISSING``."""
         with self._changed:
             expected = self._next.get(partition, 0)
-            if self._closed or not self._open or sequence < expected or partition in self._queued:
+            if self._closed or not self._open or sequence < expected or partition in self._queue:
                 return False
             self._losses.add(partition, expected, sequence, "not_kept")
             self._next[partition] = sequence
             self._live_at.setdefault(partition, time.monotonic())
-            self._queued[partition] = sequence
-            self._queue.append(Message(partition, sequence, payload))
+            self._queue[partition] = StreamMessage(partition, sequence, payload)
             self._changed.notify_all()
             return True
 

@@ -1,22 +1,20 @@
-"""Types of the stream: access batches, messages, positions, and the ``Source`` and ``Sink`` protocols."""
+"""Types of the stream: access batches, messages, positions, losses, and the ``Source`` and ``Sink`` protocols."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.errors import StreamError
-from flexd.stream.losses import Losses
+_log = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 RowArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-
-_ROW_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 Positions = dict[str, int]
 """Partition -> offset of the next message to read."""
@@ -40,9 +38,7 @@ class AccessBatch:
             ids, those at the same place of a rank's batches with the same step number are.
         user_ids: int64[s] or None: whose samples they are.
 
-    Raises:
-        StreamError: an array is of another dtype or shape, the lengths do not sum to n, there are ids without lengths,
-            or the step is out of range.
+    A batch of unchecked arrays is checked with ``flexd.stream.codec.check``.
     """
 
     table: str
@@ -54,39 +50,9 @@ class AccessBatch:
     sample_ids: Int64Array | None = None
     user_ids: Int64Array | None = None
 
-    def __post_init__(self) -> None:
-        if self.rows.ndim != 1 or self.rows.dtype not in _ROW_DTYPES:
-            raise StreamError(
-                f"accesses of table {self.table!r}: rows are {self.rows.dtype}{list(self.rows.shape)}",
-                remedy="give a one-dimensional int32 or int64 array",
-            )
-        if self.step is not None and not 0 <= self.step < 2**62:
-            raise StreamError(
-                f"accesses of table {self.table!r}: step {self.step}", remedy="give a number from 0 to 2^62 - 1"
-            )
-        lengths = self.sequence_lengths
-        for name, ids in (("sample_ids", self.sample_ids), ("user_ids", self.user_ids)):
-            if ids is not None and (lengths is None or ids.dtype != np.int64 or ids.shape != lengths.shape):
-                raise StreamError(
-                    f"accesses of table {self.table!r}: {name} are {ids.dtype}{list(ids.shape)}",
-                    remedy="give sequence lengths, and one int64 id for each",
-                )
-        if lengths is None:
-            return
-        if lengths.ndim != 1 or lengths.dtype != np.int32:
-            raise StreamError(
-                f"accesses of table {self.table!r}: sequence lengths are {lengths.dtype}{list(lengths.shape)}",
-                remedy="give a one-dimensional int32 array",
-            )
-        if (len(lengths) and int(lengths.min()) < 0) or int(lengths.sum(dtype=np.int64)) != len(self.rows):
-            raise StreamError(
-                f"accesses of table {self.table!r}: sequence lengths do not sum to the {len(self.rows)} rows",
-                remedy="give one non-negative length per sample",
-            )
-
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class StreamMessage:
     """One undecoded message. Offsets of a partition increase, not necessarily by one.
 
     Attributes:
@@ -97,6 +63,10 @@ class Message:
     offset: int
     payload: bytes | memoryview
     appended_seconds: float | None = None
+
+    @property
+    def last_offset(self) -> int:
+        return self.offset
 
 
 REFUSAL_REASONS = (
@@ -135,26 +105,68 @@ class RefusedMessages:
         return self.last_offset - self.offset + 1
 
 
+LOSS_REASONS = ("corrupt", "not_kept", "retention", "truncated")
+"""Of messages. ``corrupt``: damaged in a file log. ``not_kept``: a tap's rank has counts no more that an older snapshot
+lacks. ``retention``: deleted before they were read. ``truncated``: the log ended before the position."""
+POSITION_REASONS = ("out_of_range", "retention", "truncated")
+"""Of positions. ``out_of_range``: a broker no longer has it, by retention or because the topic was created anew."""
+
+
+class Losses:
+    """Counts of lost messages and positions, by reason. One thread adds, any thread reads.
+
+    Attributes:
+        messages: number of lost messages.
+        positions: number of positions that the log no longer had.
+    """
+
+    def __init__(self, parts: Iterable[Losses] = ()) -> None:
+        self.messages: Mapping[str, int] = {}
+        self.positions: Mapping[str, int] = {}
+        for part in parts:
+            self.messages = _sum(self.messages, part.messages)
+            self.positions = _sum(self.positions, part.positions)
+
+    def add(self, partition: str, first_offset: int, next_offset: int, reason: str) -> None:
+        """Add the messages from ``first_offset`` to before ``next_offset``; nothing if there are none."""
+        if next_offset > first_offset:
+            self.messages = _sum(self.messages, {reason: next_offset - first_offset})
+            _log.warning("messages lost (%s): %s, offsets %d to %d", reason, partition, first_offset, next_offset - 1)
+
+    def add_position(self, reason: str) -> None:
+        """Add a position that the log no longer has. Its messages are added apart, once they are known."""
+        self.positions = _sum(self.positions, {reason: 1})
+
+
+def _sum(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    return {reason: first.get(reason, 0) + second.get(reason, 0) for reason in sorted({*first, *second})}
+
+
 @runtime_checkable
 class Source(Protocol):
     """A stream that the daemon reads. Belongs to one thread; ``problem`` and the counters may be read from any.
 
     A source delivers every message of a partition in offset order and exactly once, from the restored position on. It
     stores nothing itself: the caller saves ``positions`` and restores them after a restart.
+
+    Sources inherit the answers of one that reads all, loses nothing and has nowhere to commit to.
     """
 
     @property
     def problem(self) -> str | None:
         """Current reason why messages do not arrive (unreachable broker, corrupt record, failed commit), or None."""
+        return None
 
     @property
     def read_share(self) -> float:
         """Share of the stream that is read; 1 for all of it (any thread)."""
+        return 1.0
 
     def losses(self) -> Losses:
         """Return the messages known to have existed that could not be delivered, and lost positions (any thread)."""
+        return Losses()
 
-    def poll(self, timeout_seconds: float) -> Sequence[Message | RefusedMessages]:
+    def poll(self, timeout_seconds: float) -> Sequence[StreamMessage | RefusedMessages]:
         """Wait up to the deadline for at least one message; the result is bounded in messages and bytes.
 
         What the source refuses to read is in the result too, in the place of its messages.
@@ -177,6 +189,7 @@ class Source(Protocol):
 
     def commit(self, positions: Mapping[str, int]) -> str | None:
         """Report saved positions to the broker, for its lag displays only; return None or the error."""
+        return None
 
     def close(self) -> None:
         """Release files and connections within a bounded time. Further calls do nothing."""

@@ -14,7 +14,7 @@ from flexd.config.load import load_config
 from flexd.daemon import factory
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.trace import synthetic_trace
 from flexd.stream.types import AccessBatch

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flexd.config.load import load_config, parse_config
 from flexd.config.model import Config
-from flexd.config.stream import KafkaSource
+from flexd.config.stream import KafkaSourceConfig
 from flexd.core.errors import ConfigError
 
 MINIMAL = {
@@ -232,7 +232,7 @@ def test_passwords_from_variables_stay_text_and_are_never_shown(tmp_path):
             f"{prefix}SSL_CHECK_HOSTNAME": "no",
         },
     )
-    assert isinstance(config.stream.source, KafkaSource)
+    assert isinstance(config.stream.source, KafkaSourceConfig)
     assert config.stream.source.client_options == {
         "sasl_plain_password": "0123",
         "security_protocol": "SASL_SSL",

@@ -13,7 +13,7 @@ import pytest
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, ControlError, FlexdError, PlanError
 from flexd.daemon import Daemon
-from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
 from tests.support.flexd_processes import saved_sketches, weights

@@ -7,7 +7,7 @@ from kafka import KafkaConsumer, KafkaProducer
 
 from flexd.config.load import parse_config
 from flexd.daemon.stream_sample import read_sample
-from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.codec import encode_arrow
 from flexd.stream.types import AccessBatch
 from tests.support.mock_kafka import MockKafka
 from tests.support.until import until

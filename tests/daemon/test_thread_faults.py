@@ -17,7 +17,7 @@ import yaml
 from flexd.config.model import Config
 from flexd.core import fault_points as faults
 from flexd.core.supervision import EXIT_UNSAFE_STATE
-from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
 from tests.support.flexd_processes import saved_sketches

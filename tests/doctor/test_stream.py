@@ -11,7 +11,7 @@ import pytest
 from flexd.core.errors import StreamError
 from flexd.doctor import finding, stream
 from flexd.doctor.finding import Finding, Level
-from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
 from tests.support.doctor import config, levels

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch, Sink
 from tests.support.flexd_processes import RunningDaemon, dead_letters, saved_sketches, weights

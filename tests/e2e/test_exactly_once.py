@@ -24,12 +24,12 @@ from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
-from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.codec import encode_arrow
+from flexd.stream.kafka.bounded_fetcher import BatchLimits
 from flexd.stream.kafka.sink import KafkaSink
-from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import AccessBatch
 from tests.support.forked import Forked
-from tests.support.reading import poll_until
+from tests.support.reading import kafka_source, poll_until
 from tests.support.saved_sketches import loaded_sketches, newest_snapshot
 from tests.support.until import until
 
@@ -46,9 +46,9 @@ def ingest(order: Mapping[str, Any]) -> None:
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     state = Path(order["state"])
-    source = KafkaSource(
-        order["bootstrap"], order["topic"], order["group"], max_poll_messages=50, session_timeout_seconds=3.0,
-        on_position_lost="fail",
+    source = kafka_source(
+        order["bootstrap"], order["topic"], order["group"], limits=BatchLimits(max_poll_messages=50),
+        session_timeout_seconds=3.0, on_position_lost="fail",
     )  # fmt: skip
     ingestor = Ingestor(
         source, TABLES, SETTINGS, SnapshotStore(state, 3), poll_seconds=0.02, snapshot_interval_seconds=0.03
@@ -232,7 +232,7 @@ def test_a_partition_taken_away_and_given_back(tmp_path):
         process = start(state, **order)
         wait_for_status(state, process, lambda status: status["messages"] > 0)
         for turn in range(3):
-            other = KafkaSource(broker.bootstrap_servers, "t", "g", session_timeout_seconds=3.0)
+            other = kafka_source(broker.bootstrap_servers, "t", "g", session_timeout_seconds=3.0)
             poll_until(other, len, 40)
             if turn == 1:
                 end(process, signal.SIGKILL)

@@ -26,7 +26,7 @@ from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
-from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
 from flexd.topology.files import load_preset, scale_model

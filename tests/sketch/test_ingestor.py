@@ -14,7 +14,7 @@ from flexd.sketch import snapshot
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
-from flexd.stream.codecs.codec import decode, encode_arrow
+from flexd.stream.codec import decode, encode_arrow
 from flexd.stream.types import AccessBatch
 from tests.support.ingest_fakes import (
     DEADLINE,

@@ -17,9 +17,9 @@ from flexd.sketch.ingestor import RATE_SECONDS, SKEW_SECONDS, MessageCounter, Ra
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import AccessCounts, SketchSettings
-from flexd.stream.codecs.codec import decode, encode_arrow
+from flexd.stream.codec import decode, encode_arrow
 from flexd.stream.offsets_in_work import OffsetsInWork
-from flexd.stream.types import AccessBatch, Message
+from flexd.stream.types import AccessBatch, StreamMessage
 from tests.support.ingest_fakes import (
     T0,
     FakeSource,
@@ -68,8 +68,8 @@ def counter(monkeypatch) -> MessageCounter:
 
 
 def test_a_broker_whose_clock_is_ahead_moves_no_arrival_beyond_now(counter):
-    assert counter._arrival(Message("t/0", 0, b"", NOW + 86_400)) == NOW
-    assert counter._arrival(Message("t/0", 0, b"", NOW - 10)) == NOW, "a partition's time does not go back"
+    assert counter._arrival(StreamMessage("t/0", 0, b"", NOW + 86_400)) == NOW
+    assert counter._arrival(StreamMessage("t/0", 0, b"", NOW - 10)) == NOW, "a partition's time does not go back"
 
 
 @pytest.mark.parametrize("appended_seconds", [None, NOW - 50.0])
@@ -77,7 +77,7 @@ def test_messages_are_counted_by_their_arrival(counter, appended_seconds):
     arrival = NOW if appended_seconds is None else appended_seconds
     for event in (arrival - 5, arrival + 250, arrival + 86_400):
         payload = encode_arrow([AccessBatch("t", np.array([1], np.int32), 0, event)])
-        counter.count(Message("p", 0, payload, appended_seconds))
+        counter.count(StreamMessage("p", 0, payload, appended_seconds))
     assert counter.accesses == AccessCounts(accepted=3, future_clamped=1, late=1)
     assert counter._sketches.newest_event_seconds == arrival + 250
     counter.end_window(0.0)
@@ -106,19 +106,19 @@ def test_dead_letters_are_bounded_and_rare_reasons_survive(tmp_path):
     path = tmp_path / "deep" / "dead.jsonl"
     letters = DeadLetterFile(path, 40_000, 100)
     for i in range(10_000):
-        letters.record("frequent", "x" * 1000, Message("p", i, bytes(5000)))
-    letters.record("rare", "", Message("p", 1, memoryview(b"abc")))
+        letters.record("frequent", "x" * 1000, StreamMessage("p", i, bytes(5000)))
+    letters.record("rare", "", StreamMessage("p", 1, memoryview(b"abc")))
     files = list(path.parent.iterdir())
     assert sum(file.stat().st_size for file in files) <= 40_000
     reasons = [json.loads(line)["reason"] for file in files for line in file.read_text().splitlines()]
     assert letters.written == SAMPLES_OF_EACH_REASON + len([7, 8, 9, 10, 11, 12, 13]) + 1
     assert reasons.count("rare") == 1
     for i in range(3000):
-        letters.record(f"r{i}", "x" * 200, Message("p", i, bytes(100)))
+        letters.record(f"r{i}", "x" * 200, StreamMessage("p", i, bytes(100)))
     assert sum(file.stat().st_size for file in path.parent.iterdir()) <= 40_000
     unwritable = DeadLetterFile(path / "no-directory", 40_000, 100)
-    unwritable.record("r", "", Message("p", 0, b""))
+    unwritable.record("r", "", StreamMessage("p", 0, b""))
     assert (unwritable.written, unwritable.failures) == (0, 1)
     none = DeadLetterFile(tmp_path / "none", 0, 100)
-    none.record("r", "", Message("p", 0, b""))
+    none.record("r", "", StreamMessage("p", 0, b""))
     assert not (tmp_path / "none").exists()

@@ -20,7 +20,7 @@ from flexd.sketch.dead_letters import DeadLetterFile
 from flexd.sketch import ingestor as ingestor_module
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
-from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.types import AccessBatch

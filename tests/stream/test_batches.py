@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import StreamError
-from flexd.stream.batches import Batch, Batches
+from flexd.stream.batches import MAX_WAIT_BATCHES, Batch, Batches, group_by_user
 from flexd.stream.sample_kinds import SampleKind, SampleLengths
-from flexd.stream.samples import MAX_WAIT_BATCHES, group_by_user
 from flexd.stream.trace import Trace
 
 

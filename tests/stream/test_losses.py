@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexd.stream.losses import Losses
+from flexd.stream.types import Losses
 
 
 def test_messages_and_positions_are_counted_by_reason_and_parts_are_added():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import StreamError
-from flexd.stream.codecs.codec import decode, encode_arrow
+from flexd.stream.codec import decode, encode_arrow
 from flexd.stream.publisher import Publisher, _group
 from flexd.stream.types import AccessBatch, Sink
 from tests.support.until import until

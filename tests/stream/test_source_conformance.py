@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
+from flexd.config.stream import SyntheticSourceConfig
 from flexd.core.errors import StreamError
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.synthetic import SyntheticSource
-from flexd.stream.types import Message, Sink, Source
-from tests.support.reading import poll_until
+from flexd.stream.types import Sink, Source, StreamMessage
+from tests.support.reading import kafka_source, poll_until
 
 PARTITIONS = 2
 
@@ -45,19 +46,19 @@ def file_log(tmp_path):
 @pytest.fixture
 def synthetic():
     tables = [("a", 1000), ("b", 50)]
-    return Stream(lambda: SyntheticSource(tables, accesses_per_second=2000, accesses_per_message=8), None)
+    config = SyntheticSourceConfig(kind="synthetic", accesses_per_second=2000)
+    return Stream(lambda: SyntheticSource(tables, config, accesses_per_message=8), None)
 
 
 def kafka_stream(bootstrap: str, topic: str, session_seconds: float, **client_options: str) -> tuple[Stream, Sink]:
     from flexd.stream.kafka.sink import KafkaSink
-    from flexd.stream.kafka.source import KafkaSource
 
     sink = KafkaSink(bootstrap, topic, client_options=client_options)
     group = f"group-{uuid.uuid4().hex[:8]}"
     sent = [0]
 
     def open_source() -> Source:
-        return KafkaSource(
+        return kafka_source(
             bootstrap, topic, group, session_timeout_seconds=session_seconds, client_options=client_options
         )
 
@@ -91,12 +92,12 @@ def stream(request):
     return request.getfixturevalue(request.param)
 
 
-def read_at_least(source: Source, count: int, seconds: float = 30.0) -> list[Message]:
+def read_at_least(source: Source, count: int, seconds: float = 30.0) -> list[StreamMessage]:
     """Read at least ``count`` messages."""
     return poll_until(source, lambda messages: len(messages) >= count, seconds, 0.2)
 
 
-def by_partition(messages: list[Message]) -> dict[str, dict[int, bytes]]:
+def by_partition(messages: list[StreamMessage]) -> dict[str, dict[int, bytes]]:
     parts: dict[str, dict[int, bytes]] = {}
     for message in messages:
         part = parts.setdefault(message.partition, {})

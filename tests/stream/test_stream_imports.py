@@ -15,7 +15,7 @@ from tests.support.repository import ROOT
     ("module", "absent"),
     [
         ("flexd.stream.types", {"kafka", "pyarrow", "torch", "numba", "pydantic"}),
-        ("flexd.stream.codecs.codec", {"kafka", "torch", "numba", "pydantic"}),
+        ("flexd.stream.codec", {"kafka", "torch", "numba", "pydantic"}),
         ("flexd.stream.file_log.log", {"kafka", "pyarrow", "torch", "numba", "pydantic"}),
         ("flexd.stream.publisher", {"kafka", "torch", "numba", "pydantic"}),
         ("flexd.stream.synthetic", {"kafka", "torch", "numba", "pydantic"}),

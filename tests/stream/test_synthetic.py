@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flexd.config.stream import SyntheticSourceConfig
 from flexd.stream import synthetic
-from flexd.stream.codecs.codec import decode
+from flexd.stream.codec import decode
 from flexd.stream.synthetic import SyntheticSource
 from flexd.stream.zipf import scatter_multiplier
 
@@ -23,9 +24,10 @@ class Clock:
 
 
 def test_drift_moves_the_head_by_the_stated_rate():
-    source = SyntheticSource(
-        [("t", 1000)], zipf_exponent=1.5, accesses_per_second=1000, accesses_per_message=1000, drift_rows_per_second=3
+    config = SyntheticSourceConfig(
+        kind="synthetic", zipf_exponent=1.5, accesses_per_second=1000, drift_rows_per_second=3
     )
+    source = SyntheticSource([("t", 1000)], config, accesses_per_message=1000)
     multiplier = scatter_multiplier(1000)
     for second in (0, 1, 10, 400):
         batch = source.batch(second)
@@ -37,9 +39,8 @@ def test_drift_moves_the_head_by_the_stated_rate():
 def test_it_keeps_the_pace_of_the_clock(monkeypatch):
     monkeypatch.setattr(synthetic, "_MAX_POLL_MESSAGES", 4)
     clock = Clock()
-    source = SyntheticSource(
-        [("t", 10)], accesses_per_second=80, accesses_per_message=8, clock=clock, sleep=clock.sleep
-    )
+    config = SyntheticSourceConfig(kind="synthetic", accesses_per_second=80)
+    source = SyntheticSource([("t", 10)], config, accesses_per_message=8, clock=clock, sleep=clock.sleep)
     assert source.poll(0.05) == []
     assert clock.now == pytest.approx(100.05)
     assert len(source.poll(1.0)) == 1
@@ -58,12 +59,8 @@ def test_tables_take_turns_and_the_stream_is_the_same_from_any_position():
     clock = Clock()
 
     def messages(start: int = 0):
-        source = SyntheticSource(
-            [("a", 100), ("b", 2**33)],
-            accesses_per_second=1e6,
-            clock=clock,
-            sleep=clock.sleep,
-        )
+        config = SyntheticSourceConfig(kind="synthetic")
+        source = SyntheticSource([("a", 100), ("b", 2**33)], config, clock=clock, sleep=clock.sleep)
         source.restore({"synthetic": start})
         clock.now += 1.0
         return [bytes(m.payload) for m in source.poll(0.0)][:8]

@@ -12,9 +12,8 @@ from flexd.core.keyspace import TableSpec
 from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
-from flexd.stream.codecs.codec import encode_arrow
-from flexd.stream.losses import Losses
-from flexd.stream.types import AccessBatch, Message
+from flexd.stream.codec import encode_arrow
+from flexd.stream.types import AccessBatch, Losses, StreamMessage
 
 TABLES = [TableSpec("small", 200, 4), TableSpec("large", 400_000, 4)]
 SETTINGS = SketchSettings(memory_bytes=1_000_000, half_life_seconds=40.0, max_future_seconds=1e9, max_hot_rows=100)
@@ -48,13 +47,13 @@ class FakeSource:
     def losses(self) -> Losses:
         return self.lost
 
-    def poll(self, timeout_seconds: float) -> list[Message]:
+    def poll(self, timeout_seconds: float) -> list[StreamMessage]:
         self.at("poll")
         taken = []
         for partition in sorted(self.log, key=lambda p: self.next[p] / max(1, len(self.log[p]))):
             while len(taken) < self.per_poll and self.next[partition] < len(self.log[partition]):
                 offset = self.next[partition]
-                taken.append(Message(partition, offset, self.log[partition][offset]))
+                taken.append(StreamMessage(partition, offset, self.log[partition][offset]))
                 self.next[partition] += 1
         if not taken:
             self.drained.set()

@@ -11,11 +11,9 @@ from pathlib import Path
 
 from flexd.core.backoff import Backoff
 from flexd.core.errors import StreamError
-from flexd.stream.buffers import BufferPool
 from flexd.stream.file_log import segments
-from flexd.stream.file_log.partition_reader import PartitionReader
-from flexd.stream.losses import Losses
-from flexd.stream.types import Message, Positions
+from flexd.stream.file_log.partition_reader import BufferPool, PartitionReader
+from flexd.stream.types import Losses, Positions, Source, StreamMessage
 
 _log = logging.getLogger(__name__)
 
@@ -182,7 +180,7 @@ class FileLogSink:
         self._fd = self._lock_fd = -1
 
 
-class FileLogSource:
+class FileLogSource(Source):
     """Read all partitions of a file log while they are written. See ``Source`` for the contract.
 
     Bad records: an incomplete one at the end of the newest segment is still being written. At the end of an older
@@ -200,8 +198,6 @@ class FileLogSource:
     Raises:
         StreamError: ``directory`` is a file.
     """
-
-    read_share = 1.0
 
     def __init__(
         self,
@@ -233,7 +229,7 @@ class FileLogSource:
     def losses(self) -> Losses:
         return Losses(reader.losses for reader in list(self._readers.values()))
 
-    def poll(self, timeout_seconds: float) -> list[Message]:
+    def poll(self, timeout_seconds: float) -> list[StreamMessage]:
         if self._closed:
             raise StreamError(f"file log {self._directory}: the source is closed")
         deadline = time.monotonic() + timeout_seconds
@@ -262,9 +258,6 @@ class FileLogSource:
         self._discover()
         return sum(reader.lag() for reader in self._readers.values())
 
-    def commit(self, positions: Mapping[str, int]) -> str | None:
-        return None
-
     def close(self) -> None:
         self._closed = True
         for reader in self._readers.values():
@@ -287,9 +280,9 @@ class FileLogSource:
                 offset = self._restored.get(name)
                 self._readers[name] = PartitionReader(self._directory / name, name, offset, self._buffers)
 
-    def _read(self) -> list[Message]:
+    def _read(self) -> list[StreamMessage]:
         readers = list(self._readers.values())
-        messages: list[Message] = []
+        messages: list[StreamMessage] = []
         bytes_left = self._max_poll_bytes
         self._turn += 1
         for i in range(len(readers)):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from pathlib import Path
+from typing import Any
 
-from flexd.stream.buffers import BufferPool
+import numpy as np
+import numpy.typing as npt
+
 from flexd.stream.file_log import segments
-from flexd.stream.losses import Losses
-from flexd.stream.types import Message
+from flexd.stream.types import Losses, StreamMessage
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ class PartitionReader:
         self._end = (-1, 0, 0)
         """Newest segment: base offset, offset after the last header walked, position after its record."""
 
-    def read(self, max_bytes: int, max_messages: int) -> list[Message]:
+    def read(self, max_bytes: int, max_messages: int) -> list[StreamMessage]:
         """Return the next messages, none if there are none yet."""
         if max_messages <= 0:
             return []
@@ -73,7 +76,7 @@ class PartitionReader:
             os.close(self._fd)
             self._fd = -1
 
-    def _read(self, max_bytes: int, max_messages: int) -> list[Message]:
+    def _read(self, max_bytes: int, max_messages: int) -> list[StreamMessage]:
         if self._fd < 0 and not self._open():
             return []
         while True:
@@ -106,12 +109,12 @@ class PartitionReader:
         self._segment_end = base
         self._search_from = None
 
-    def _read_records(self, max_bytes: int, max_messages: int) -> tuple[list[Message], bool]:
+    def _read_records(self, max_bytes: int, max_messages: int) -> tuple[list[StreamMessage], bool]:
         """Read the open segment once. Return (messages, True if the position moved)."""
         if self._search_from is not None and not self._resynchronise():
             return [], False
         view = self._pread(max(max_bytes, segments.HEADER_BYTES))
-        messages: list[Message] = []
+        messages: list[StreamMessage] = []
         at = 0
         while at + segments.HEADER_BYTES <= len(view) and len(messages) < max_messages:
             header = segments.read_header(view, at)
@@ -132,7 +135,7 @@ class PartitionReader:
                 # A jump of the offset means that the records in between were skipped as corrupt.
                 self.losses.add(self._name, self.next_offset, offset, "corrupt")
                 if segments.payload_is_intact(payload, payload_crc):
-                    messages.append(Message(self._name, offset, payload))
+                    messages.append(StreamMessage(self._name, offset, payload))
                 else:
                     self.losses.add(self._name, offset, offset + 1, "corrupt")
                 self.next_offset = offset + 1
@@ -230,3 +233,34 @@ class PartitionReader:
             os.close(fd)
         self._end = (base, offset, position)
         return offset
+
+
+class BufferPool:
+    """Provide buffers for reads. Fresh memory for each would cost a page fault every 4 KiB, more than the read itself.
+
+    A buffer is free again when the last view of it is gone, including views of views: its bytes stay valid for as long
+    as any view exists. If no buffer is free, memory is allocated that the pool does not keep.
+
+    Args:
+        kept: number of buffers that the pool keeps.
+    """
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._buffers: list[tuple[npt.NDArray[np.uint8], weakref.ref[Any]]] = []
+
+    def acquire(self, size_bytes: int) -> memoryview:
+        """Return a writable view of ``size_bytes`` bytes of arbitrary content."""
+        free = [i for i, (_, window) in enumerate(self._buffers) if window() is None]
+        fitting = [i for i in free if self._buffers[i][0].nbytes >= size_bytes]
+        memory = self._buffers[fitting[0]][0] if fitting else np.empty(size_bytes, dtype=np.uint8)
+        # Views refer to this array object, and through it to the memory; nothing else does.
+        window = memory[:size_bytes]
+        entry = (memory, weakref.ref(window))
+        if fitting:
+            self._buffers[fitting[0]] = entry
+        elif free:
+            self._buffers[free[0]] = entry
+        elif len(self._buffers) < self._kept:
+            self._buffers.append(entry)
+        return window.data

@@ -1,14 +1,22 @@
-"""Make a kafka-python consumer read fetches with ``BatchReader``: the only place that reaches into kafka-python.
+"""Make a kafka-python consumer read fetches within bounds: nothing that a producer wrote can cost more than its batch.
 
-``Fetcher`` gives each fetched range of a partition to an object of its class ``PartitionRecords``, which decompresses
-batches as a whole and raises at the same offset for ever where one is damaged. The subclasses here replace that class,
-and end a poll after a number of bytes. ``check_client`` refuses versions of kafka-python whose methods differ.
+The only place that reaches into kafka-python. ``Fetcher`` gives each fetched range of a partition to an object of its
+class ``PartitionRecords``, which decompresses batches as a whole and raises at the same offset for ever where one is
+damaged. The subclasses here read it with ``BatchReader``, and end a poll after a number of bytes. ``check_client``
+refuses versions of kafka-python whose methods differ.
+
+Of each batch the checksum, the number of records and the decompressed size are checked before its records are read. A
+batch that fails is passed over as a whole (``RefusedMessages``), as are the records behind one that cannot be read, so
+that the position always moves on. Format 2 (https://kafka.apache.org/documentation/#recordbatch) is read, which every
+producer since 2017 writes; headers and keys of records are not, since no message of flexd has any.
 """
 
 from __future__ import annotations
 
 import inspect
+import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import kafka
@@ -16,10 +24,42 @@ from kafka import KafkaConsumer
 from kafka.consumer.fetcher import Fetcher
 from kafka.errors import KafkaError
 from kafka.record import MemoryRecords
+from kafka.record.util import calc_crc32c
 
 from flexd.core.errors import StreamError
-from flexd.stream.kafka.record_batches import BatchLimits, BatchReader, Item
+from flexd.stream.kafka import decompression
+from flexd.stream.kafka.decompression import CODEC_MASK, HEAD_BYTES, BatchRefusedError, decompress
 from flexd.stream.offsets_in_work import OffsetsInWork
+from flexd.stream.types import RefusedMessages, StreamMessage
+
+_LOG = struct.Struct(">qi")
+"""Base offset, length of the rest."""
+_MAGIC_AT = 16
+_HEADER = struct.Struct(">qiibIhiqqqhii")
+_CHECKED_FROM = 21
+"""The checksum covers the attributes and everything behind them."""
+_TIMESTAMP_TYPE_MASK, _CONTROL_MASK = 0x08, 0x20
+_MIN_RECORD_BYTES = 7
+
+Item = StreamMessage | RefusedMessages
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """Bounds of what is read.
+
+    Attributes:
+        max_batch_bytes: of a batch's records, decompressed.
+        max_batch_records: of a batch.
+        max_poll_bytes: records that one poll returns, decompressed; a larger record is returned alone.
+        max_poll_messages: that one poll returns.
+    """
+
+    max_batch_bytes: int = 64 * 2**20
+    max_batch_records: int = 500_000
+    max_poll_bytes: int = 16 * 2**20
+    max_poll_messages: int = 2000
+
 
 _EXPECTED = {
     "__init__": "fetch_offset tp records key_deserializer value_deserializer check_crcs isolation_level"
@@ -162,6 +202,155 @@ class BoundedPartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
             yield item
         self.next_fetch_offset, self.leader_epoch = reader.next_offset, reader.leader_epoch
         self.drain()
+
+
+class BatchReader:
+    """The batches of one fetched range of a partition, from an offset on. Iterates over messages and refused ranges.
+
+    Args:
+        partition: name of the partition.
+        data: record batches as the broker sent them; the last one may be cut.
+        from_offset: earlier messages of the first batch are dropped.
+        work: records the batch that is being read.
+
+    Attributes:
+        next_offset: behind everything that was returned or passed over.
+        leader_epoch: of the last batch.
+        record_bytes: size of the last record that was returned.
+    """
+
+    def __init__(
+        self,
+        partition: str,
+        data: memoryview,
+        from_offset: int,
+        limits: BatchLimits,
+        work: OffsetsInWork,
+    ) -> None:
+        self._partition = partition
+        self._data = data
+        self._limits = limits
+        self._work = work
+        self.next_offset = from_offset
+        self.leader_epoch = -1
+        self.record_bytes = 0
+        self._damaged = False
+
+    def __iter__(self) -> Iterator[Item]:
+        at, end, start = 0, len(self._data), self.next_offset
+        while end - at >= _LOG.size:
+            base, length = _LOG.unpack_from(self._data, at)
+            batch = self._data[at : at + _LOG.size + max(length, 0)]
+            if length < 0 or len(batch) < _LOG.size + length:
+                if at == 0:
+                    # Fetched again, it would be cut again.
+                    yield self._refused(self._last_offset(base, batch), "corrupt_batch", f"of {length} bytes", batch)
+                return
+            at += len(batch)
+            yield from self._guarded(base, batch)
+        if self._damaged and self.next_offset == start:
+            yield self._refused(start, "corrupt_batch", "no offset that fits", self._data)
+
+    def _guarded(self, base: int, batch: memoryview) -> Iterator[Item]:
+        """Read one batch; what cannot be read of it becomes one refused range."""
+        last = self._last_offset(base, batch)
+        try:
+            magic = batch[_MAGIC_AT]
+            if last < self.next_offset:
+                return
+            if not self._work.begin(self._partition, base, last):
+                raise BatchRefusedError("poison_offset", "the daemon ended twice while it read this batch")
+            if magic != 2:
+                raise BatchRefusedError("corrupt_batch", f"format {magic}")
+            yield from self._read(base, last, batch)
+        except BatchRefusedError as error:
+            refused = error
+        except (struct.error, ValueError, IndexError, OverflowError) as error:
+            refused = BatchRefusedError("corrupt_batch", f"records: {error}"[:200])
+        else:
+            self.next_offset = max(self.next_offset, last + 1)
+            return
+        if self.next_offset <= last:
+            yield self._refused(last, refused.reason, str(refused), batch, refused.head)
+        else:
+            self._damaged = True
+
+    @staticmethod
+    def _last_offset(base: int, batch: memoryview) -> int:
+        """Return the last offset that a batch claims, its first one if it claims none."""
+        if len(batch) < _HEADER.size or batch[_MAGIC_AT] != 2:
+            return base
+        return base + max(int(_HEADER.unpack_from(batch)[6]), 0)
+
+    def _read(self, base: int, last: int, batch: memoryview) -> Iterator[StreamMessage]:
+        header = _HEADER.unpack_from(batch)
+        _, _, epoch, _, crc, attributes, _, _, max_time, _, _, _, count = header
+        if calc_crc32c(batch[_CHECKED_FROM:]) != crc:
+            raise BatchRefusedError("corrupt_batch", "checksum")
+        self.leader_epoch = epoch
+        if attributes & _CONTROL_MASK:
+            return
+        records = batch[_HEADER.size :]
+        limits = self._limits
+        if not 0 <= count <= limits.max_batch_records:
+            raise BatchRefusedError("batch_too_many_records", f"{count} records, {limits.max_batch_records} allowed")
+        codec = attributes & CODEC_MASK
+        if codec != decompression.NONE:
+            records = memoryview(decompress(codec, records, limits.max_batch_bytes))
+        elif len(records) > limits.max_batch_bytes:
+            raise BatchRefusedError("batch_too_large", f"{len(records)} bytes, {limits.max_batch_bytes} allowed")
+        if count * _MIN_RECORD_BYTES > len(records):
+            raise BatchRefusedError(
+                "corrupt_batch", f"{count} records in {len(records)} bytes", bytes(records[:HEAD_BYTES])
+            )
+        appended = max_time / 1000 if attributes & _TIMESTAMP_TYPE_MASK else None
+        at, expected = 0, base
+        for _ in range(count):
+            length, at = _varint(records, at)
+            end = at + length
+            if length < 0 or end > len(records):
+                raise ValueError("a record ends beyond its batch")
+            _, position = _varint(records, at + 1)
+            delta, position = _varint(records, position)
+            key_bytes, position = _varint(records, position)
+            value_bytes, position = _varint(records, position + max(key_bytes, 0))
+            offset, stop = base + delta, position + max(value_bytes, 0)
+            if not expected <= offset <= last or stop > end:
+                raise ValueError(f"a record at offset {offset}")
+            expected = offset + 1
+            if offset >= self.next_offset:
+                self.next_offset = expected
+                self.record_bytes = end - at
+                yield StreamMessage(self._partition, offset, records[position:stop], appended)
+            at = end
+        if at != len(records):
+            raise ValueError(f"{len(records) - at} bytes behind the last record")
+
+    def _refused(self, last: int, reason: str, detail: str, batch: memoryview, head: bytes = b"") -> RefusedMessages:
+        first = self.next_offset
+        last = max(first, last)
+        self.next_offset = last + 1
+        self.record_bytes = HEAD_BYTES
+        return RefusedMessages(
+            self._partition, first, last, reason, detail, head or bytes(batch[:HEAD_BYTES]), len(batch)
+        )
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """Return a zig-zag varint of at most ten bytes and the position behind it."""
+    byte = data[at]
+    at += 1
+    if byte < 0x80:
+        return (byte >> 1) ^ -(byte & 1), at
+    value, shift = byte & 0x7F, 7
+    while byte >= 0x80:
+        if shift > 63:
+            raise ValueError("a number of more than ten bytes")
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+    return (value >> 1) ^ -(value & 1), at
 
 
 def _parameters(method: Any) -> list[str]:

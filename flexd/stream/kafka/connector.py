@@ -1,13 +1,15 @@
-"""Build a client in a thread and retry until it succeeds: a constructor may block for long."""
+"""Build a Kafka client in a thread and retry until it succeeds, and check the options that a caller may set."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from kafka.errors import KafkaConfigurationError
 
 from flexd.core.backoff import Backoff
 from flexd.core.errors import StreamError
@@ -15,6 +17,23 @@ from flexd.core.errors import StreamError
 _log = logging.getLogger(__name__)
 
 Client = TypeVar("Client")
+
+ClientOption = str | int | float | bool
+
+FATAL_ERRORS = (KafkaConfigurationError, ValueError, TypeError, AssertionError, FileNotFoundError, PermissionError)
+"""Exceptions of a client's constructor that no retry can fix: its options are wrong."""
+_RESERVED = frozenset(
+    (
+        "bootstrap_servers",
+        "group_id",
+        "enable_auto_commit",
+        "auto_offset_reset",
+        "isolation_level",
+        "value_deserializer",
+        "value_serializer",
+    )
+)
+_SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 
 MAX_HUNG = 4
 """Attempts without a result that are left behind."""
@@ -32,7 +51,6 @@ class Connector(Generic[Client]):
         make: build the client; may block.
         dispose: close a client; may block.
         timeout_seconds: time in which an attempt has a result.
-        fatal: exceptions of ``make`` that no retry can fix.
         backoff_seconds: shortest and longest wait after an attempt that failed or was left behind.
     """
 
@@ -43,14 +61,12 @@ class Connector(Generic[Client]):
         dispose: Callable[[Client], None],
         *,
         timeout_seconds: float,
-        fatal: tuple[type[BaseException], ...] = (ValueError, TypeError),
         backoff_seconds: tuple[float, float] = (0.25, 10.0),
     ) -> None:
         self._name = name
         self._make = make
         self._dispose = dispose
         self._timeout_seconds = timeout_seconds
-        self._fatal = fatal
         self._backoff = Backoff(*backoff_seconds)
         self._attempt: Future[Client] | None = None
         self._hung: list[Future[Client]] = []
@@ -131,7 +147,28 @@ class Connector(Generic[Client]):
             self.client, self.problem = attempt.result(), None
             self._backoff.reset()
             return
-        if isinstance(error, self._fatal):
+        if isinstance(error, FATAL_ERRORS):
             raise StreamError(f"{self._name}: {error}", remedy="check the address and the client options") from error
         self.problem = f"{self._name}: {type(error).__name__}: {error}"
         self._next_attempt = time.monotonic() + self._backoff.seconds()
+
+
+def checked_options(client_options: Mapping[str, ClientOption] | None) -> dict[str, Any]:
+    """Check the options and convert them to the types that the client expects.
+
+    Raises:
+        StreamError: an option is reserved for flexd, or would make the client try to connect for ever.
+    """
+    options = dict(client_options or {})
+    reserved = sorted(_RESERVED & options.keys())
+    if reserved:
+        raise StreamError(f"Kafka client options {', '.join(reserved)} are set by flexd", remedy="leave them out")
+    protocol = options.get("security_protocol", "PLAINTEXT")
+    if protocol not in _SECURITY_PROTOCOLS:
+        # With an unknown protocol the client would try to connect for ever.
+        raise StreamError(
+            f"Kafka security_protocol {protocol!r}", remedy=f"use one of {', '.join(_SECURITY_PROTOCOLS)}"
+        )
+    if isinstance(version := options.get("api_version"), str):
+        options["api_version"] = tuple(int(part) for part in version.split("."))  # type: ignore[assignment]
+    return options

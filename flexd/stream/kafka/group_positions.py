@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from flexd.core.errors import PositionLostError
-from flexd.stream.losses import Losses
-from flexd.stream.types import OnPositionLost, Positions
+from flexd.stream.types import Losses, OnPositionLost, Positions
 
 _log = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from kafka.errors import (
 
 from flexd.core.backoff import Backoff
 from flexd.core.errors import StreamError
-from flexd.stream.kafka.connector import Connector
-from flexd.stream.kafka.options import FATAL_ERRORS, ClientOption, checked_options
+from flexd.stream.kafka.connector import ClientOption, Connector, checked_options
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +89,6 @@ class KafkaSink:
             lambda: _Producer(**options),
             _dispose,
             timeout_seconds=connect_timeout_seconds,
-            fatal=FATAL_ERRORS,
         )
         self._acknowledged = threading.Condition()
         self._unacknowledged_bytes = 0

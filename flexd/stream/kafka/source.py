@@ -8,7 +8,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kafka import KafkaConsumer
 from kafka.consumer.subscription_state import AsyncConsumerRebalanceListener
@@ -22,14 +22,14 @@ from kafka.errors import (
 from kafka.structs import OffsetAndMetadata, TopicPartition
 
 from flexd.core.errors import PositionLostError
-from flexd.stream.kafka.bounded_fetcher import bounded_consumer, check_client
-from flexd.stream.kafka.connector import Connector
+from flexd.stream.kafka.bounded_fetcher import BatchLimits, Item, bounded_consumer, check_client
+from flexd.stream.kafka.connector import Connector, checked_options
 from flexd.stream.kafka.group_positions import GroupPositions
-from flexd.stream.kafka.options import FATAL_ERRORS, ClientOption, checked_options
-from flexd.stream.kafka.record_batches import BatchLimits, Item
-from flexd.stream.losses import Losses
 from flexd.stream.offsets_in_work import OffsetsInWork
-from flexd.stream.types import Message, OnPositionLost, Positions, RefusedMessages
+from flexd.stream.types import Losses, Positions, RefusedMessages, Source, StreamMessage
+
+if TYPE_CHECKING:
+    from flexd.config.stream import KafkaSourceConfig
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ ANSWER_SECONDS = 3.0
 before it, which the broker holds back for half a second when nothing is new."""
 
 
-class KafkaSource:
+class KafkaSource(Source):
     """Read a topic in a consumer group. See ``Source`` for the contract; partitions are named ``topic/number``.
 
     The broker never decides the positions: a newly assigned partition starts at its restored position, at the position
@@ -59,72 +59,56 @@ class KafkaSource:
     Batches are read within bounds (``BatchLimits``); what exceeds them is returned as ``RefusedMessages`` in its place.
 
     Args:
-        client_options: passed to kafka-python, over flexd's defaults.
-        max_batch_bytes, max_batch_records, max_poll_bytes: of ``BatchLimits``.
-        share: share of the partitions to read, above 0 and at most 1.
+        config: the topic, and how it is read.
         job: name of the job; jobs on one topic read different samples of it.
+        limits: of what is read.
         work: records the batch that is being read.
 
     Raises:
+        ConfigError: a client option file cannot be read.
         StreamError: ``client_options`` sets an option that is reserved for flexd, or the installed kafka-python cannot
             be bounded.
     """
 
     def __init__(
         self,
-        bootstrap_servers: str,
-        topic: str,
-        group_id: str,
+        config: KafkaSourceConfig,
         *,
-        on_position_lost: OnPositionLost = "earliest",
-        connect_timeout_seconds: float = 15.0,
-        session_timeout_seconds: float = 10.0,
-        client_options: Mapping[str, ClientOption] | None = None,
-        max_poll_messages: int = 2000,
-        max_poll_bytes: int = BatchLimits.max_poll_bytes,
-        max_batch_bytes: int = BatchLimits.max_batch_bytes,
-        max_batch_records: int = BatchLimits.max_batch_records,
-        share: float = 1.0,
         job: str = "",
+        limits: BatchLimits | None = None,
         work: OffsetsInWork | None = None,
     ) -> None:
         check_client()
-        self._topic = topic
+        self._config = config
         self._job = job
-        self._share = self._read_share = share
-        self._unread: frozenset[TopicPartition] = frozenset()
-        self._name = f"Kafka topic {topic!r} at {bootstrap_servers}"
-        self._session_timeout_seconds = session_timeout_seconds
-        self._max_poll_messages = max_poll_messages
-        self._limits = BatchLimits(max_batch_bytes, max_batch_records, max_poll_bytes)
+        self._limits = limits or BatchLimits()
         self._work = work or OffsetsInWork()
-        session_ms = int(session_timeout_seconds * 1000)
+        self._read_share = config.share
+        self._unread: frozenset[TopicPartition] = frozenset()
+        self._name = f"Kafka topic {config.topic!r} at {config.bootstrap_servers}"
+        session_ms = int(config.session_timeout_seconds * 1000)
         self._options: dict[str, Any] = {
-            "bootstrap_servers": [server.strip() for server in bootstrap_servers.split(",")],
-            "group_id": group_id,
+            "bootstrap_servers": [server.strip() for server in config.bootstrap_servers.split(",")],
+            "group_id": config.group_id,
             "enable_auto_commit": False,
             # A reset follows on_position_lost and is counted: the client must raise instead.
             "auto_offset_reset": "none",
             "allow_auto_create_topics": False,
-            "bootstrap_timeout_ms": int(connect_timeout_seconds * 1000),
+            "bootstrap_timeout_ms": int(config.connect_timeout_seconds * 1000),
             "session_timeout_ms": session_ms,
             "heartbeat_interval_ms": max(session_ms // 3, 1),
-            "fetch_max_bytes": max_poll_bytes,
-            "max_partition_fetch_bytes": max_poll_bytes // 2,
+            "fetch_max_bytes": self._limits.max_poll_bytes,
+            "max_partition_fetch_bytes": self._limits.max_poll_bytes // 2,
             "receive_message_max_bytes": 128 * 2**20,
             "metadata_max_age_ms": 10_000,
             "reconnect_backoff_max_ms": 2_000,
             "metrics_enabled": False,
-            **checked_options(client_options),
+            **checked_options(config.resolved_client_options()),
         }
         self._connector: Connector[KafkaConsumer] = Connector(
-            self._name,
-            self._connect,
-            _disconnect,
-            timeout_seconds=connect_timeout_seconds,
-            fatal=FATAL_ERRORS,
+            self._name, self._connect, _disconnect, timeout_seconds=config.connect_timeout_seconds
         )
-        self._positions = GroupPositions(self._name, on_position_lost)
+        self._positions = GroupPositions(self._name, config.on_position_lost)
         self._stale_highwater: dict[str, int | None] = {}
         self._last_answer = self._probed_at = time.monotonic()
         self._problem: str | None = None
@@ -149,7 +133,7 @@ class KafkaSource:
         self._probe_if_silent(consumer)
         try:
             records = consumer.poll(
-                timeout_ms=max(0, int((deadline - time.monotonic()) * 1000)), max_records=self._max_poll_messages
+                timeout_ms=max(0, int((deadline - time.monotonic()) * 1000)), max_records=self._limits.max_poll_messages
             )
         except OffsetOutOfRangeError as error:
             self._lose_positions(consumer, error.args[0], "out_of_range", "the broker no longer has it")
@@ -205,7 +189,7 @@ class KafkaSource:
         self._commit_problem = None
         if offsets:
             try:
-                consumer.commit(offsets, timeout_ms=int(min(self._session_timeout_seconds, 5.0) * 1000))
+                consumer.commit(offsets, timeout_ms=int(min(self._config.session_timeout_seconds, 5.0) * 1000))
             except KafkaError as error:
                 # Rebalance in progress, session expired, broker away: the next commit covers it.
                 self._commit_problem = f"{self._name}: commit failed: {type(error).__name__}: {error}"
@@ -216,7 +200,7 @@ class KafkaSource:
 
     def _connect(self) -> KafkaConsumer:
         consumer = bounded_consumer(self._options, self._limits, self._work)
-        consumer.subscribe([self._topic], listener=_Rebalance(self, consumer))
+        consumer.subscribe([self._config.topic], listener=_Rebalance(self, consumer))
         return consumer
 
     def _key(self, partition: TopicPartition) -> str:
@@ -244,10 +228,11 @@ class KafkaSource:
     def _choose(self, consumer: KafkaConsumer, assigned: set[TopicPartition]) -> set[TopicPartition]:
         """Choose the partitions to read after an assignment. Return those to seek: ``assigned``, and with a share all,
         because the choice may have changed."""
-        if self._share >= 1:
+        if self._config.share >= 1:
             return assigned
         every: set[TopicPartition] = consumer.assignment() | assigned
-        chosen = sampled_partitions(self._job, self._topic, [each.partition for each in every], self._share)
+        numbers = [each.partition for each in every]
+        chosen = sampled_partitions(self._job, self._config.topic, numbers, self._config.share)
         self._unread = frozenset(each for each in every if each.partition not in chosen)
         self._read_share = len(chosen) / max(len(every), 1)
         for partition in every - self._unread:
@@ -262,13 +247,13 @@ class KafkaSource:
         while at < len(items):
             # Refused ranges are accepted one by one, since each has more than one offset.
             end = at + 1
-            if isinstance(items[at], Message):
-                while end < len(items) and isinstance(items[end], Message):
+            if isinstance(items[at], StreamMessage):
+                while end < len(items) and isinstance(items[end], StreamMessage):
                     end += 1
             run = self._from_position(key, items[at:end])
             count = self._positions.count_to_gap(key, [item.offset for item in run]) if run else 0
             if count:
-                self._positions.accept(key, run[0].offset, _last_offset(run[count - 1]))
+                self._positions.accept(key, run[0].offset, run[count - 1].last_offset)
                 accepted += run[:count]
             if count < len(run):
                 self._seek(consumer, [partition])
@@ -280,7 +265,7 @@ class KafkaSource:
         position = self._positions.get(key)
         if position is None or items[0].offset >= position:
             return items
-        later = [item for item in items if _last_offset(item) >= position]
+        later = [item for item in items if item.last_offset >= position]
         if later and isinstance(later[0], RefusedMessages) and later[0].offset < position:
             later[0] = dataclasses.replace(later[0], offset=position)
         return later
@@ -352,10 +337,6 @@ class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]
 
 def _disconnect(consumer: KafkaConsumer) -> None:
     consumer.close(autocommit=False, timeout_ms=int(_CLOSE_SECONDS * 500))
-
-
-def _last_offset(item: Item) -> int:
-    return item.offset if isinstance(item, Message) else item.last_offset
 
 
 def _highwater(consumer: KafkaConsumer, partition: TopicPartition) -> int | None:

@@ -12,8 +12,7 @@ from kafka.admin import NewTopic
 from kafka.errors import KafkaError, TopicAlreadyExistsError
 
 from flexd.core.errors import StreamError
-from flexd.stream.kafka.bounded_fetcher import bounded_consumer
-from flexd.stream.kafka.record_batches import BatchLimits
+from flexd.stream.kafka.bounded_fetcher import BatchLimits, bounded_consumer
 from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.types import RefusedMessages
 

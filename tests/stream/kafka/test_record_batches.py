@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka.record import MemoryRecordsBuilder
 
-from flexd.stream.kafka.record_batches import BatchLimits, BatchReader
+from flexd.stream.kafka.bounded_fetcher import BatchLimits, BatchReader
 from flexd.stream.offsets_in_work import OffsetsInWork
-from flexd.stream.types import Message, RefusedMessages
+from flexd.stream.types import RefusedMessages, StreamMessage
 from tests.support.raw_kafka import CODECS, LOG_APPEND_TIME, batch, record, varint
 
 LIMITS = BatchLimits(max_batch_bytes=10_000, max_batch_records=100)
@@ -24,7 +24,7 @@ def read(data: bytes, start: int = 0, limits: BatchLimits = LIMITS, **options) -
 
 
 def payloads(items: list) -> list[bytes]:
-    return [bytes(item.payload) for item in items if isinstance(item, Message)]
+    return [bytes(item.payload) for item in items if isinstance(item, StreamMessage)]
 
 
 def only_refused(items: list) -> RefusedMessages:
@@ -36,7 +36,7 @@ def only_refused(items: list) -> RefusedMessages:
 def test_batches_are_read_in_every_codec(codec):
     data = batch([b"a", b"b"], codec=codec, base_offset=5) + batch([b"c"], codec=codec, base_offset=7)
     items, end = read(data, 5)
-    assert items == [Message("t/0", 5, b"a"), Message("t/0", 6, b"b"), Message("t/0", 7, b"c")]
+    assert items == [StreamMessage("t/0", 5, b"a"), StreamMessage("t/0", 6, b"b"), StreamMessage("t/0", 7, b"c")]
     assert end == 8
     assert payloads(read(data, 6)[0]) == [b"b", b"c"]
 
@@ -151,7 +151,9 @@ def test_any_damage_of_one_batch_leaves_its_neighbours_and_the_position_moves_on
         offset
         for item in items
         # A damaged last offset may claim two thousand million of them.
-        for offset in range(item.offset, min(5, (item.offset if isinstance(item, Message) else item.last_offset) + 1))
+        for offset in range(
+            item.offset, min(5, (item.offset if isinstance(item, StreamMessage) else item.last_offset) + 1)
+        )
     ]
     assert covered == sorted(set(covered))
 

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from flexd.stream.kafka import source as kafka_source
+from flexd.stream.kafka import source as source_module
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
-from tests.support.reading import poll_until
+from tests.support.reading import kafka_source, poll_until
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ POLL_SECONDS = 0.05
 
 
 def source_at(address: str, topic: str, options: dict[str, str] | None = None):
-    return KafkaSource(address, topic, "g", session_timeout_seconds=2.0, client_options=options)
+    return kafka_source(address, topic, "g", session_timeout_seconds=2.0, client_options=options or {})
 
 
 def send(address: str, topic: str, payloads: list[bytes], options: dict[str, str] | None = None) -> None:
@@ -37,7 +37,7 @@ def read_one(source: KafkaSource) -> list[bytes]:
 
 def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker, monkeypatch):
     """The broker holds a fetch back for half a second and delays each response, longer than a poll lasts."""
-    monkeypatch.setattr(kafka_source, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(source_module, "SILENT_SECONDS", 0.2)
     address, topic, options = slow_broker.bootstrap_servers, slow_broker.create_topic(4), {"api_version": "2.3"}
     send(address, topic, [b"first"], options)
     source = source_at(address, topic, options)
@@ -60,9 +60,9 @@ def test_a_stopped_broker_is_noticed_and_the_source_can_be_closed(own_tansu, mon
     source = source_at(own_tansu.bootstrap_servers, "quiet")
     assert read_one(source) == [b"first"]
     assert source.problem is None
-    monkeypatch.setattr(kafka_source, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(kafka_source, "ANSWER_SECONDS", 1.0)
-    monkeypatch.setattr(kafka_source, "_CLOSE_SECONDS", 2.0)
+    monkeypatch.setattr(source_module, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(source_module, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(source_module, "_CLOSE_SECONDS", 2.0)
     os.kill(own_tansu.pid, signal.SIGSTOP)
     try:
         poll_until(source, lambda _: source.problem is not None, poll_seconds=POLL_SECONDS)

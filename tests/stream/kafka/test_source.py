@@ -14,8 +14,8 @@ from kafka.structs import TopicPartition
 from flexd.core.errors import PositionLostError, StreamError
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource, sampled_partitions
-from flexd.stream.types import Message
-from tests.support.reading import poll_until
+from flexd.stream.types import StreamMessage
+from tests.support.reading import kafka_source, poll_until
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def topic_on(broker, partitions: int = 1) -> str:
 
 def open_source(broker, topic: str, group: str = "", **options) -> KafkaSource:
     group = group or f"group-{uuid.uuid4().hex[:8]}"
-    return KafkaSource(broker.bootstrap_servers, topic, group, session_timeout_seconds=2.0, **options)
+    return kafka_source(broker.bootstrap_servers, topic, group, session_timeout_seconds=2.0, **options)
 
 
 def produce(broker, topic: str, first: int, count: int) -> None:
@@ -45,7 +45,7 @@ def test_an_unreachable_broker_is_a_problem_not_an_error():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    source = KafkaSource(address, "t", "g", connect_timeout_seconds=0.3)
+    source = kafka_source(address, "t", "g", connect_timeout_seconds=0.3)
     poll_until(source, lambda _: source.problem is not None and "connecting" not in source.problem)
     assert address in source.problem
     assert source.lag() == 0
@@ -64,7 +64,7 @@ def test_a_broker_that_accepts_and_never_answers_blocks_nothing():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         options = {"security_protocol": "SSL"}
-        source = KafkaSource(address, "t", "g", connect_timeout_seconds=0.2, client_options=options)
+        source = kafka_source(address, "t", "g", connect_timeout_seconds=0.2, client_options=options)
         poll_until(source, lambda _: source.problem is not None and "connecting" not in source.problem, 10.0)
         done = threading.Event()
         threading.Thread(target=lambda: (source.close(), done.set()), daemon=True).start()
@@ -100,7 +100,7 @@ def test_an_out_of_range_error_of_the_broker_resets_the_position(mock_broker):
         sink.send(b"%d" % i)
     sink.flush(10.0)
     sink.close()
-    source = KafkaSource(address, topic, "g", session_timeout_seconds=6.0, client_options=options)
+    source = kafka_source(address, topic, "g", session_timeout_seconds=6.0, client_options=options)
     source.restore({f"{topic}/{i}": 1000 for i in range(4)})
     got = poll_until(source, lambda got: len(got) == 40)
     assert sorted(int(bytes(m.payload)) for m in got) == list(range(40))
@@ -119,11 +119,11 @@ class ScriptedConsumer:
         self.script = list(script)
         self.seeks: list[tuple[str, int | None]] = []
 
-    def poll(self, timeout_ms: int, max_records: int) -> dict[TopicPartition, list[Message]]:
+    def poll(self, timeout_ms: int, max_records: int) -> dict[TopicPartition, list[StreamMessage]]:
         step = self.script.pop(0)
         if isinstance(step, Exception):
             raise step
-        return {PART: [Message("t/0", offset, b"%d" % offset) for offset in step]} if step else {}
+        return {PART: [StreamMessage("t/0", offset, b"%d" % offset) for offset in step]} if step else {}
 
     def assignment(self) -> set[TopicPartition]:
         return {PART}
@@ -142,7 +142,7 @@ class ScriptedConsumer:
 
 
 def scripted(*script: list[int] | Exception, policy: str = "earliest") -> tuple[KafkaSource, ScriptedConsumer]:
-    source = KafkaSource("nowhere:1", "t", "g", on_position_lost=policy)
+    source = kafka_source("nowhere:1", "t", "g", on_position_lost=policy)
     consumer = ScriptedConsumer(*script)
     source._connector.client = consumer
     return source, consumer
@@ -190,7 +190,7 @@ def test_a_rebalance_repeats_and_loses_nothing(tansu):
     # The second must not read again what the first has read: the daemon would hand these positions over.
     second.restore(first.positions())
     stop = threading.Event()
-    from_second: list[Message] = []
+    from_second: list[StreamMessage] = []
 
     def run() -> None:
         while not stop.is_set():

@@ -29,7 +29,7 @@ from flexd.daemon.run import keep_freed_memory
 from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.sketch_set import warm_up
 from flexd.sketch.types import SketchSettings
-from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.types import AccessBatch, Source
 from flexd.stream.zipf import ZipfSampler
@@ -56,9 +56,11 @@ def open_source(order: dict[str, Any]) -> Source:
     if order["source"] == "file log":
         return FileLogSource(Path(order["path"]), discovery_seconds=0.05)
     group = f"bench-{uuid.uuid4().hex[:8]}"
+    from flexd.config.stream import KafkaSourceConfig
     from flexd.stream.kafka.source import KafkaSource
 
-    return KafkaSource(order["bootstrap"], order["topic"], group)
+    where = {"bootstrap_servers": order["bootstrap"], "topic": order["topic"], "group_id": group}
+    return KafkaSource(KafkaSourceConfig(kind="kafka", **where))
 
 
 def read_stream(order: dict[str, Any]) -> dict[str, float]:

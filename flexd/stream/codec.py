@@ -1,4 +1,10 @@
-"""Encode and decode access messages: an Arrow IPC record batch for programs, JSON lines for people."""
+"""Encode and decode access messages: an Arrow IPC record batch for programs, JSON lines for people.
+
+``check`` is the one place that checks a batch: ``decode`` calls it for each entry, publishers before they queue one.
+
+Raises:
+    MissingExtraError: at import, if pyarrow is not installed or does not load with the numpy that is.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +16,21 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 
-from flexd.core.errors import CodecError, StreamError
+from flexd.core.errors import CodecError, MissingExtraError, StreamError
+from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.stream.types import AccessBatch, RowArray
+
+try:
+    import pyarrow as pa
+except ImportError as error:
+    if "numpy" in str(error).lower():
+        USAGE_WARNINGS.note(UsageWarningKind.NUMPY, f"access messages need pyarrow ({error}): install numpy 2")
+    raise MissingExtraError(
+        f"access messages need pyarrow ({error})",
+        remedy="pip install 'flexd[publisher]' in a trainer's image, which brings numpy 2; with numpy 1 an older "
+        "pyarrow (16), or count with flexd.Tap, which needs neither",
+    ) from error
 
 REASONS = (
     "bad_event_time",
@@ -44,14 +60,21 @@ MAX_EVENT_TIME_SECONDS = 1e11
 _MAX_SCHEMAS = 64
 _MAX_SCHEMA_BYTES = 2**16
 _UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-_COLUMNS = ("table", "rows", "source_rank", "event_time")
-_IDS = ("sample_ids", "user_ids")
-_OPTIONAL = ("sequence_lengths", "step", *_IDS)
-_JSON_KEYS = frozenset((*_COLUMNS, *_OPTIONAL))
+_REQUIRED = ("table", "rows", "source_rank", "event_time")
+_TYPES = {
+    "table": pa.utf8(),
+    "rows": pa.list_(pa.int64()),
+    "source_rank": pa.int32(),
+    "event_time": pa.float64(),
+    "sequence_lengths": pa.list_(pa.int32()),
+    "step": pa.int64(),
+    "sample_ids": pa.list_(pa.int64()),
+    "user_ids": pa.list_(pa.int64()),
+}
+"""Columns of a message in the order of the fields of ``AccessBatch``."""
+_OPTIONAL = tuple(name for name in _TYPES if name not in _REQUIRED)
+_ROW_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 _MAX_STEP = 2**62 - 1
-
-_FLOAT64 = pa.float64()
-
 
 _CONTINUATION = b"\xff\xff\xff\xff"
 _MAX_DICTIONARIES = 16
@@ -69,7 +92,10 @@ def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
     Raises:
         StreamError: no batches, or more entries or ids than a message can hold.
     """
-    _check_encodable(batches)
+    if not 0 < len(batches) <= MAX_ENTRIES:
+        raise StreamError(f"{len(batches)} entries in a message", remedy=f"send 1 to {MAX_ENTRIES}")
+    if sum(len(b.rows) for b in batches) >= 2**31:
+        raise StreamError("more than 2^31 - 1 row ids in a message", remedy="send several messages")
     wide = any(b.rows.dtype == np.int64 for b in batches)
     columns = [
         pa.array([b.table for b in batches], type=pa.utf8()),
@@ -77,46 +103,19 @@ def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
         pa.array(np.array([b.source_rank for b in batches], dtype=np.int32)),
         pa.array(np.array([b.event_time_seconds for b in batches], dtype=np.float64)),
     ]
-    with_lengths = any(b.sequence_lengths is not None for b in batches)
-    if with_lengths:
-        columns.append(_optional_lists([b.sequence_lengths for b in batches], np.dtype(np.int32)))
-    with_steps = any(b.step is not None for b in batches)
-    if with_steps:
-        columns.append(pa.array([b.step for b in batches], type=pa.int64()))
     given = []
-    for ids in ([b.sample_ids for b in batches], [b.user_ids for b in batches]):
-        given.append(any(each is not None for each in ids))
-        if given[-1]:
-            columns.append(_optional_lists(ids, np.dtype(np.int64)))
-    schema, schema_bytes = _schema(wide, with_lengths, with_steps, *given)
+    for name in _OPTIONAL:
+        values = [getattr(b, name) for b in batches]
+        if all(value is None for value in values):
+            continue
+        given.append(name)
+        if name == "step":
+            columns.append(pa.array(values, type=pa.int64()))
+        else:
+            columns.append(_list_array(values, np.dtype(_TYPES[name].value_type.to_pandas_dtype())))
+    schema, schema_bytes = _schema(wide, tuple(given))
     batch = pa.RecordBatch.from_arrays(columns, schema=schema)
     return b"".join((schema_bytes, batch.serialize()))
-
-
-def encode_json(batches: Sequence[AccessBatch]) -> bytes:
-    """Encode one message as JSON lines, one object per batch, with the columns of ``encode_arrow`` as keys.
-
-    Raises:
-        StreamError: no batches, or more entries or ids than a message can hold.
-    """
-    _check_encodable(batches)
-    lines = []
-    for batch in batches:
-        entry: dict[str, Any] = {
-            "table": batch.table,
-            "rows": batch.rows.tolist(),
-            "source_rank": batch.source_rank,
-            "event_time": batch.event_time_seconds,
-        }
-        if batch.sequence_lengths is not None:
-            entry["sequence_lengths"] = batch.sequence_lengths.tolist()
-        if batch.step is not None:
-            entry["step"] = batch.step
-        for name in _IDS:
-            if getattr(batch, name) is not None:
-                entry[name] = getattr(batch, name).tolist()
-        lines.append(json.dumps(entry, separators=(",", ":")))
-    return ("\n".join(lines) + "\n").encode()
 
 
 def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBatch]:
@@ -141,50 +140,53 @@ def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBa
 
 
 def _fail(reason: str, message: str) -> NoReturn:
-    raise CodecError(f"message cannot be decoded ({reason}): {message}", reason=reason)
+    raise CodecError(f"access message refused ({reason}): {message}", reason=reason)
 
 
-def _check_encodable(batches: Sequence[AccessBatch]) -> None:
-    if not 0 < len(batches) <= MAX_ENTRIES:
-        raise StreamError(f"{len(batches)} entries in a message", remedy=f"send 1 to {MAX_ENTRIES}")
-    if sum(len(b.rows) for b in batches) >= 2**31:
-        raise StreamError("more than 2^31 - 1 row ids in a message", remedy="send several messages")
+def check(batch: AccessBatch) -> None:
+    """Check one batch: every array, and every number by its range.
+
+    Raises:
+        CodecError: ``reason`` is one of ``REASONS``.
+    """
+    rows, lengths = batch.rows, batch.sequence_lengths
+    if rows.ndim != 1 or rows.dtype not in _ROW_DTYPES:
+        _fail("wrong_type", f"rows are {rows.dtype}{list(rows.shape)}, one dimension of int32 or int64 is read")
+    if not isinstance(batch.table, str) or not 0 < len(batch.table) <= MAX_TABLE_NAME_CHARS:
+        _fail("bad_table_name", f"{len(batch.table)} characters, 1 to {MAX_TABLE_NAME_CHARS} are allowed")
+    if batch.source_rank < 0:
+        _fail("bad_source_rank", f"source_rank {batch.source_rank}")
+    # In this form the comparison fails for NaN too.
+    if not 0 <= batch.event_time_seconds <= MAX_EVENT_TIME_SECONDS:
+        _fail("bad_event_time", f"event_time {batch.event_time_seconds}, Unix seconds are expected")
+    if batch.step is not None and not 0 <= batch.step <= _MAX_STEP:
+        _fail("bad_step", f"step {batch.step}, 0 to {_MAX_STEP} are read")
+    if lengths is not None and (
+        lengths.ndim != 1 or (len(lengths) and lengths.min() < 0) or int(lengths.sum(dtype=np.int64)) != len(rows)
+    ):
+        _fail("bad_lengths", f"sequence_lengths do not sum to the {len(rows)} rows, or one is negative")
+    for name, ids in (("sample_ids", batch.sample_ids), ("user_ids", batch.user_ids)):
+        if ids is not None and (lengths is None or ids.shape != lengths.shape):
+            _fail("bad_lengths", f"{len(ids)} {name}: one is needed for each of sequence_lengths")
 
 
-def _list_array(
-    parts: Sequence[RowArray], dtype: np.dtype[Any], missing: npt.NDArray[np.bool_] | None = None
-) -> pa.ListArray:
-    offsets = np.zeros(len(parts) + 1, dtype=np.int32)
-    np.cumsum([len(part) for part in parts], out=offsets[1:])
-    values = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    mask = None if missing is None else pa.array(missing)
+def _list_array(parts: Sequence[RowArray | None], dtype: np.dtype[Any]) -> pa.ListArray:
+    """Return a list for each part; null where there is none."""
+    missing = [part is None for part in parts]
+    arrays = [np.empty(0, dtype=dtype) if part is None else part for part in parts]
+    offsets = np.zeros(len(arrays) + 1, dtype=np.int32)
+    np.cumsum([len(part) for part in arrays], out=offsets[1:])
+    values = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    mask = pa.array(missing) if any(missing) else None
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values, dtype=dtype)), mask=mask)
 
 
-def _optional_lists(parts: Sequence[RowArray | None], dtype: np.dtype[Any]) -> pa.ListArray:
-    none = np.empty(0, dtype=dtype)
-    missing = np.array([part is None for part in parts])
-    return _list_array([none if part is None else part for part in parts], dtype, missing)
-
-
 @functools.cache
-def _schema(
-    wide: bool, with_lengths: bool, with_steps: bool, with_samples: bool, with_users: bool
-) -> tuple[pa.Schema, bytes]:
-    fields = [
-        ("table", pa.utf8()),
-        ("rows", pa.list_(pa.int64() if wide else pa.int32())),
-        ("source_rank", pa.int32()),
-        ("event_time", pa.float64()),
-    ]
-    if with_lengths:
-        fields.append(("sequence_lengths", pa.list_(pa.int32())))
-    if with_steps:
-        fields.append(("step", pa.int64()))
-    fields += [
-        (name, pa.list_(pa.int64())) for name, there in zip(_IDS, (with_samples, with_users), strict=True) if there
-    ]
-    schema = pa.schema(fields)
+def _schema(wide: bool, optional: tuple[str, ...]) -> tuple[pa.Schema, bytes]:
+    fields = {name: _TYPES[name] for name in (*_REQUIRED, *optional)}
+    if not wide:
+        fields["rows"] = pa.list_(pa.int32())
+    schema = pa.schema(list(fields.items()))
     return schema, schema.serialize().to_pybytes()
 
 
@@ -304,51 +306,40 @@ def _child(flatbuffer: memoryview, table: int, field: int) -> int | None:
 
 def _check_schema(schema: pa.Schema) -> None:
     names = schema.names
-    if len(set(names)) != len(names) or not _JSON_KEYS.issuperset(names) or not set(_COLUMNS).issubset(names):
+    if len(set(names)) != len(names) or not set(_TYPES).issuperset(names) or not set(_REQUIRED).issubset(names):
         optional = " and ".join(_OPTIONAL)
-        _fail("wrong_schema", f"columns {str(names)[:200]}, expected {list(_COLUMNS)} and optionally {optional}")
-    types = dict(zip(names, schema.types, strict=True))
-    table = types["table"]
-    if pa.types.is_dictionary(table):
-        table = table.value_type
-    allowed = {
-        "table": pa.types.is_string(table) or pa.types.is_large_string(table),
-        "rows": _is_list_of(types["rows"], pa.int32(), pa.int64()),
-        "source_rank": types["source_rank"] == pa.int32(),
-        "event_time": types["event_time"] == pa.float64() or pa.types.is_timestamp(types["event_time"]),
-        "sequence_lengths": "sequence_lengths" not in types or _is_list_of(types["sequence_lengths"], pa.int32()),
-        "step": "step" not in types or types["step"] == pa.int64(),
-        **{name: name not in types or _is_list_of(types[name], pa.int64()) for name in _IDS},
-    }
-    for name, valid in allowed.items():
-        if not valid:
-            _fail("wrong_type", f"column {name!r} is {str(types[name])[:200]}")
+        _fail("wrong_schema", f"columns {str(names)[:200]}, expected {list(_REQUIRED)} and optionally {optional}")
+    for name, kind in zip(names, schema.types, strict=True):
+        if not _is_read(name, kind):
+            _fail("wrong_type", f"column {name!r} is {str(kind)[:200]}")
 
 
-def _is_list_of(kind: pa.DataType, *values: pa.DataType) -> bool:
-    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and kind.value_type in values
+def _is_read(name: str, kind: pa.DataType) -> bool:
+    """Return whether a column of this name may have this type."""
+    types, wanted = pa.types, _TYPES[name]
+    if name == "table":
+        text = kind.value_type if types.is_dictionary(kind) else kind
+        return bool(types.is_string(text) or types.is_large_string(text))
+    if types.is_list(wanted):
+        values = (pa.int32(), pa.int64()) if name == "rows" else (wanted.value_type,)
+        return (types.is_list(kind) or types.is_large_list(kind)) and kind.value_type in values
+    return kind == wanted or (name == "event_time" and types.is_timestamp(kind))
 
 
 def _entries(columns: dict[str, pa.Array], lists: dict[str, tuple[np.dtype[Any], np.dtype[Any]]]) -> list[AccessBatch]:
-    for name in _COLUMNS:
+    for name in _REQUIRED:
         if columns[name].null_count:
             _fail("null_value", f"column {name!r} has null entries")
-    parts = {name: _lists(name, columns[name], *dtypes) for name, dtypes in lists.items()}
-    tables = _tables(columns["table"])
-    ranks = columns["source_rank"].to_pylist()
-    if min(ranks) < 0:
-        _fail("bad_source_rank", f"source_rank {min(ranks)}")
-    times = _event_times(columns["event_time"])
-    none: list[None] = [None] * len(tables)
-    steps = columns["step"].to_pylist() if "step" in columns else none
-    for step in steps:
-        if step is not None and not 0 <= step <= _MAX_STEP:
-            _fail("bad_step", f"step {step}, 0 to {_MAX_STEP} are read")
-    lengths, samples, users = (parts.get(name, none) for name in ("sequence_lengths", *_IDS))
-    try:
-        return list(map(AccessBatch, tables, parts["rows"], ranks, times, lengths, steps, samples, users))
-    except StreamError as error:
-        _fail("bad_lengths", error.message)
+    values: dict[str, list[Any]] = {name: _lists(name, columns[name], *dtypes) for name, dtypes in lists.items()}
+    values |= {"table": _tables(columns["table"]), "event_time": _event_times(columns["event_time"])}
+    none: list[None] = [None] * len(values["table"])
+    for name in _TYPES:
+        if name not in values:
+            values[name] = columns[name].to_pylist() if name in columns else none
+    batches = list(map(AccessBatch, *(values[name] for name in _TYPES)))
+    for batch in batches:
+        check(batch)
+    return batches
 
 
 def _tables(column: pa.Array) -> list[str]:
@@ -358,18 +349,10 @@ def _tables(column: pa.Array) -> list[str]:
             _fail("null_value", "the dictionary of column 'table' has nulls")
         if len(column.dictionary) > MAX_ENTRIES:
             _fail("too_many_entries", f"{len(column.dictionary)} names in the dictionary of column 'table'")
-        names = column.dictionary.to_pylist()
-        tables = [names[i] for i in column.indices.to_pylist()]
-    else:
-        tables = column.to_pylist()
-    _check_tables(tables)
-    return tables
-
-
-def _check_tables(tables: list[str]) -> None:
-    longest = max(map(len, tables))
-    if longest > MAX_TABLE_NAME_CHARS or not all(tables):
-        _fail("bad_table_name", f"table name of {longest} characters, 1 to {MAX_TABLE_NAME_CHARS} are allowed")
+        known: list[str] = column.dictionary.to_pylist()
+        return [known[i] for i in column.indices.to_pylist()]
+    names: list[str] = column.to_pylist()
+    return names
 
 
 def _lists(name: str, column: pa.Array, offsets_dtype: np.dtype[Any], dtype: np.dtype[Any]) -> list[Any]:
@@ -388,26 +371,18 @@ def _lists(name: str, column: pa.Array, offsets_dtype: np.dtype[Any], dtype: np.
 
 
 def _event_times(column: pa.Array) -> list[float]:
-    kind = column.type
-    if kind == _FLOAT64:
+    if column.type == _TYPES["event_time"]:
         seconds: list[float] = column.to_pylist()
     else:
-        seconds = (column.cast(pa.int64()).to_numpy() / _UNITS_PER_SECOND[kind.unit]).tolist()
-    # In this form the comparison fails for NaN too.
-    if not all(0 <= time <= MAX_EVENT_TIME_SECONDS for time in seconds):
-        _fail("bad_event_time", f"event_time {seconds[:4]}, Unix seconds are expected")
+        seconds = (column.cast(pa.int64()).to_numpy() / _UNITS_PER_SECOND[column.type.unit]).tolist()
     return seconds
 
 
 # ---- JSON ----
 
-_JSON_TYPES = {
-    "table": pa.utf8(), "rows": pa.list_(pa.int64()), "source_rank": pa.int32(), "event_time": pa.float64(),
-    "sequence_lengths": pa.list_(pa.int32()), "step": pa.int64(), **{name: pa.list_(pa.int64()) for name in _IDS},
-}  # fmt: skip
 _JSON_LISTS = {
     name: (np.dtype(np.int32), np.dtype(kind.value_type.to_pandas_dtype()))
-    for name, kind in _JSON_TYPES.items()
+    for name, kind in _TYPES.items()
     if pa.types.is_list(kind)
 }
 
@@ -422,15 +397,13 @@ def _decode_json(payload: bytes | memoryview) -> list[AccessBatch]:
     if len(lines) > MAX_ENTRIES:
         _fail("too_many_entries", f"{len(lines)} lines, at most {MAX_ENTRIES} are read")
     entries = [_json_object(line) for line in lines]
-    values = {name: [entry.get(name) for entry in entries] for name in _JSON_TYPES}
-    return _entries(
-        {
-            name: _json_column(name, given)
-            for name, given in values.items()
-            if name in _COLUMNS or any(value is not None for value in given)
-        },
-        {name: dtypes for name, dtypes in _JSON_LISTS.items() if any(value is not None for value in values[name])},
-    )
+    values = {name: [entry.get(name) for entry in entries] for name in _TYPES}
+    columns = {
+        name: _json_column(name, given)
+        for name, given in values.items()
+        if name in _REQUIRED or any(value is not None for value in given)
+    }
+    return _entries(columns, {name: dtypes for name, dtypes in _JSON_LISTS.items() if name in columns})
 
 
 def _json_object(line: str) -> dict[str, Any]:
@@ -440,8 +413,8 @@ def _json_object(line: str) -> dict[str, Any]:
         _fail("bad_json", str(error)[:200])
     if not isinstance(entry, dict):
         _fail("wrong_type", f"a line is a {type(entry).__name__}, expected an object")
-    missing = [key for key in _COLUMNS if key not in entry]
-    unknown = [key for key in entry if key not in _JSON_KEYS]
+    missing = [key for key in _REQUIRED if key not in entry]
+    unknown = [key for key in entry if key not in _TYPES]
     if missing or unknown:
         _fail("wrong_schema", f"missing keys {missing}, unknown keys {str(unknown)[:200]}")
     return entry
@@ -449,14 +422,14 @@ def _json_object(line: str) -> dict[str, Any]:
 
 def _json_column(name: str, values: list[Any]) -> pa.Array:
     """Convert the values of a key. Arrow refuses mixed types, and casts numbers of the wrong type: they are checked."""
-    kind = _JSON_TYPES[name]
+    kind = _TYPES[name]
     try:
         array = pa.array(values)
         found, wanted = array.type, kind
         if pa.types.is_list(found) and pa.types.is_list(wanted):
             found, wanted = found.value_type, wanted.value_type
-        number = pa.types.is_integer(wanted) or pa.types.is_floating(wanted)
-        if not (found == wanted or pa.types.is_null(found) or (number and pa.types.is_integer(found))):
+        integer = pa.types.is_integer(found) and not pa.types.is_string(wanted)
+        if not (found == wanted or pa.types.is_null(found) or integer):
             _fail("wrong_type", f"{name} holds {str(array.type)[:200]}, expected {kind}")
         return array.cast(kind)
     except (pa.ArrowException, OverflowError, ValueError, TypeError) as error:

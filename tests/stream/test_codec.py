@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import CodecError, StreamError
-from flexd.stream.codecs import codec
-from flexd.stream.codecs.codec import REASONS, decode, encode_arrow, encode_json
+from flexd.stream import codec
+from flexd.stream.codec import REASONS, decode, encode_arrow
 from flexd.stream.types import AccessBatch
 
 MAX = 1 << 20
@@ -37,8 +37,18 @@ def read_by_arrow(payload: bytes) -> list[tuple[object, ...]]:
     columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
     for name in OPTIONAL:
         columns.setdefault(name, [None] * batch.num_rows)
-    names = ("table", "rows", "source_rank", "event_time", *OPTIONAL)
-    return list(zip(*(columns[name] for name in names), strict=True))
+    return list(zip(*(columns[name] for name in NAMES), strict=True))
+
+
+NAMES = ("table", "rows", "source_rank", "event_time", *OPTIONAL)
+
+
+def encode_json(sent: list[AccessBatch]) -> bytes:
+    """Write a message as people do: an object a line, without the keys that have no value."""
+    entries = [
+        {name: value for name, value in zip(NAMES, fields(batch), strict=True) if value is not None} for batch in sent
+    ]
+    return "\n".join(map(json.dumps, entries)).encode()
 
 
 @st.composite
