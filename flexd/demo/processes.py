@@ -1,10 +1,12 @@
-"""The demo's child processes: training ranks whose progress is followed, and a daemon that may be killed."""
+"""The demo's child processes: training ranks whose progress is followed, and a daemon; ports for them."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +17,11 @@ from typing import Any
 import httpx
 
 from flexd.core.errors import FlexdError
+from flexd.demo.setup import RunSetup
 
 LOG_TAIL_LINES = 15
+_LOWEST, _HIGHEST = 10_000, 32_000
+_TRIES = 2_000
 
 
 def _tail(path: Path) -> str:
@@ -44,16 +49,16 @@ def _environment() -> dict[str, str]:
 class Ranks:
     """All training ranks and their progress records."""
 
-    def __init__(self, setup_file: Path, world_size: int, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, setup: RunSetup) -> None:
+        self._directory = setup.directory
         self._lock = threading.Lock()
-        self.records: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
+        self.records: list[list[dict[str, Any]]] = [[] for _ in range(setup.options.cluster.world_size)]
         self._processes = []
         self._threads = []
-        for rank in range(world_size):
-            with (directory / f"rank-{rank}.log").open("wb") as log:
+        for rank in range(len(self.records)):
+            with (setup.directory / f"rank-{rank}.log").open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "flexd.demo.rank", str(setup_file), str(rank)],
+                    [sys.executable, "-m", "flexd.demo.rank", str(setup.file), str(rank)],
                     stdout=subprocess.PIPE,
                     stderr=log,
                     env=_environment(),
@@ -179,20 +184,38 @@ class DaemonProcess:
             self.kill()
 
 
-def run_reference(setup_file: Path, directory: Path, timeout_seconds: float) -> None:
+def run_reference(setup: RunSetup, timeout_seconds: float) -> None:
     """Train the same data in one plain process. Raises FlexdError if that fails or takes too long."""
-    log_file = directory / "reference.log"
+    log_file = setup.directory / "reference.log"
+    command = [sys.executable, "-m", "flexd.demo.reference", str(setup.file)]
     with log_file.open("wb") as log:
         try:
-            code = subprocess.run(
-                [sys.executable, "-m", "flexd.demo.reference", str(setup_file)],
-                stdout=log,
-                stderr=log,
-                env=_environment(),
-                timeout=timeout_seconds,
-                check=False,
-            ).returncode
+            subprocess.run(command, stdout=log, stderr=log, env=_environment(), timeout=timeout_seconds, check=True)
         except subprocess.TimeoutExpired as error:
             raise FlexdError(f"the single-process reference took more than {timeout_seconds:g} s") from error
-    if code:
-        raise FlexdError(f"the single-process reference failed:\n{_tail(log_file)}")
+        except subprocess.CalledProcessError as error:
+            raise FlexdError(f"the single-process reference failed:\n{_tail(log_file)}") from error
+
+
+def free_ports(count: int) -> list[int]:
+    """Return different TCP ports of loopback at which no process listens.
+
+    The listener starts later, so another process may take the port first. Outgoing connections cannot: these ports lie
+    below those that Linux assigns to them (32768 and up). Ports are drawn at random, so two processes rarely collide.
+
+    Raises:
+        OSError: not enough free ports were found.
+    """
+    found: list[int] = []
+    for _ in range(_TRIES):
+        if len(found) == count:
+            return found
+        port = _LOWEST + secrets.randbelow(_HIGHEST - _LOWEST)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in found:
+            found.append(port)
+    raise OSError(f"no {count} free ports between {_LOWEST} and {_HIGHEST}")

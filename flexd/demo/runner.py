@@ -14,25 +14,24 @@ from typing import Any
 
 import numpy as np
 import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.core.keyspace import DTYPE_BYTES
 from flexd.demo.link import link_cluster
-from flexd.demo.options import LEAST_BATCH_SIZE, DemoOptions
-from flexd.demo.ports import free_ports
-from flexd.demo.processes import DaemonProcess, Ranks, run_reference
-from flexd.demo.rank import PEERS, RunSetup
-from flexd.demo.screen import describe, live_progress
+from flexd.demo.processes import DaemonProcess, Ranks, free_ports, run_reference
+from flexd.demo.setup import DIM, HISTORY, JOB, LEAST_BATCH_SIZE, DemoOptions, ExchangeStrategy, RunSetup
 from flexd.demo.summary import RunRecord, summarise, tolerance
 from flexd.stream.batches import Batches
 from flexd.stream.trace import Trace, built_in_trace, load_trace
 from flexd.topology.files import PRODUCTION_RANK_BYTES, load_preset, scale_model, write_cluster
 
-HISTORY = 32
-DIM = 16
 PRESET = "azure-a100-200g"
 PLAN_SECONDS = 2.0
 STEP_SECONDS_LIMIT = 5.0
+PEERS = (ExchangeStrategy.ROW_WISE, ExchangeStrategy.CHAIN, ExchangeStrategy.PREFETCH_PIPELINE)
+"""Trained one after the other on the same batches where the link is emulated."""
 
 
 def _write_trace(trace: Trace, path: Path) -> None:
@@ -49,81 +48,51 @@ class Demo:
     """One run in one directory."""
 
     def __init__(self, options: DemoOptions, directory: Path) -> None:
-        self._options = options
-        self._directory = directory
-        self.trace_file = options.trace or directory / "synthetic.npz"
+        trace_file = options.trace or directory / "synthetic.npz"
         if options.trace is None:
-            _write_trace(built_in_trace(options.seed), self.trace_file)
-        batches = Batches(
-            load_trace(self.trace_file),
-            world_size=options.world_size,
-            batch_size=options.batch_size,
-            steps=options.steps,
-            history=HISTORY,
-            kind=options.samples,
-            lengths=options.lengths,
-            micro_batches=options.micro_batches,
-        )
+            _write_trace(built_in_trace(options.seed), trace_file)
+        batches = Batches(load_trace(trace_file), options.cluster.world_size, options.batches)
         if batches.batch_size < LEAST_BATCH_SIZE:
             raise ConfigError(
-                f"{self.trace_file.name} has samples for {options.steps} steps of {batches.batch_size} a rank",
+                f"{trace_file.name} has samples for {batches.steps} steps of {batches.batch_size} a rank",
                 remedy="fewer steps or ranks, or --samples impressions",
             )
         store_port, control_port, http_port = free_ports(3)
         self.setup = RunSetup(
-            trace=str(self.trace_file.resolve()),
-            job="flexd-demo",
-            nodes=options.nodes,
-            local_ranks=options.local_ranks,
-            steps=options.steps,
-            batch_size=batches.batch_size,
-            history=HISTORY,
-            samples=options.samples.value,
-            lengths=options.lengths.value,
-            dim=DIM,
-            dtype=options.dtype,
-            learning_rate=0.05,
-            dense_learning_rate=0.05,
-            replica_budget=options.replica_budget,
-            seed=options.seed,
-            store_port=store_port,
-            control=f"127.0.0.1:{control_port}",
-            directory=str(directory),
-            file_log=str(directory / "stream"),
-            kafka=options.kafka,
-            tap=options.tap,
-            topic=f"flexd-demo-{os.getpid()}-{int(time.time())}",
-            check_every=5,
-            micro_batches=options.micro_batches,
-            link_mbit=options.link_mbit if options.has_link else 0.0,
+            replace(options, batches=replace(options.batches, batch_size=batches.batch_size, steps=batches.steps)),
+            trace_file.resolve(),
+            directory,
+            directory / "stream",
+            f"{JOB}-{os.getpid()}-{int(time.time())}",
+            store_port,
+            f"127.0.0.1:{control_port}",
         )
-        self.setup_file = directory / "setup.json"
-        self.setup.save(self.setup_file)
+        self.setup.save()
         self.state = directory / "state"
         config_file = self._write_config(batches, control_port, http_port)
         self.daemon = DaemonProcess(config_file, f"http://127.0.0.1:{http_port}", directory)
 
     def _write_config(self, batches: Batches, control_port: int, http_port: int) -> Path:
-        setup, trace = self.setup, batches.trace
-        topology = self._directory / "topology.yaml"
-        look_up_bytes = setup.batch_size * (HISTORY + 1) * DIM * DTYPE_BYTES[setup.dtype]
+        setup, options, trace = self.setup, self.setup.options, batches.trace
+        topology = setup.directory / "topology.yaml"
+        look_up_bytes = batches.batch_size * (HISTORY + 1) * DIM * DTYPE_BYTES[options.dtype]
         cluster = scale_model(load_preset(PRESET), max(1.0, PRODUCTION_RANK_BYTES / look_up_bytes))
-        if setup.link_mbit:
-            cluster = link_cluster(setup.link_mbit, setup.local_ranks)
+        if options.cluster.has_link:
+            cluster = link_cluster(options.cluster)
         write_cluster(cluster, topology)
-        source: dict[str, Any] = {"kind": "file_log", "path": setup.file_log}
-        if setup.kafka:
+        source: dict[str, Any] = {"kind": "file_log", "path": str(setup.stream)}
+        if options.kafka:
             source = {
-                "kind": "kafka", "bootstrap_servers": setup.kafka, "topic": setup.topic,
+                "kind": "kafka", "bootstrap_servers": options.kafka, "topic": setup.topic,
                 "group_id": setup.topic, "session_timeout_seconds": 6.0,
             }  # fmt: skip
-        elif setup.tap:
+        elif options.tap:
             source = {"kind": "tap"}
         config = {
-            "job": setup.job,
+            "job": JOB,
             "tables": [
                 {
-                    "name": name, "rows": int(rows), "dim": DIM, "dtype": setup.dtype, "optimizer": "rowwise_adagrad",
+                    "name": name, "rows": int(rows), "dim": DIM, "dtype": options.dtype, "optimizer": "rowwise_adagrad",
                 }
                 for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
             ],
@@ -139,66 +108,77 @@ class Demo:
                 # The prices leave latencies out or scale them down, so that there are plans to see.
                 "min_saving": {"seconds": 0.0, "share": 0.0},
                 # The first plan waits for a tenth of the run, so that there is a `before` to compare with.
-                "min_samples": setup.steps * setup.micro_batches * setup.batch_size * setup.world_size * HISTORY // 10,
+                "min_samples": setup.steps * batches.samples_per_step * HISTORY // 10,
             },
             "control": {"listen_port": control_port, "timeout_seconds": 15.0},
             "server": {"port": http_port},
             "state": {"dir": str(self.state), "snapshot_interval_seconds": 1.0},
         }  # fmt: skip
-        path = self._directory / "flexd.yaml"
+        path = setup.directory / "flexd.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         return path
 
     def run(self) -> RunRecord:
-        setup = self.setup
-        if setup.kafka:
+        setup, options = self.setup, self.setup.options
+        if options.kafka:
             from flexd.stream.kafka.topic_admin import ensure_topic
 
-            ensure_topic(setup.kafka, setup.topic, partitions=setup.world_size, timeout_seconds=20.0)
-        peers = PEERS if setup.link_mbit else ()
+            partitions = options.cluster.world_size
+            ensure_topic(options.kafka, setup.topic, partitions=partitions, timeout_seconds=20.0)
+        peers = PEERS if options.cluster.has_link else ()
         deadline = time.monotonic() + 120 + setup.steps * STEP_SECONDS_LIMIT * (1 + len(peers))
-        with live_progress() as progress:
+        console = Console(stderr=True)
+        with Progress(
+            BarColumn(bar_width=8), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
+            console=console, transient=True, disable=not console.is_terminal,
+        ) as progress:  # fmt: skip
             task = progress.add_task("the daemon starts", total=setup.steps)
             self.daemon.start()
 
             def show(ranks: Ranks) -> None:
                 newest = [records[-1] for records in ranks.records if records]
                 status = self.daemon.status() if self.daemon.alive else None
-                progress.update(task, completed=ranks.step(), description=describe(newest, status))
+                progress.update(task, completed=ranks.step(), description=_describe(newest, status))
 
             try:
-                self._train(setup, self.setup_file, deadline, show)
+                _train(setup, deadline, show)
             finally:
                 self.daemon.stop()
             for strategy in peers:
                 text = f"training the same steps without a daemon: {strategy.value.replace('_', '-')}"
                 progress.update(task, description=text)
-                directory = self._directory / strategy.value
+                directory = setup.directory / strategy.value
                 directory.mkdir(exist_ok=True)
-                (port,) = free_ports(1)
-                peer = replace(setup, strategy=strategy.value, directory=str(directory), store_port=port)
-                peer.save(directory / "setup.json")
-                self._train(peer, directory / "setup.json", deadline)
+                peer = replace(setup, strategy=strategy, directory=directory, store_port=free_ports(1)[0])
+                peer.save()
+                _train(peer, deadline)
             progress.update(task, description="training the same data in one plain process")
-            run_reference(self.setup_file, self._directory, deadline - time.monotonic())
-        return RunRecord.load(setup, self._directory, self.state)
+            run_reference(setup, deadline - time.monotonic())
+        return RunRecord.load(setup, self.state)
 
-    def _train(
-        self, setup: RunSetup, file: Path, deadline: float, show: Callable[[Ranks], None] = lambda ranks: None
-    ) -> None:
-        """Train with ranks of the setup in ``file``; ``show`` is called again and again meanwhile."""
-        ranks = Ranks(file, setup.world_size, Path(setup.directory))
-        try:
-            while ranks.running():
-                if time.monotonic() > deadline:
-                    raise FlexdError(
-                        f"the ranks of {setup.strategy} did not end in time", remedy=f"see {setup.directory}"
-                    )
-                show(ranks)
-                time.sleep(0.1)
-            ranks.join()
-        finally:
-            ranks.stop()
+
+def _train(setup: RunSetup, deadline: float, show: Callable[[Ranks], None] = lambda ranks: None) -> None:
+    """Train with the ranks of a setup; ``show`` is called again and again meanwhile."""
+    ranks = Ranks(setup)
+    try:
+        while ranks.running():
+            if time.monotonic() > deadline:
+                raise FlexdError(f"the ranks of {setup.strategy} did not end in time", remedy=f"see {setup.directory}")
+            show(ranks)
+            time.sleep(0.1)
+        ranks.join()
+    finally:
+        ranks.stop()
+
+
+def _describe(newest: list[dict[str, Any]], status: dict[str, Any] | None) -> str:
+    """Return the mean loss of the newest step, and what the daemon has done."""
+    loss = f"loss {sum(record['loss'] for record in newest) / len(newest):.4f}, " if newest else ""
+    if status is None:
+        return f"{loss}the daemon does not respond (training continues)"
+    stream, rows = status["stream"], status["placement"].get("rows") or {}
+    replicated = sum(count for tier, count in rows.items() if tier != "HOME")
+    return f"{loss}{stream['accesses']:,} accesses read, {replicated:,} rows replicated"
 
 
 def run_demo(options: DemoOptions) -> tuple[dict[str, Any], list[str]]:
@@ -224,6 +204,6 @@ def _broken_invariants(record: RunRecord, summary: dict[str, Any]) -> list[str]:
     if not summary["placement_versions_equal"]:
         broken.append("ranks were at different placement versions in the same step")
     # Written so that NaN, which a run that diverged gives, is a difference.
-    if not summary["max_abs_difference_to_single_process"] <= tolerance(record.setup):
+    if not summary["max_abs_difference_to_single_process"] <= tolerance(record.setup.options.dtype):
         broken.append("the tables differ from single-process training by more than rounding")
     return broken

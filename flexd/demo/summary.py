@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.demo.rank import TRAFFIC, RunSetup, Strategy
+from flexd.demo.setup import ExchangeStrategy, RunSetup
 from flexd.operations.history import MigrationHistory
 from flexd.operations.state_database import NAME, StateDatabase
 
@@ -36,21 +36,22 @@ class RunRecord:
     peers: dict[str, tuple[dict[str, Array], ...]] = field(default_factory=dict)
 
     @staticmethod
-    def load(setup: RunSetup, directory: Path, state: Path) -> RunRecord:
+    def load(setup: RunSetup, state: Path) -> RunRecord:
         def arrays(path: Path) -> dict[str, Array]:
             with np.load(path) as file:
                 return {name: file[name] for name in file.files}
 
         def of_ranks(of_run: Path) -> tuple[dict[str, Array], ...]:
-            return tuple(arrays(of_run / f"rank-{rank}.npz") for rank in range(setup.world_size))
+            return tuple(arrays(of_run / f"rank-{rank}.npz") for rank in range(setup.options.cluster.world_size))
 
         history = MigrationHistory(StateDatabase(state / NAME), _MOST_PLANS)
+        peers = [setup.directory / strategy.value for strategy in ExchangeStrategy]
         return RunRecord(
             setup,
-            of_ranks(directory),
-            arrays(directory / "reference.npz"),
+            of_ranks(setup.directory),
+            arrays(setup.directory / "reference.npz"),
             tuple(reversed(history.newest_moves(_MOST_PLANS))),
-            {peer.value: of_ranks(directory / peer.value) for peer in Strategy if (directory / peer.value).is_dir()},
+            {peer.name: of_ranks(peer) for peer in peers if peer.is_dir()},
         )
 
     def job_total(self, name: str) -> Array:
@@ -62,7 +63,7 @@ class RunRecord:
         """Return the wall time of each step by strategy, the mean over the ranks; empty without an emulated link."""
         if not self.peers:
             return {}
-        runs = {**self.peers, Strategy.PLANS.value: self.ranks}
+        runs = {**self.peers, ExchangeStrategy.PLANS.value: self.ranks}
         return {name: np.mean([rank["seconds"] for rank in ranks], axis=0) for name, ranks in runs.items()}
 
     def before_steps(self) -> slice:
@@ -133,7 +134,8 @@ def _quartiles_ms(seconds: Array) -> dict[str, float]:
 
 def summarise(record: RunRecord) -> dict[str, Any]:
     """The JSON of ``flexd demo -o json``."""
-    setup = record.setup
+    setup, options = record.setup, record.setup.options
+    cluster, batches = options.cluster, options.batches
     before, after = record.before_steps(), record.after_steps()
     accesses = {tier: int(record.job_total(f"{tier}_accesses")[after].sum()) for tier in ("home", "node", "device")}
     losses = _losses(record.ranks)
@@ -154,21 +156,21 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         },
     }
     return {
-        "trace": Path(setup.trace).name,
-        "ranks": setup.world_size,
-        "nodes": setup.nodes,
-        "local_ranks": setup.local_ranks,
+        "trace": setup.trace.name,
+        "ranks": cluster.world_size,
+        "nodes": cluster.nodes,
+        "local_ranks": cluster.local_ranks,
         "steps": setup.steps,
-        "dtype": setup.dtype,
-        "batch_size": setup.batch_size,
-        "micro_batches": setup.micro_batches,
+        "dtype": options.dtype,
+        "batch_size": batches.batch_size,
+        "micro_batches": batches.micro_batches,
         "samples": str(record.reference["samples"]),
         "touches": {
             name.removeprefix("touches/"): float(value)
             for name, value in record.reference.items()
             if name.startswith("touches/")
         },
-        "replica_budget": setup.replica_budget,
+        "replica_budget": options.replica_budget,
         "plans": len(record.plans_applied()),
         "migrated_rows": sum(plan.rows_applied for plan in record.plans),
         "last_plan": {"plan_id": record.plans[-1].plan_id, "why": record.plans[-1].why} if record.plans else None,
@@ -183,7 +185,7 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         ),
         "max_abs_difference_to_single_process": float(np.max(list(differences.values()))),
         "difference_to_single_process": differences,
-        "link_mbit": setup.link_mbit,
+        "link_mbit": cluster.link_mbit if cluster.has_link else 0.0,
         "step_ms": {
             "p50": float(np.median([rank["seconds"][1:] for rank in record.ranks])) * 1e3,
             "strategies": {name: _quartiles_ms(seconds[after]) for name, seconds in record.step_seconds().items()},
@@ -193,9 +195,6 @@ def summarise(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def tolerance(setup: RunSetup) -> float:
-    """Return the rounding error that a run of this length may cause: a few hundred units in the last place of 1."""
-    return 1e-9 if setup.dtype == "float64" else 2e-4
-
-
-__all__ = ["TRAFFIC", "RunRecord", "inter_node_bytes", "summarise", "tolerance"]
+def tolerance(dtype: str) -> float:
+    """Return the rounding error that a run may cause: a few hundred units in the last place of 1."""
+    return 1e-9 if dtype == "float64" else 2e-4

@@ -14,7 +14,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.stream.batches import Batches
-from flexd.stream.sample_kinds import SampleKind, SampleLengths
+from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 from flexd.stream.trace import Trace
 from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
 
@@ -83,7 +83,7 @@ def trace_accesses(
     """Return a trace as a next-item model reads it (``flexd.stream.batches``).
 
     Args:
-        batch_size, steps: see ``Batches``.
+        batch_size, steps: see ``BatchOptions``.
 
     Raises:
         ConfigError: a step is too large.
@@ -93,10 +93,8 @@ def trace_accesses(
     keyspace = KeySpace(
         [rows.table(table, int(count)) for table, count in zip(trace.table_names, trace.table_rows, strict=True)]
     )
-    batches = Batches(
-        trace, world_size=layout.world_size, batch_size=batch_size, steps=steps, history=history, kind=kind,
-        lengths=lengths, micro_batches=micro_batches,
-    )  # fmt: skip
+    options = BatchOptions(history, batch_size, steps, kind, lengths, micro_batches)
+    batches = Batches(trace, layout.world_size, options)
 
     def keys(step: int, rank: int, micro_batch: int) -> Int64Array:
         ids = batches.batch(step, rank, micro_batch).ids

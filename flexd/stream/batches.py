@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import StreamError
-from flexd.stream.sample_kinds import SampleKind, SampleLengths
+from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 from flexd.stream.trace import Trace
 
 Int64Array = npt.NDArray[np.int64]
@@ -88,34 +88,17 @@ class Batches:
 
     A global batch is what all ranks train in all micro-batches of one optimizer step.
 
-    Args:
-        batch_size: samples of a rank and micro-batch. None: as many as the trace has for that many steps, at most
-            ``MAX_BATCH_SIZE``.
-        steps: None: as many as the trace has samples for, none left out between two.
-        history: events that a sample looks up, besides the one that it predicts.
-
     Raises:
         StreamError: the trace has too few samples, or none of that kind.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        *,
-        world_size: int,
-        batch_size: int | None,
-        steps: int | None,
-        history: int,
-        kind: SampleKind = SampleKind.SEQUENCES,
-        lengths: SampleLengths = SampleLengths.FIXED,
-        micro_batches: int = 1,
-    ) -> None:
-        self.trace, self.history, self.kind, self.lengths = trace, history, kind, lengths
-        self.world_size, self.micro_batches = world_size, micro_batches
-        made = make_samples(trace, kind, lengths, history)
+    def __init__(self, trace: Trace, world_size: int, options: BatchOptions) -> None:
+        self.trace, self.world_size, self.options = trace, world_size, options
+        batch_size, steps, micro_batches = options.batch_size, options.steps, options.micro_batches
+        made = make_samples(trace, options)
         each = world_size * micro_batches
         user_in_batch = 0
-        if kind is SampleKind.SEQUENCES:
+        if options.kind is SampleKind.SEQUENCES:
             groups, user_in_batch = _sequences(made, each, batch_size, steps)
         else:
             # Where there are too few samples, some are repeated.
@@ -142,7 +125,7 @@ class Batches:
     @property
     def samples_per_step(self) -> int:
         """Samples of a global batch, of all ranks and micro-batches."""
-        return int(self.micro_batches * self.batch_size * self.world_size)
+        return int(self.options.micro_batches * self.batch_size * self.world_size)
 
     def samples_of(self, first_step: int, end_step: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Return (sample, table, row) of each look-up of these steps, each int64; samples are numbered from 0, step by
@@ -175,16 +158,16 @@ class Batches:
 
     def describe(self) -> str:
         """Return what the batches are made of, in words."""
+        options = self.options
         sizes = f"{self.batch_size:,} samples per rank" + (
-            f" and micro-batch, {self.micro_batches} micro-batches per step" if self.micro_batches > 1 else " and step"
+            f" and micro-batch, {options.micro_batches} micro-batches per step"
+            if options.micro_batches > 1
+            else " and step"
         )
-        full = f"{self.history + 1} events"
-        of = (
-            full
-            if self.lengths is SampleLengths.FIXED
-            else f"2 to {full}, {self._samples.length.mean():.1f} on average"
-        )
-        return f"{_WORDS[self.kind]}; {sizes}, of {of}; {self.events.describe()}"
+        of = f"{options.history + 1} events"
+        if options.lengths is SampleLengths.REAL:
+            of = f"2 to {of}, {self._samples.length.mean():.1f} on average"
+        return f"{_WORDS[options.kind]}; {sizes}, of {of}; {self.events.describe()}"
 
 
 def _sequences(made: Samples, each: int, batch_size: int | None, steps: int | None) -> tuple[Int64Array, int]:
@@ -246,15 +229,13 @@ class Samples:
         return int(np.count_nonzero(np.cumsum(edges)))
 
 
-def make_samples(trace: Trace, kind: SampleKind, lengths: SampleLengths, history: int) -> Samples:
+def make_samples(trace: Trace, options: BatchOptions) -> Samples:
     """Return all samples of the trace.
-
-    Args:
-        history: events that a sample looks up besides the one that it predicts; with real lengths, the most.
 
     Raises:
         StreamError: no user has a history that long, or the trace has no users where the lengths need them.
     """
+    kind, lengths, history = options.kind, options.lengths, options.history
     if trace.user is None and lengths is SampleLengths.REAL:
         raise StreamError(
             "a trace without users has no samples of real lengths", remedy="use a trace with users, or fixed lengths"

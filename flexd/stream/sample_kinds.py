@@ -1,7 +1,8 @@
-"""The kinds and lengths of samples; commands have them as options, so nothing is imported here."""
+"""How samples are made and batched; commands have it as options, so no library is imported here."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -21,3 +22,21 @@ class SampleLengths(StrEnum):
     """All samples have a full history; shorter ones are left out."""
     REAL = "real"
     """Samples are as long as the histories of their users, up to the full length."""
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Batches of a trace.
+
+    Attributes:
+        history: events that a sample looks up, besides the one that it predicts; with real lengths, the most.
+        batch_size: samples of a rank and micro-batch; None: as many as the trace has for that many steps, at most 512.
+        steps: None: as many as the trace has samples for, none left out between two.
+    """
+
+    history: int
+    batch_size: int | None = None
+    steps: int | None = None
+    kind: SampleKind = SampleKind.SEQUENCES
+    lengths: SampleLengths = SampleLengths.FIXED
+    micro_batches: int = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,16 +12,16 @@ import pytest
 from flexd.cli.blocks import Table
 from flexd.cli.demo_command import summary_blocks
 from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.demo.rank import TRAFFIC, RunSetup
+from flexd.demo.rank import TRAFFIC
 from flexd.demo.runner import _broken_invariants
+from flexd.demo.setup import DemoOptions, EmulatedCluster, RunSetup
 from flexd.demo.summary import RunRecord, summarise
+from flexd.stream.sample_kinds import BatchOptions
 
 STEPS = 40
 SETUP = RunSetup(
-    trace="somewhere/trace.npz", job="j", nodes=2, local_ranks=1, steps=STEPS, batch_size=4, history=3,
-    samples="sequences", lengths="fixed", dim=2, dtype="float64", learning_rate=0.1, dense_learning_rate=0.1,
-    replica_budget=0.05, seed=0, store_port=1,
-    control="127.0.0.1:1", directory="d", file_log="l", kafka=None, tap=False, topic="t", check_every=5,
+    DemoOptions(cluster=EmulatedCluster(2, 1, 0.0), batches=BatchOptions(3, 4, STEPS)), Path("somewhere/trace.npz"),
+    Path("d"), Path("l"), "t", 1, "127.0.0.1:1",
 )  # fmt: skip
 TOUCHES = {
     "accesses_of_rank": 9.0, "accesses_of_busiest_rank": 9.0, "rows_of_rank": 7.5, "rows_of_node": 7.5,
@@ -100,7 +101,8 @@ def _with_peers(record: RunRecord) -> RunRecord:
         )
         for name, seconds in (("row_wise", 0.079), ("chain", 0.039), ("prefetch_pipeline", 0.009))
     }
-    return replace(record, setup=replace(SETUP, link_mbit=100.0), peers=peers)
+    options = replace(SETUP.options, cluster=EmulatedCluster(2, 1, 100.0))
+    return replace(record, setup=replace(SETUP, options=options), peers=peers)
 
 
 def test_step_times_by_strategy_over_the_last_tenth() -> None:

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from numba.core.caching import UserProvidedCacheLocator
 
-from flexd.demo.ports import free_ports
+from flexd.demo.processes import free_ports
 from tests.support.repository import ROOT
 from tests.support.until import until
 

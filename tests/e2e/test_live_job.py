@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from flexd.demo.options import DemoOptions
 from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo
-from flexd.stream.sample_kinds import SampleKind
+from flexd.demo.setup import HISTORY, DemoOptions, EmulatedCluster
+from flexd.stream.sample_kinds import BatchOptions, SampleKind
 from tests.support.flexd_processes import DAEMON_START_SECONDS, flexd
 from tests.support.until import until
 
@@ -47,7 +47,11 @@ class LiveJob:
 
     def __init__(self, directory: Path) -> None:
         self._demo = Demo(
-            DemoOptions(steps=STEPS, batch_size=24, samples=SampleKind.IMPRESSIONS, link_mbit=0.0, out_dir=directory),
+            DemoOptions(
+                cluster=EmulatedCluster(link_mbit=0.0),
+                batches=BatchOptions(HISTORY, 24, STEPS, SampleKind.IMPRESSIONS),
+                out_dir=directory,
+            ),
             directory,
         )
         config_file = directory / "flexd.yaml"
@@ -58,7 +62,7 @@ class LiveJob:
         self.url = f"http://127.0.0.1:{config['server']['port']}"
         self.daemon = self._demo.daemon
         self.daemon.start(DAEMON_START_SECONDS)
-        self.ranks = Ranks(self._demo.setup_file, 4, directory)
+        self.ranks = Ranks(self._demo.setup)
 
     def close(self) -> None:
         self.ranks.stop()

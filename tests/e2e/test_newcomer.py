@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from flexd.demo.ports import free_ports
+from flexd.demo.processes import free_ports
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
 

@@ -15,13 +15,12 @@ import pytest
 import yaml
 from tansu_broker import TansuBroker
 
-from flexd.demo.options import DemoOptions
-from flexd.demo.ports import free_ports
-from flexd.demo.processes import Ranks
+from flexd.demo.processes import Ranks, free_ports
 from flexd.demo.runner import Demo
+from flexd.demo.setup import HISTORY, DemoOptions, EmulatedCluster
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.topic_admin import ensure_topic
-from flexd.stream.sample_kinds import SampleKind
+from flexd.stream.sample_kinds import BatchOptions, SampleKind
 from tests.support.dashboards import DASHBOARDS, load, queries
 from tests.support.flexd_processes import DAEMON_START_SECONDS
 from tests.support.ops_tools import tool
@@ -117,12 +116,8 @@ class Monitored:
 
     def _start(self, directory: Path) -> None:
         options = DemoOptions(
-            link_mbit=0.0,
-            nodes=2,
-            local_ranks=1,
-            steps=4_000,
-            batch_size=24,
-            samples=SampleKind.IMPRESSIONS,
+            cluster=EmulatedCluster(2, 1, 0.0),
+            batches=BatchOptions(HISTORY, 24, 4_000, SampleKind.IMPRESSIONS),
             kafka=self.broker.bootstrap_servers,
             out_dir=directory,
         )
@@ -135,14 +130,14 @@ class Monitored:
         config["server"]["metrics_listen"] = self.target
         config_file.write_text(yaml.safe_dump(config))
         setup = self._demo.setup
-        ensure_topic(setup.kafka, setup.topic, partitions=setup.world_size, timeout_seconds=20.0)
+        ensure_topic(self.broker.bootstrap_servers, setup.topic, partitions=2, timeout_seconds=20.0)
         self.daemon = self._demo.daemon
         self.daemon.start(DAEMON_START_SECONDS)
-        self.ranks = Ranks(self._demo.setup_file, setup.world_size, directory)
+        self.ranks = Ranks(setup)
         self.prometheus = Prometheus(directory, self.target)
         self.get, self.query, self.value = self.prometheus.get, self.prometheus.query, self.prometheus.value
         # One message that is none, so that rejections have a reason to show.
-        sink = KafkaSink(setup.kafka, setup.topic)
+        sink = KafkaSink(self.broker.bootstrap_servers, setup.topic)
         sink.send(b"no message of flexd")
         sink.flush(10.0)
         sink.close()

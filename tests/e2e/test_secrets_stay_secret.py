@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from flexd.cli.main import main
-from flexd.demo.ports import free_ports
+from flexd.demo.processes import free_ports
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.repository import ROOT
 from tests.support.until import until

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flexd.demo.ports import free_ports
+from flexd.demo.processes import free_ports
 from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]

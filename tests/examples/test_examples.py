@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flexd.demo.ports import free_ports
+from flexd.demo.processes import free_ports
 from flexd.demo.runner import PRESET
 from flexd.operations.known_tables import with_known_tables
 from flexd.topology.cluster import Collective

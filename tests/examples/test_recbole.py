@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from flexd.demo.ports import free_ports
+from flexd.demo.processes import free_ports
 from tests.support.repository import ROOT
 
 EXAMPLES = ROOT / "examples"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import StreamError
 from flexd.stream.batches import MAX_WAIT_BATCHES, Batch, Batches, group_by_user
-from flexd.stream.sample_kinds import SampleKind, SampleLengths
+from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 from flexd.stream.trace import Trace
 
 
@@ -54,10 +54,8 @@ def test_impressions_are_those_of_a_naive_loader(
     seed: int, with_users: bool, world: int, size: int, steps: int, history: int, real: bool, tables: int
 ) -> None:
     trace = _trace(seed, 60, tables, 5 if with_users else None)
-    batches = Batches(
-        trace, world_size=world, batch_size=size, steps=steps, history=history, kind=SampleKind.IMPRESSIONS,
-        lengths=SampleLengths.REAL if real and with_users else SampleLengths.FIXED,
-    )  # fmt: skip
+    lengths = SampleLengths.REAL if real and with_users else SampleLengths.FIXED
+    batches = Batches(trace, world, BatchOptions(history, size, steps, SampleKind.IMPRESSIONS, lengths))
     least = 1 if real and with_users else history
     expected = _naive(trace, world, size, steps, history, least)
     for step in range(steps):
@@ -93,9 +91,7 @@ def test_sequences_share_no_event_and_no_batch_has_two_of_a_user(
     trace = _trace(seed, 300, 2, users)
     lengths = SampleLengths.REAL if real and users is not None else SampleLengths.FIXED
     try:
-        batches = Batches(
-            trace, world_size=world, batch_size=size, steps=steps, history=history, lengths=lengths, micro_batches=micro
-        )
+        batches = Batches(trace, world, BatchOptions(history, size, steps, lengths=lengths, micro_batches=micro))
     except StreamError:
         return  # too few samples for the job
     assert batches.steps == (steps or batches.steps)
@@ -142,4 +138,4 @@ def test_a_sample_waits_for_the_next_batch_and_not_for_ever() -> None:
 
 def test_a_trace_without_users_has_no_real_lengths() -> None:
     with pytest.raises(StreamError, match="without users"):
-        Batches(_trace(1, 60, 1, None), world_size=1, batch_size=1, steps=1, history=2, lengths=SampleLengths.REAL)
+        Batches(_trace(1, 60, 1, None), 1, BatchOptions(2, 1, 1, lengths=SampleLengths.REAL))

@@ -18,8 +18,7 @@ import yaml
 from flexd.config.load import load_config
 from flexd.config.model import Config
 from flexd.daemon import factory
-from flexd.demo.ports import free_ports
-from flexd.demo.processes import DaemonProcess
+from flexd.demo.processes import DaemonProcess, free_ports
 from flexd.sketch.sketch_set import SketchSet
 from tests.support.repository import ROOT
 from tests.support.saved_sketches import loaded_sketches, newest_snapshot

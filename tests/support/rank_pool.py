@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flexd.demo.ports import free_ports
+from flexd.demo.processes import free_ports
 from tools.bench.ranks import preloaded
 
 Job = Callable[..., Any]

@@ -159,7 +159,7 @@ def on_ranks(
     Raises:
         RuntimeError: a rank raised or ended, with its traceback; or some had no result within ``seconds``.
     """
-    from flexd.demo.ports import free_ports
+    from flexd.demo.processes import free_ports
 
     context = preloaded(function.__module__)
     (port,) = free_ports(1)

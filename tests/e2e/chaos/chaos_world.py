@@ -22,7 +22,7 @@ from flexd.config.load import load_config
 from flexd.config.model import Config
 from flexd.core.errors import CodecError
 from flexd.core.fault_points import VARIABLE
-from flexd.demo.ports import free_ports
+from flexd.demo.processes import free_ports
 from flexd.stream.codec import decode
 from flexd.stream.types import AccessBatch
 from flexd.topology.files import load_preset, scale_model, write_cluster

@@ -26,7 +26,7 @@ from flexd.control.daemon.migration import MigrationState
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import Tier
 from flexd.core.placement import Placement
-from flexd.demo.ports import free_ports
+from flexd.demo.processes import free_ports
 from tools.bench.harness import Outcome, check
 from tools.bench.programs.control import (
     JOB,

@@ -22,7 +22,7 @@ import httpx
 import numpy as np
 import yaml
 
-from flexd.demo.ports import free_ports
+from flexd.demo.processes import free_ports
 from tools.bench.harness import Outcome, check
 
 MANY_TABLES = 1_935

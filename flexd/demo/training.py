@@ -1,9 +1,18 @@
-"""The next-item model of the demo, over sequences of rows."""
+"""The training that ranks and reference have in common: tables, the next-item model and its loss."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+
+import flexd
+from flexd.demo.setup import DIM, HISTORY, RunSetup
+from flexd.stream.batches import Batch, Batches
+from flexd.stream.trace import load_trace
+
+ADAGRAD_EPS = 1e-4
+"""Row-wise Adagrad divides a row's first gradient by its own size; gradients that cancel to rounding noise would become
+a full step. This eps keeps the noise small, so that runs can be compared."""
 
 
 class NextItem(nn.Module):
@@ -43,3 +52,36 @@ def right_aligned(
     element = torch.where(mask, ends.unsqueeze(1) - 1 - back.unsqueeze(0), 0)
     sequences = rows[order][element] * mask.unsqueeze(2)
     return sequences, mask
+
+
+def batches_of(setup: RunSetup) -> Batches:
+    return Batches(load_trace(setup.trace), setup.options.cluster.world_size, setup.options.batches)
+
+
+def tables_of(setup: RunSetup, batches: Batches) -> list[flexd.EmbeddingTable]:
+    trace = batches.trace
+    return [
+        flexd.EmbeddingTable(name, int(rows), DIM, dtype=setup.options.dtype, init_scale=DIM**-0.5)
+        for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
+    ]
+
+
+def dense_of(setup: RunSetup) -> nn.Module:
+    torch.manual_seed(setup.options.seed)
+    return NextItem(DIM, HISTORY).to(getattr(torch, setup.options.dtype))
+
+
+def features_of(batch: Batch, names: tuple[str, ...]) -> dict[str, flexd.Jagged]:
+    return {
+        name: flexd.Jagged(torch.from_numpy(ids), torch.from_numpy(lengths))
+        for name, ids, lengths in zip(names, batch.ids, batch.lengths, strict=True)
+        if len(ids)
+    }
+
+
+def loss_of(model: nn.Module, batch: Batch, rows: list[torch.Tensor]) -> torch.Tensor:
+    """Return the loss for each table's rows (in table order, tables without rows left out)."""
+    lengths = torch.from_numpy(batch.sequence_lengths)
+    sequences, mask = right_aligned(torch.cat(rows), torch.from_numpy(batch.order), lengths, HISTORY + 1)
+    loss: torch.Tensor = model(sequences, mask)
+    return loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexd.demo.models import NextItem, right_aligned
+from flexd.demo.training import NextItem, right_aligned
 
 
 def test_padding_has_no_part_in_loss_or_gradient() -> None:
