@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from flexd.api.daemon import DecisionsStatus, PauseState, ReloadReport
 from flexd.api.throttle import ThrottleStatus, throttle_status
-from flexd.config.links import ControlConfig
+from flexd.config.server import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core.errors import FlexdError

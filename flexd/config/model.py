@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from flexd.config.base import Float, Int, Name, Seconds, Section
-from flexd.config.links import ControlConfig
 from flexd.config.planner import PlannerConfig, TopologyConfig
-from flexd.config.server import ServerConfig
+from flexd.config.server import ControlConfig, ServerConfig
 from flexd.config.stream import SketchConfig, StreamConfig
 from flexd.config.text import redacted
 from flexd.core.errors import ConfigError

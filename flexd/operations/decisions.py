@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flexd.config.links import ThrottleConfig
+from flexd.config.server import ThrottleConfig
 from flexd.config.text import describe_faults
 from flexd.control.daemon.throttle import ThrottleLimits
 from flexd.core.errors import SnapshotError

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flexd.config.links import ControlConfig
+from flexd.config.server import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.event_log import MigrationEvent

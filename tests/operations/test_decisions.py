@@ -11,7 +11,7 @@ import pytest
 
 from flexd.api.daemon import ReloadReport
 from flexd.api.operator_commands import OperatorCommands
-from flexd.config.links import ControlConfig, ThrottleConfig
+from flexd.config.server import ControlConfig, ThrottleConfig
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core.errors import ConfigError, SnapshotError
 from flexd.operations.decisions import DecisionFile, Decisions, Pause, ThrottleOverride

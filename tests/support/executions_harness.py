@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.api.migration_commands import MigrationCommands
-from flexd.config.links import ControlConfig
+from flexd.config.server import ControlConfig
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
 from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.journal import PlacementJournal
