@@ -300,14 +300,14 @@ def _access_count(rows: Any) -> int:
 
 
 def _encoded_bytes(batch: AccessBatch) -> int:
-    return batch.rows.nbytes + _nbytes_of_sequences(batch) + 4 * len(batch.table) + _ENTRY_BYTES
+    sequence_bytes = sum(each.nbytes for each in _of_sequences(batch).values())
+    return batch.rows.nbytes + sequence_bytes + 4 * len(batch.table) + _ENTRY_BYTES
 
 
-def _nbytes_of_sequences(batch: AccessBatch) -> int:
-    """Return the bytes of what a batch has for each of its sequences."""
-    return sum(
-        0 if each is None else each.nbytes for each in (batch.sequence_lengths, batch.sample_ids, batch.user_ids)
-    )
+def _of_sequences(batch: AccessBatch) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays with a value for each sequence of a batch, by field."""
+    found = {name: getattr(batch, name) for name in ("sequence_lengths", "sample_ids", "user_ids")}
+    return {name: array for name, array in found.items() if array is not None}
 
 
 def _group(batches: list[AccessBatch], max_message_bytes: int) -> Iterator[list[AccessBatch]]:
@@ -337,16 +337,14 @@ def _split(batch: AccessBatch, max_bytes: int) -> Iterator[AccessBatch]:
         ends = np.arange(1, len(batch.rows) + 1)
     else:
         ends = np.cumsum(batch.sequence_lengths, dtype=np.int64)
-    of_sequences = _nbytes_of_sequences(batch)
-    room = max_bytes - (size - batch.rows.nbytes - of_sequences)
-    cost = ends * batch.rows.itemsize + np.arange(1, len(ends) + 1) * (of_sequences // max(1, len(ends)))
+    of_sequences = _of_sequences(batch)
+    sequence_bytes = sum(each.nbytes for each in of_sequences.values())
+    room = max_bytes - (size - batch.rows.nbytes - sequence_bytes)
+    cost = ends * batch.rows.itemsize + np.arange(1, len(ends) + 1) * (sequence_bytes // max(1, len(ends)))
     first = start = spent = 0
     while first < len(ends):
         last = max(first + 1, int(np.searchsorted(cost, spent + room, side="right")))
-        lengths, samples, users = (
-            None if given is None else given[first:last]
-            for given in (batch.sequence_lengths, batch.sample_ids, batch.user_ids)
-        )
+        parts: dict[str, Any] = {name: given[first:last] for name, given in of_sequences.items()}
         rows = batch.rows[start : int(ends[last - 1])]
-        yield replace(batch, rows=rows, sequence_lengths=lengths, sample_ids=samples, user_ids=users)
+        yield replace(batch, rows=rows, **parts)
         first, start, spent = last, int(ends[last - 1]), int(cost[last - 1])
