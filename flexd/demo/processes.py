@@ -184,19 +184,6 @@ class DaemonProcess:
             self.kill()
 
 
-def run_reference(setup: RunSetup, timeout_seconds: float) -> None:
-    """Train the same data in one plain process. Raises FlexdError if that fails or takes too long."""
-    log_file = setup.directory / "reference.log"
-    command = [sys.executable, "-m", "flexd.demo.reference", str(setup.file)]
-    with log_file.open("wb") as log:
-        try:
-            subprocess.run(command, stdout=log, stderr=log, env=_environment(), timeout=timeout_seconds, check=True)
-        except subprocess.TimeoutExpired as error:
-            raise FlexdError(f"the single-process reference took more than {timeout_seconds:g} s") from error
-        except subprocess.CalledProcessError as error:
-            raise FlexdError(f"the single-process reference failed:\n{_tail(log_file)}") from error
-
-
 def free_ports(count: int) -> list[int]:
     """Return different TCP ports of loopback at which no process listens.
 

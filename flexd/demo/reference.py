@@ -1,12 +1,7 @@
-"""Train the same data in one plain process, and count the bytes of row-wise sharding for the same batches.
-
-``python -m flexd.demo.reference SETUP.json`` writes ``reference.npz`` beside the ranks' records.
-"""
+"""Train the same data in one plain process, and count the bytes of row-wise sharding for the same batches."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,6 +71,8 @@ class PlainTraining:
 
 
 def run(setup: RunSetup) -> dict[str, Any]:
+    """Train all steps; return the record, by name."""
+    torch.set_num_threads(1)
     batches = batches_of(setup)
     training = PlainTraining(setup, batches)
     cluster, keyspace = setup.options.cluster, training.keyspace
@@ -108,13 +105,3 @@ def run(setup: RunSetup) -> dict[str, Any]:
         **{f"table/{name}": table.weight.detach().numpy() for name, table in training.tables.items()},
         **{f"dense/{name}": value.numpy() for name, value in training.dense.state_dict().items()},
     }
-
-
-def main() -> int:
-    setup = RunSetup.load(Path(sys.argv[1]))
-    np.savez(setup.directory / "reference.npz", **run(setup))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.core.keyspace import DTYPE_BYTES
 from flexd.demo.link import link_cluster
-from flexd.demo.processes import DaemonProcess, Ranks, free_ports, run_reference
+from flexd.demo.processes import DaemonProcess, Ranks, free_ports
 from flexd.demo.setup import DIM, HISTORY, JOB, LEAST_BATCH_SIZE, DemoOptions, ExchangeStrategy, RunSetup
 from flexd.demo.summary import RunRecord, summarise, tolerance
 from flexd.stream.batches import Batches
@@ -153,8 +153,9 @@ class Demo:
                 peer.save()
                 _train(peer, deadline)
             progress.update(task, description="training the same data in one plain process")
-            run_reference(setup, deadline - time.monotonic())
-        return RunRecord.load(setup, self.state)
+            from flexd.demo import reference  # loads torch, which the daemon and the ranks have loaded by now
+
+            return RunRecord.load(setup, reference.run(setup), self.state)
 
 
 def _train(setup: RunSetup, deadline: float, show: Callable[[Ranks], None] = lambda ranks: None) -> None:

@@ -36,7 +36,7 @@ class RunRecord:
     peers: dict[str, tuple[dict[str, Array], ...]] = field(default_factory=dict)
 
     @staticmethod
-    def load(setup: RunSetup, state: Path) -> RunRecord:
+    def load(setup: RunSetup, reference: dict[str, Array], state: Path) -> RunRecord:
         def arrays(path: Path) -> dict[str, Array]:
             with np.load(path) as file:
                 return {name: file[name] for name in file.files}
@@ -49,7 +49,7 @@ class RunRecord:
         return RunRecord(
             setup,
             of_ranks(setup.directory),
-            arrays(setup.directory / "reference.npz"),
+            reference,
             tuple(reversed(history.newest_moves(_MOST_PLANS))),
             {peer.name: of_ranks(peer) for peer in peers if peer.is_dir()},
         )

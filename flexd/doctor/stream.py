@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -20,23 +21,6 @@ SKEW_SECONDS = 60.0
 """An event further ahead of this machine's clock comes from a wrong clock."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A few messages of the stream.
-
-    Attributes:
-        name: name of the log or topic in findings.
-        exists: True if the log or topic exists.
-        partitions: number of partitions.
-        payloads: payloads of the newest messages.
-    """
-
-    name: str
-    exists: bool
-    partitions: int
-    payloads: tuple[bytes, ...]
-
-
 def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
     """Check broker, topic and messages, without joining a consumer group or moving a position.
 
@@ -46,15 +30,16 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
     """
     source = config.stream.source
     if isinstance(source, FileLogSourceConfig):
-        sample = _file_log(source)
-        if not sample.exists:
+        name, path = f"file log {source.path}", source.path
+        if not path.is_dir():
             yield warning(
                 "stream",
-                f"{sample.name} does not exist yet",
+                f"{name} does not exist yet",
                 "check that stream.source.path is the publishers' directory",
             )
             return
-        yield ok("stream", f"{sample.name}: {_partitions(sample.partitions)}")
+        yield ok("stream", f"{name}: {_partitions(sum(1 for entry in path.iterdir() if entry.is_dir()))}")
+        payloads = _first_messages(path)
     elif isinstance(source, KafkaSourceConfig):
         from flexd.stream.kafka.topic_admin import inspect_topic
 
@@ -75,17 +60,17 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
             return
         kept = units.plural(found.messages, "message")
         yield ok("topic", f"{source.topic!r}: {_partitions(found.partitions)}, {kept} kept")
-        sample = Sample(f"topic {source.topic!r}", True, found.partitions, found.payloads)
+        name, payloads = f"topic {source.topic!r}", found.payloads
     else:
         yield skipped("stream", f"a source of kind {source.kind} has no stream to check")
         return
-    yield from messages(config, sample)
+    yield from messages(config, name, payloads)
 
 
-def messages(config: Config, sample: Sample) -> Iterator[Finding]:
+def messages(config: Config, name: str, payloads: Sequence[bytes]) -> Iterator[Finding]:
     """Check that tables, rows and times of the sampled messages fit the configuration."""
-    if not sample.payloads:
-        yield warning("messages", f"{sample.name} has no messages", "start a publisher")
+    if not payloads:
+        yield warning("messages", f"{name} has no messages", "start a publisher")
         return
     from flexd.stream.codec import decode
 
@@ -100,7 +85,7 @@ def messages(config: Config, sample: Sample) -> Iterator[Finding]:
         )  # fmt: skip
         return
     accesses, newest = 0, -np.inf
-    for payload in sample.payloads:
+    for payload in payloads:
         try:
             batches = decode(payload, config.stream.max_message_bytes)
         except CodecError as error:
@@ -114,7 +99,7 @@ def messages(config: Config, sample: Sample) -> Iterator[Finding]:
             elif len(batch.rows):
                 wrong = int(((batch.rows < 0) | (batch.rows >= known[batch.table])).sum())
                 outside[batch.table] += wrong
-    looked = f"of {len(sample.payloads)} messages"
+    looked = f"of {len(payloads)} messages"
     if refused:
         yield fault(
             "messages",
@@ -144,19 +129,11 @@ def _age(newest: float) -> Iterator[Finding]:
         yield ok("event time", f"the newest event is {units.age(max(0.0, -ahead))} old")
 
 
-def _file_log(source: FileLogSourceConfig) -> Sample:
-    name = f"file log {source.path}"
-    if not source.path.is_dir():
-        return Sample(name, False, 0, ())
+def _first_messages(path: Path) -> tuple[bytes, ...]:
     from flexd.stream.file_log.log import FileLogSource
 
-    log = FileLogSource(source.path)
-    try:
-        found = log.poll(0.2)[:MAX_MESSAGES]
-        partitions = sum(1 for path in source.path.iterdir() if path.is_dir())
-        return Sample(name, True, partitions, tuple(bytes(message.payload) for message in found))
-    finally:
-        log.close()
+    with contextlib.closing(FileLogSource(path)) as log:
+        return tuple(bytes(message.payload) for message in log.poll(0.2)[:MAX_MESSAGES])
 
 
 def _partitions(count: int) -> str:

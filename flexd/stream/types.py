@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -121,25 +122,22 @@ class Losses:
     """
 
     def __init__(self, parts: Iterable[Losses] = ()) -> None:
-        self.messages: Mapping[str, int] = {}
-        self.positions: Mapping[str, int] = {}
+        self.messages: Counter[str] = Counter()
+        self.positions: Counter[str] = Counter()
         for part in parts:
-            self.messages = _sum(self.messages, part.messages)
-            self.positions = _sum(self.positions, part.positions)
+            self.messages += part.messages
+            self.positions += part.positions
 
     def add(self, partition: str, first_offset: int, next_offset: int, reason: str) -> None:
         """Add the messages from ``first_offset`` to before ``next_offset``; nothing if there are none."""
         if next_offset > first_offset:
-            self.messages = _sum(self.messages, {reason: next_offset - first_offset})
+            # A new mapping each time: another thread may be reading the one before.
+            self.messages = self.messages + Counter({reason: next_offset - first_offset})
             _log.warning("messages lost (%s): %s, offsets %d to %d", reason, partition, first_offset, next_offset - 1)
 
     def add_position(self, reason: str) -> None:
         """Add a position that the log no longer has. Its messages are added apart, once they are known."""
-        self.positions = _sum(self.positions, {reason: 1})
-
-
-def _sum(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-    return {reason: first.get(reason, 0) + second.get(reason, 0) for reason in sorted({*first, *second})}
+        self.positions = self.positions + Counter({reason: 1})
 
 
 @runtime_checkable

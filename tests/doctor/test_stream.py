@@ -21,10 +21,6 @@ def message(table: str = "items", rows: tuple[int, ...] = (1, 2), at: float | No
     return encode_arrow([AccessBatch(table, np.array(rows), 0, time.time() if at is None else at)])
 
 
-def sample(*payloads: bytes) -> stream.Sample:
-    return stream.Sample("the log", True, 1, payloads)
-
-
 @pytest.mark.parametrize(
     ("payloads", "level", "says"),
     [
@@ -36,7 +32,7 @@ def sample(*payloads: bytes) -> stream.Sample:
     ],
 )
 def test_messages_that_the_daemon_would_reject(tmp_path, payloads, level, says):
-    found = next(stream.messages(config(tmp_path), sample(*payloads)))
+    found = next(stream.messages(config(tmp_path), "the log", payloads))
     assert (found.check, found.level) == ("messages", level)
     assert says in found.text
     assert bool(found.remedy) == (level is not Level.OK)
@@ -44,7 +40,7 @@ def test_messages_that_the_daemon_would_reject(tmp_path, payloads, level, says):
 
 @pytest.mark.parametrize(("ahead", "level"), [(-30.0, Level.OK), (3600.0, Level.WARNING)])
 def test_events_from_the_future_are_a_wrong_clock(tmp_path, ahead, level):
-    found = list(stream.messages(config(tmp_path), sample(message(at=time.time() + ahead))))[-1]
+    found = list(stream.messages(config(tmp_path), "the log", [message(at=time.time() + ahead)]))[-1]
     assert (found.check, found.level) == ("event time", level)
 
 

@@ -38,29 +38,24 @@ def ensure_topic(bootstrap_servers: str, topic: str, *, partitions: int, timeout
     Raises:
         StreamError: the broker cannot be reached or refuses, within the deadline.
     """
-    deadline = time.monotonic() + timeout_seconds
-    failure: Exception | None = None
-    while time.monotonic() < deadline:
+    milliseconds = int(1000 * timeout_seconds)
+    try:
+        client = KafkaAdminClient(
+            bootstrap_servers=bootstrap_servers.split(","),
+            request_timeout_ms=milliseconds,
+            bootstrap_timeout_ms=milliseconds,
+        )
         try:
-            client = KafkaAdminClient(
-                bootstrap_servers=bootstrap_servers.split(","),
-                request_timeout_ms=5_000,
-                bootstrap_timeout_ms=5_000,
-            )
-            try:
-                client.create_topics([NewTopic(topic, partitions, 1)], timeout_ms=5_000)
-            finally:
-                client.close()
-            return
-        except TopicAlreadyExistsError:
-            return
-        except (KafkaError, OSError, AssertionError) as error:
-            failure = error
-            time.sleep(0.3)
-    raise StreamError(
-        f"topic {topic!r} cannot be created at {bootstrap_servers} in {timeout_seconds:g} s: {failure}",
-        remedy="check the address, and that the user may create topics",
-    )
+            client.create_topics([NewTopic(topic, partitions, 1)], timeout_ms=milliseconds)
+        finally:
+            client.close()
+    except TopicAlreadyExistsError:
+        return
+    except (KafkaError, OSError, AssertionError) as error:
+        raise StreamError(
+            f"topic {topic!r} cannot be created at {bootstrap_servers} in {timeout_seconds:g} s: {error}",
+            remedy="check the address, and that the user may create topics",
+        ) from error
 
 
 def inspect_topic(
