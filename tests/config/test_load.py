@@ -98,7 +98,11 @@ def test_minimal_file_and_defaults(tmp_path):
             {**KAFKA, "client_options": {"a": "1"}, "client_option_files": {"a": "f"}},
             "stream.source.client_option_files: given in client_options too: a",
         ),
-        ("sketch.half_life_seconds", 0, "sketch.half_life_seconds: Input should be greater than or equal to 0.001 (got 0)"),
+        (
+            "sketch.half_life_seconds",
+            0,
+            "sketch.half_life_seconds: Input should be greater than or equal to 0.001 (got 0)",
+        ),
         ("sketch.half_life_seconds", float("nan"), "sketch.half_life_seconds: Input should be a finite number"),
         ("sketch.half_life_seconds", float("inf"), "sketch.half_life_seconds: Input should be a finite number"),
         ("planner.min_coverage", 1.5, "planner.min_coverage: Input should be less than or equal to 1 (got 1.5)"),
