@@ -162,7 +162,7 @@ def document(advice: Advice) -> dict[str, Any]:
     """Return the answer, JSON-able, with units in the names."""
     simulation = advice.simulation
     return {
-        "accesses": simulation.accesses_name,
+        "accesses": simulation.accesses.name,
         "nodes": simulation.layout.nodes,
         "local_ranks": simulation.layout.local_ranks,
         "cluster": simulation.cluster.name,
@@ -253,7 +253,7 @@ def advice_blocks(advice: Advice) -> list[Block]:
     facts = Facts(
         "",
         (
-            ("accesses", f"{simulation.accesses_name}, {units.count(simulation.accesses_per_step)} a step of the job"),
+            ("accesses", f"{simulation.accesses.name}, {units.count(simulation.accesses_per_step)} a step of the job"),
             (
                 "cluster",
                 f"{simulation.layout.nodes} nodes x {simulation.layout.local_ranks} ranks, priced as "

@@ -178,7 +178,7 @@ def advise(
             raise ConfigError(f"{what} {given}", remedy=f"give {remedy}")
     strategies = (ROW_WISE, DIRECT, TWO_HOP, REPLANNED)
     simulation = simulate(accesses, layout, cluster, settings, strategies, progress)
-    steps = compared_steps(simulation.steps)
+    steps = compared_steps(accesses.steps)
     reused = reused_share(accesses, steps)
     model = _StepModel(simulation, steps, now, step_seconds, reused, scale, row_work_seconds)
     if computing_seconds is not None:
@@ -278,11 +278,11 @@ def _predict(model: _StepModel, option: ExchangeOption, price_error: float) -> P
 
 def _extra_memory_bytes(model: _StepModel, option: ExchangeOption) -> int:
     simulation, total = model.simulation, 0
-    groups = simulation.keyspace.groups
+    groups = simulation.accesses.keyspace.groups
     if option.strategy is REPLANNED:
-        slots = simulation.settings.slots(simulation.keyspace)
+        slots = simulation.settings.slots(simulation.accesses.keyspace)
         for group, count in zip(groups, slots, strict=True):
-            spec = simulation.keyspace.tables[group.tables[0]]
+            spec = simulation.accesses.keyspace.tables[group.tables[0]]
             total += count * (spec.row_bytes + spec.state_bytes)
     if option.prefetch_pipeline:
         # The rows that a rank receives forward wait a step longer: about as many bytes as it sends.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -138,7 +138,7 @@ class SimulationSettings:
         return tuple(int(self.replica_fraction * group.rows) for group in keyspace.groups)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StrategyRun:
     """Bytes, seconds and placements of one strategy.
 
@@ -149,8 +149,8 @@ class StrategyRun:
         exposed_share: float64 [phases], share that compute does not hide: a migration runs between steps and is never
             hidden.
         replicated_rows: int64 [steps], rows above HOME.
-        plan_steps: steps at which a new plan's first rows moved.
         migrated_rows: int64 [steps], rows that changed tier at the start of the step.
+        plan_steps: steps at which a new plan's first rows moved.
     """
 
     strategy: ReplayStrategy
@@ -158,8 +158,8 @@ class StrategyRun:
     seconds: Float64Array
     exposed_share: Float64Array
     replicated_rows: Int64Array
-    plan_steps: tuple[int, ...]
     migrated_rows: Int64Array
+    plan_steps: list[int]
 
     @property
     def exposed_seconds(self) -> Float64Array:
@@ -175,121 +175,101 @@ class StrategyRun:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A finished simulation: runs by name of the strategy.
+    """A replay of accesses: runs by name of the strategy.
 
     Attributes:
-        made_of: how the batches are made, in words.
         touches: means over all steps (``TouchCounter``).
     """
 
-    accesses_name: str
-    made_of: str
-    touches: dict[str, Any]
-    keyspace: KeySpace
+    accesses: Accesses
     layout: RankLayout
     cluster: Cluster
     settings: SimulationSettings
-    steps: int
-    accesses_per_step: float
-    runs: dict[str, StrategyRun]
+    runs: dict[str, StrategyRun] = field(default_factory=dict)
+    touches: dict[str, Any] = field(default_factory=dict)
+    accesses_per_step: float = 0.0
 
 
 class _StrategyRunner:
     """One strategy on its way through the steps."""
 
-    def __init__(self, strategy: ReplayStrategy, shared: _Shared) -> None:
-        self.strategy = strategy
-        self._shared = shared
-        self._slots = shared.settings.slots(shared.keyspace)
+    def __init__(self, strategy: ReplayStrategy, simulation: Simulation, counter: StepByteCounter) -> None:
+        self.strategy, self._simulation, self._counter = strategy, simulation, counter
         self._placement = Placement.empty()
-        self._words = BitWords(shared.keyspace, shared.layout)
+        self._words = BitWords(simulation.accesses.keyspace, simulation.layout)
         self._pending_chunks: deque[Delta] = deque()
         self._new_plan = False
-        steps, world = shared.steps, shared.layout.world_size
-        self._sent = np.zeros((steps, world, PHASES, 2), dtype=np.int64)
-        self._seconds = np.zeros((steps, PHASES))
-        self._replicated = np.zeros(steps, dtype=np.int64)
-        self._migrated = np.zeros(steps, dtype=np.int64)
-        self._plan_steps: list[int] = []
+        steps, world = simulation.accesses.steps, simulation.layout.world_size
+        self.run = StrategyRun(
+            strategy,
+            sent=np.zeros((steps, world, PHASES, 2), dtype=np.int64),
+            seconds=np.zeros((steps, PHASES)),
+            exposed_share=np.append(exposed_share(simulation.cluster.exposed), 1.0),
+            replicated_rows=np.zeros(steps, dtype=np.int64),
+            migrated_rows=np.zeros(steps, dtype=np.int64),
+            plan_steps=[],
+        )
 
     def plan(self, profile: Profile) -> None:
         """Make a plan against the placement as it is; its chunks follow, one step after another."""
-        shared, settings = self._shared, self._shared.settings
+        layout, settings, accesses = self._simulation.layout, self._simulation.settings, self._simulation.accesses
         free = self.strategy.planning_input is PlanningInput.NEXT_WINDOW
         plan = make_plan(
-            profile, shared.keyspace, shared.layout, shared.cluster, self._slots,
+            profile, accesses.keyspace, layout, self._simulation.cluster, settings.slots(accesses.keyspace),
             Placement.empty() if free else self._placement,
             PlanOrigin(self.strategy.name, "", 0, "replay", 0.0),
-            horizon_steps=math.inf if free else settings.horizon_steps, shape=shared.shape,
+            horizon_steps=math.inf if free else settings.horizon_steps,
+            shape=TrainingShape(micro_batches=accesses.micro_batches),
         )  # fmt: skip
         if free:
             self._placement = plan.target
-            self._words = BitWords.of(shared.keyspace, shared.layout, plan.target)
+            self._words = BitWords.of(accesses.keyspace, layout, plan.target)
             return
         self._pending_chunks = deque(
-            delta_chunks(plan.delta, shared.keyspace, shared.layout, settings.chunk_rows, settings.chunk_bytes)
+            delta_chunks(plan.delta, accesses.keyspace, layout, settings.chunk_rows, settings.chunk_bytes)
         )
         self._new_plan = True
 
     def step(self, step: int, keys: StepPasses) -> None:
         collectives = self._migrate(step)
-        collectives += self._shared.counter.step(
+        collectives += self._counter.step(
             keys, self._placement, self.strategy.exchange, self._words, merges_passes=self.strategy.merges_passes,
             dedup=self.strategy.dedup,
         )  # fmt: skip
-        self._sent[step] = sent_bytes(collectives, self._shared.layout.world_size)
-        self._seconds[step] = collective_seconds(collectives, self._shared.cluster)
-        self._replicated[step] = len(self._placement)
+        self.run.sent[step] = sent_bytes(collectives, self._simulation.layout.world_size)
+        self.run.seconds[step] = collective_seconds(collectives, self._simulation.cluster)
+        self.run.replicated_rows[step] = len(self._placement)
 
     def _migrate(self, step: int) -> list[CollectiveBytes]:
         """Apply pending chunks up to the cap of a step, at least one, as ``ChunkInbox`` does."""
-        shared, spent = self._shared, 0
+        simulation, spent = self._simulation, 0
         found: list[CollectiveBytes] = []
         while self._pending_chunks:
-            cost = int(moved_bytes(self._pending_chunks[0], shared.keyspace, shared.layout).sum())
-            if found and spent + cost > shared.settings.migration_bytes_per_step:
+            chunk = self._pending_chunks[0]
+            spent += int(moved_bytes(chunk, simulation.accesses.keyspace, simulation.layout).sum())
+            if found and spent > simulation.settings.migration_bytes_per_step:
                 break
-            chunk = self._pending_chunks.popleft()
-            spent += cost
+            self._pending_chunks.popleft()
             self._placement = self._placement.apply(chunk)
             self._words.apply(chunk)
-            self._migrated[step] += len(chunk)
-            found += shared.counter.migration(chunk)
-        if self._migrated[step] and self._new_plan:
-            self._plan_steps.append(step)
+            self.run.migrated_rows[step] += len(chunk)
+            found += self._counter.migration(chunk)
+        if self.run.migrated_rows[step] and self._new_plan:
+            self.run.plan_steps.append(step)
             self._new_plan = False
         return found
-
-    def run(self) -> StrategyRun:
-        return StrategyRun(
-            self.strategy, self._sent, self._seconds, np.append(exposed_share(self._shared.cluster.exposed), 1.0),
-            self._replicated, tuple(self._plan_steps), self._migrated,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """Objects that all strategies share."""
-
-    keyspace: KeySpace
-    layout: RankLayout
-    cluster: Cluster
-    settings: SimulationSettings
-    steps: int
-    shape: TrainingShape
-    counter: StepByteCounter
 
 
 class _SimulatedDaemon:
     """The daemon's sketches of the accesses."""
 
-    def __init__(self, shared: _Shared) -> None:
-        half_life = shared.settings.half_life_steps
-        self._keyspace, self._world_size = shared.keyspace, shared.layout.world_size
+    def __init__(self, simulation: Simulation) -> None:
+        half_life = simulation.settings.half_life_steps
+        self._keyspace, self._world_size = simulation.accesses.keyspace, simulation.layout.world_size
         self._sketches = SketchSet(
-            shared.keyspace.tables,
+            self._keyspace.tables,
             SketchSettings(
-                memory_bytes=shared.settings.sketch_bytes,
+                memory_bytes=simulation.settings.sketch_bytes,
                 half_life_seconds=None if math.isinf(half_life) else half_life,
                 max_future_seconds=1.0,
             ),
@@ -340,15 +320,14 @@ def simulate(
     steps = accesses.steps
     if steps < STATIC_SHARE:
         raise ConfigError(f"{steps} steps", remedy=f"at least {STATIC_SHARE}")
-    cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
-    shape, counter = TrainingShape(micro_batches=accesses.micro_batches), StepByteCounter(accesses.keyspace, layout)
-    shared = _Shared(accesses.keyspace, layout, cluster, settings, steps, shape, counter)
-    runners = [_StrategyRunner(strategy, shared) for strategy in strategies]
+    simulation = Simulation(accesses, layout, cluster.of_layout(layout.nodes, layout.local_ranks), settings)
+    counter = StepByteCounter(accesses.keyspace, layout)
+    runners = [_StrategyRunner(strategy, simulation, counter) for strategy in strategies]
     by_planning_input = {
         planning_input: [runner for runner in runners if runner.strategy.planning_input is planning_input]
         for planning_input in PlanningInput
     }
-    daemon, touches = _SimulatedDaemon(shared), TouchCounter(layout)
+    daemon, touches = _SimulatedDaemon(simulation), TouchCounter(layout)
     due: list[tuple[_StrategyRunner, Profile]] = []
 
     def counted(of_steps: range) -> Profile:
@@ -379,8 +358,5 @@ def simulate(
             due += [(runner, profile) for runner in by_planning_input[PlanningInput.STREAM]]
         if progress is not None:
             progress(step)
-    return Simulation(
-        accesses.name, accesses.made_of, touches.figures(), accesses.keyspace, layout,
-        cluster, settings, steps, daemon.accesses_per_step,
-        {runner.strategy.name: runner.run() for runner in runners},
-    )  # fmt: skip
+    runs = {runner.strategy.name: runner.run for runner in runners}
+    return replace(simulation, runs=runs, touches=touches.figures(), accesses_per_step=daemon.accesses_per_step)

@@ -30,7 +30,8 @@ def summarise(simulation: Simulation) -> dict[str, Any]:
     Savings are against the two-hop chain with every row at HOME. None of them can be in all inter-node bytes: exact
     synchronous training has a volume bound that the two-hop chain reaches (docs/cost-model.md).
     """
-    steps = compared_steps(simulation.steps)
+    accesses, layout = simulation.accesses, simulation.layout
+    steps = compared_steps(accesses.steps)
     strategies = {name: _figures(run, steps) for name, run in simulation.runs.items()}
     home = strategies.get(TWO_HOP.name)
     if home is not None:
@@ -41,15 +42,15 @@ def summarise(simulation: Simulation) -> dict[str, Any]:
         None if np.isinf(simulation.settings.half_life_steps) else simulation.settings.half_life_steps
     )
     summary: dict[str, Any] = {
-        "accesses": simulation.accesses_name,
-        "samples": simulation.made_of,
+        "accesses": accesses.name,
+        "samples": accesses.made_of,
         "touches": simulation.touches,
-        "tables": len(simulation.keyspace.tables),
-        "rows": simulation.keyspace.total_rows,
-        "nodes": simulation.layout.nodes,
-        "local_ranks": simulation.layout.local_ranks,
+        "tables": len(accesses.keyspace.tables),
+        "rows": accesses.keyspace.total_rows,
+        "nodes": layout.nodes,
+        "local_ranks": layout.local_ranks,
         "cluster": simulation.cluster.name,
-        "steps": simulation.steps,
+        "steps": accesses.steps,
         "compared_steps": [steps.start, steps.stop],
         "accesses_per_step": simulation.accesses_per_step,
         "settings": settings,

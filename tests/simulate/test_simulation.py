@@ -82,7 +82,7 @@ def test_strategies_without_replicas_hold_none_and_their_order_is_that_of_their_
 
 def test_plans_come_late_as_through_the_channel(simulation: Simulation) -> None:
     # Seen up to step t, planned in t + 1, applied at the start of t + 2.
-    assert simulation.runs["static"].plan_steps == (STEPS // 4 + 1,)
+    assert simulation.runs["static"].plan_steps == [STEPS // 4 + 1]
     assert simulation.runs["replanned"].plan_steps[0] == SETTINGS.interval_steps + 1
     assert not simulation.runs["replanned"].replicated_rows[: SETTINGS.interval_steps + 1].any()
     assert simulation.runs["oracle"].replicated_rows[0] > 0
@@ -90,7 +90,7 @@ def test_plans_come_late_as_through_the_channel(simulation: Simulation) -> None:
 
 def test_the_budget_is_kept(simulation: Simulation) -> None:
     # A NODE row takes one slot in the other node, so four ranks hold at most four times their slots.
-    assert 0 < simulation.runs["replanned"].replicated_rows.max() <= 4 * SETTINGS.slots(simulation.keyspace)[0]
+    assert 0 < simulation.runs["replanned"].replicated_rows.max() <= 4 * SETTINGS.slots(simulation.accesses.keyspace)[0]
 
 
 def test_a_replay_repeats_itself_bit_by_bit(simulation: Simulation) -> None:

@@ -8,6 +8,7 @@ import pytest
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.planner.model.row_bytes import TrafficPhase
+from flexd.simulate.accesses import Accesses
 from flexd.simulate.byte_counter import PHASES
 from flexd.simulate.simulation import (
     ORACLE,
@@ -36,7 +37,7 @@ def run_of(strategy: ReplayStrategy, ids_bytes: int, exposed: float, rows: int =
     seconds[:, TrafficPhase.FORWARD_ROWS] = exposed * scale
     seconds[:, TrafficPhase.SYNC_ROWS] = 1.0
     share = np.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0])
-    return StrategyRun(strategy, sent, seconds, share, np.full(STEPS, rows), (4,), np.zeros(STEPS, np.int64))
+    return StrategyRun(strategy, sent, seconds, share, np.full(STEPS, rows), np.zeros(STEPS, np.int64), [4])
 
 
 def simulated(replanned: tuple[int, float], static: tuple[int, float], rows: int = 5) -> Simulation:
@@ -47,8 +48,8 @@ def simulated(replanned: tuple[int, float], static: tuple[int, float], rows: int
         ORACLE.name: run_of(ORACLE, 500, 0.5),
     }
     return Simulation(
-        "made up", "drawn", {}, KeySpace([TableSpec("t", 100, 4)]), LAYOUT, load_preset("azure-a100-200g"),
-        SimulationSettings(), STEPS, 10.0, runs,
+        Accesses("made up", "drawn", KeySpace([TableSpec("t", 100, 4)]), STEPS, 1, lambda step: []), LAYOUT,
+        load_preset("azure-a100-200g"), SimulationSettings(), runs, {}, 10.0,
     )  # fmt: skip
 
 
