@@ -26,7 +26,7 @@ from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, Jagg
 from flexd.embedding.exchange.bag_exchange import joined_offsets
 from flexd.embedding.exchange.route import FeatureKeys
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.routed_input import RoutedInput
+from flexd.embedding.step import RoutedInput
 
 POOLINGS = ("sum", "mean")
 UNPOOLED = "none"

@@ -34,8 +34,8 @@ from flexd.embedding.features import FeatureMap
 from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.optimizer_handle import FusedOptimizer, TableRate
-from flexd.embedding.routed_input import ForwardPass, LookupFunction, RoutedInput
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
+from flexd.embedding.step import ForwardPass, LookupFunction, RoutedInput
 from flexd.embedding.store.initial_values import initial_rows
 from flexd.embedding.store.store import TORCH_DTYPES
 from flexd.embedding.table_access import TableAccess

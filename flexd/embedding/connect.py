@@ -19,6 +19,8 @@ from flexd.core.secrets import KeyFile
 from flexd.core.usage_warnings import USAGE_WARNINGS
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.row_optimizers import RowUpdate
+from flexd.embedding.step import StepMoments
 from flexd.embedding.store.slow.slow_memory_meter import SlowMemoryMeter
 from flexd.embedding.tap.tap import Tap
 
@@ -34,7 +36,7 @@ TLS_VARIABLES = ("FLEXD_CONTROL_CERT_FILE", "FLEXD_CONTROL_KEY_FILE", "FLEXD_CON
 _MAX_RUN_ID_CHARACTERS = 100
 
 
-class Connection:
+class Connection(StepMoments):
     """A running agent that receives a report after every step. Loss of the daemon does not affect the trainer."""
 
     def __init__(self, collection: EmbeddingCollection, agent: Agent, tap: Tap | None = None) -> None:
@@ -47,7 +49,7 @@ class Connection:
         self._slow_memory = SlowMemoryMeter(collection.engine.stores)
         self._slow_memory_at = self._last_step_at
         collection.phases.drain()
-        collection.engine.after_step = self._report
+        collection.engine.joined.append(self)
         USAGE_WARNINGS.add_listener(self._report_usage_warning)
         if USAGE_WARNINGS.reports():  # made before there was a connection
             self._report_usage_warning()
@@ -55,7 +57,8 @@ class Connection:
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Send pending reports and the tap's counts, and stop the agent's thread, within the deadline."""
         deadline = time.monotonic() + timeout_seconds
-        self._collection.engine.after_step = None
+        if self in self._collection.engine.joined:
+            self._collection.engine.joined.remove(self)
         USAGE_WARNINGS.remove_listener(self._report_usage_warning)
         if self.tap is not None and not self.tap.close(timeout_seconds * _TAP_SHARE):
             logger.warning("rank %d: the daemon did not acknowledge all counts of the tap", self._collection.rank)
@@ -79,7 +82,9 @@ class Connection:
             "unused_prefetches": engine.hooks.unused_batches, "prefetches": engine.hooks.prefetched_batches,
         }  # fmt: skip
 
-    def _report(self) -> None:
+    def updated(self, optimizer: RowUpdate, step: int) -> None:
+        """Report the step to the agent, which sends what has added up several times per second."""
+        del optimizer, step
         collection = self._collection
         totals = self._totals()
         # A loop of prefetch with other settings counts its batches anew.

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -31,20 +31,17 @@ from flexd.embedding.gradients import StepGradients
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
-from flexd.embedding.routed_input import ForwardPass
 from flexd.embedding.row_optimizers import RowUpdate
-from flexd.embedding.step_hooks import StepHooks
+from flexd.embedding.step import ForwardPass, StepHooks, StepMoments
 from flexd.embedding.store.initial_values import fill_initial_rows
-from flexd.embedding.store.store import GroupStore, make_stores
+from flexd.embedding.store.store import make_stores
 
 if TYPE_CHECKING:
-    from flexd.embedding.checkpoint.changed_rows import ChangedRows
-    from flexd.embedding.checkpoint.partial_state_dict import PartialStateDictDetector
     from flexd.embedding.store.memory import RankMemory
-    from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
     from flexd.embedding.store.slow.tiered_storage import TieredStorage
 
 MAX_PENDING_PASSES = 64
+Joined = TypeVar("Joined", bound=StepMoments)
 
 
 class RowEngine:
@@ -96,16 +93,13 @@ class RowEngine:
         self.stores = make_stores(
             homes.groups, groups.layout, groups.rank, all_slots, device, cache_slots, keep_keys=keep_keys, homes=homes,
         )  # fmt: skip
-        self.changed_rows: ChangedRows | None = None
-        """None until a series of checkpoints asks for it."""
-        self.partial_state_dict: PartialStateDictDetector | None = None
-        """None until the first ``state_dict()``."""
+        self.joined: list[StepMoments] = []
+        """Joined in each step, in this order, after ``hooks``."""
         self.look_ups = 0
         automatic = exchange == "auto"
         self.exchange = ExchangeChoice("chain" if automatic else exchange)
         # With one node, or one rank in each, both exchanges are the same.
         chooses = automatic and groups.rank == 0 and min(groups.layout.nodes, groups.layout.local_ranks) > 1
-        self.trial = ExchangeTrial(self.exchange) if chooses else None
         if chooses or not automatic:
             self.exchange.reason = ExchangeReason.START if chooses else ExchangeReason.CONFIGURED
         self._comm_dtype = comm_dtype
@@ -117,15 +111,16 @@ class RowEngine:
         self.inbox = ChunkInbox(
             homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
         )
-        self.cache_slot_division = None if tiered_storage is None else _cache_slot_division(self.stores)
-        """None where fewer than two dim-groups are in tiered storage."""
+        if chooses:
+            self.joined.append(ExchangeTrial(self.exchange, lambda: self.inbox.priced_exchange))
+        if tiered_storage is not None:
+            self.joined += tiered_storage.division(self.stores)
         self.hooks = StepHooks()
         self.steps = self.row_changes = self._changes_at_home = 0
         self.settings = ""
         """Settings of the optimizer in the last update, and their digest (``SETTINGS_BITS``)."""
         self.settings_digest = 0
         self.apply_seconds = 0.0
-        self.after_step: Callable[[], None] | None = None
         self._scale = gradient_scale
         self._max_migration_bytes = max_migration_bytes_per_step
         self.stale_replicas = self.migrator.list_copied_tables()
@@ -144,23 +139,21 @@ class RowEngine:
         router = make(self.stores, hops, traffic, comm_dtype=self._comm_dtype)
         return router, ReplicaSync(self.stores, router, groups.layout, self._rows_updated)
 
-    def note_changed_rows(self) -> ChangedRows:
-        """Return what notes the rows that change; it begins to when it is told to."""
-        if self.changed_rows is None:
-            from flexd.embedding.checkpoint.changed_rows import ChangedRows
+    def join(self, kind: type[Joined], *arguments: object) -> Joined:
+        """Return the one of this kind that has joined the steps; made from the arguments if there is none yet."""
+        for one in self.joined:
+            if isinstance(one, kind):
+                return one
+        made = kind(*arguments)
+        self.joined.append(made)
+        return made
 
-            self.changed_rows = ChangedRows(self.stores)
-        return self.changed_rows
-
-    def _rows_changed(self, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
-        if self.changed_rows is not None:
-            self.changed_rows.add(parts)
+    def _rows_changed(self, parts: Sequence[tuple[int, torch.Tensor]], *, all_rows: bool = False) -> None:
+        for each in self.joined:
+            each.changed(parts, all_rows=all_rows)
 
     def _rows_updated(self, summed: Sequence[RowGradients], optimizer: RowUpdate) -> None:
-        if self.changed_rows is not None and self.changed_rows.active:
-            self.changed_rows.add([(part.group, part.slots) for part in summed])
-            if optimizer.moves_all_rows:
-                self.changed_rows.add_all()
+        self._rows_changed([(part.group, part.slots) for part in summed], all_rows=optimizer.moves_all_rows)
 
     def _hops(self, groups: ChainGroups) -> tuple[list[Hop], list[Hop]]:
         """Return the hops of rows, and those of bags that are pooled at the owner."""
@@ -245,11 +238,10 @@ class RowEngine:
         version, proposed = self.inbox.begin_exchange(), self.exchange.proposed
         agreement = Agreement(version, fault, call, call, (settings_digest,) * 2, proposed)
         self.look_ups += 1
-        saves = self.partial_state_dict
-        called = "" if saves is None else saves.begin_look_up()
+        look_up = self.look_ups
         route = self.router.find(found, agreement, touched)
-        if saves is not None:
-            saves.after_look_up(called)
+        for each in self.joined:
+            each.located(look_up)
         self.inbox.end_exchange(route.agreement.version)
         self.exchange.agreed(route.agreement.exchange)
         return route
@@ -301,7 +293,7 @@ class RowEngine:
                 )
                 self.migrator.carrier = None
             rows = [*rows, *self.router.sums(forward_pass.route, rows)]
-            self.hooks.after_fetch()
+            self.hooks.fetched()
             return rows
 
     def check_room(self) -> None:
@@ -344,14 +336,10 @@ class RowEngine:
     def push(self, optimizer: RowUpdate) -> None:
         """Collective. Update the rows by the gradients of all passes since the last step; nothing without any."""
         with self._calling():
-            updated = self._push(optimizer)
-        if updated and self.trial is not None:
-            self.trial.begin_with(self.inbox.priced_exchange)
-            self.trial.step()
-        if updated and self.cache_slot_division is not None:
-            self.cache_slot_division.after_step()
-        if updated and self.after_step is not None:
-            self.after_step()
+            is_updated = self._push(optimizer)
+        if is_updated:
+            for each in self.joined:
+                each.updated(optimizer, self.steps)
 
     def _push(self, optimizer: RowUpdate) -> bool:
         if self.passes and self.summed is None:
@@ -365,7 +353,7 @@ class RowEngine:
         self.settings = repr(optimizer) if factor == 1.0 else f"{optimizer!r}, gradients times {factor!r}"
         self.settings_digest = _digest_of(self.settings)
         self.sync.update(summed.scaled(factor), optimizer, self.steps)
-        self.hooks.after_update(optimizer, self.steps)
+        self.hooks.updated(optimizer, self.steps)
         return True
 
     def _sum_passes(self, *, defer: bool) -> list[RowGradients]:
@@ -407,7 +395,7 @@ class RowEngine:
         """Return the bytes of this rank by part, now and at most. Not collective."""
         from flexd.embedding.store.memory import rank_memory
 
-        working = self.router, self.sync, self.hooks.working, self.changed_rows
+        working = self.router, self.sync, [each.working for each in (self.hooks, *self.joined)]
         return rank_memory(
             self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.max_chunk_rows,
             (self.passes, self.hooks.held), self.inbox.waiting_bytes, working, self.inbox.prepared_bytes,
@@ -422,8 +410,7 @@ class RowEngine:
         """
         self.hooks.discard()
         self._bring_home()
-        if self.changed_rows is not None:
-            self.changed_rows.add_all() if rows is None else self.changed_rows.add([rows])
+        self._rows_changed([] if rows is None else [rows], all_rows=rows is None)
         self.stale_replicas, self.row_changes = True, self.row_changes + 1
 
     def close(self, *, orderly: bool) -> None:
@@ -477,12 +464,6 @@ class RowEngine:
             )
         self.inbox.applied(chunks[-1][0])
         self.apply_seconds += time.perf_counter() - started
-
-
-def _cache_slot_division(stores: Sequence[GroupStore]) -> CacheSlotDivision | None:
-    from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
-
-    return CacheSlotDivision.of(stores)
 
 
 def _digest_of(settings: str) -> int:

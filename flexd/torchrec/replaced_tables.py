@@ -22,7 +22,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding.bag_collection import EmbeddingBagCollection
 from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.routed_input import RoutedInput
+from flexd.embedding.step import RoutedInput
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
 from flexd.torchrec.inputs import (
     as_keyed_jagged,

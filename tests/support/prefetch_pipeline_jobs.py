@@ -17,6 +17,9 @@ from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.exchange_choice import ExchangeTrial
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.pipeline import PrefetchPipeline
+from flexd.embedding.row_optimizers import RowUpdate
+from flexd.embedding.step import StepMoments
+from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
 from tests.support import changed_inputs
 from tests.support.exactness import (
     Scenario,
@@ -79,8 +82,11 @@ def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> Embeddin
         tables_of(scenario), optimizer=row_optimizer(scenario), **given,
         **(scenario.memories() if memories is None else memories),
     )  # fmt: skip
-    if collection.engine.trial is not None:
-        collection.engine.trial = ExchangeTrial(collection.engine.exchange, steps=1, interval_steps=1)
+    joined, exchange = collection.engine.joined, collection.engine.exchange
+    joined[:] = [
+        ExchangeTrial(exchange, steps=1, interval_steps=1) if isinstance(each, ExchangeTrial) else each
+        for each in joined
+    ]
     return collection
 
 
@@ -115,14 +121,15 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     built = collection.traffic.totals()
     drawn = np.random.default_rng([scenario.seed, 11, rank])
 
-    def divide() -> None:
-        if collection.steps % scenario.divide_every == 0:
-            division = collection.engine.cache_slot_division
-            if division is not None:
-                division.change([int(drawn.integers(1, 40)) for store in collection.engine.stores if store.tier])
+    class RandomDivision(StepMoments):
+        def updated(self, optimizer: RowUpdate, step: int) -> None:
+            if step % scenario.divide_every == 0:
+                for each in collection.engine.joined:
+                    if isinstance(each, CacheSlotDivision):
+                        each.change([int(drawn.integers(1, 40)) for store in collection.engine.stores if store.tier])
 
     if scenario.divide_every:
-        collection.engine.after_step = divide
+        collection.engine.join(RandomDivision)
 
     def restart() -> None:
         nonlocal collection, inbox, schedule
@@ -141,7 +148,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             group["lr"] = rate
         schedule = torch.optim.lr_scheduler.ExponentialLR(collection.optimizer, scenario.gamma)
         if scenario.divide_every:
-            collection.engine.after_step = divide
+            collection.engine.join(RandomDivision)
 
     def each(index: int, step: int, what: int) -> bool:
         return what > 0 and (index + 1) % scenario.passes == 0 and step % what == 0

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from flexd.embedding import collection as collection_module
-from flexd.embedding.routed_input import LookupFunction
+from flexd.embedding.step import LookupFunction
 from tools.bench import mirror_ranks
 
 DEVICE = torch.device("cuda:0")

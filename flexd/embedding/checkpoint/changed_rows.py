@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from flexd.embedding.replicas.touched_rows import RowBits, mark, none_set, positions_of, union_of
+from flexd.embedding.step import StepMoments
 from flexd.embedding.store.entry_pool import BLOCK
 from flexd.embedding.store.store import GroupStore
 
@@ -17,7 +18,7 @@ _READ_BLOCKS = 1 << 14
 """Blocks of 64 rows whose changed rows are listed at once."""
 
 
-class ChangedRows:
+class ChangedRows(StepMoments):
     """Home rows of all dim-groups that were changed: a byte a row.
 
     Nothing is allocated and nothing is noted before ``begin``. Thread-safe on the host; on an accelerator updates of
@@ -32,6 +33,7 @@ class ChangedRows:
         self._marks: RowBits | None = None
         self._all = False
         self._lock = threading.Lock()
+        self.working = self
 
     @property
     def active(self) -> bool:
@@ -52,13 +54,12 @@ class ChangedRows:
         with self._lock:
             self._marks, self._all = None, False
 
-    def add(self, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Note changed rows, with a number of kernels that does not depend on the dim-groups.
-
-        Args:
-            parts: (dim-group, int64 [n] slots of home rows or replicas, repeats allowed).
-        """
-        if self._marks is None or not parts:
+    def changed(self, parts: Sequence[tuple[int, torch.Tensor]], *, all_rows: bool = False) -> None:
+        """Note changed rows, with a number of kernels that does not depend on the dim-groups."""
+        if self._marks is None:
+            return
+        self._all |= all_rows
+        if not parts:
             return
         slots = torch.cat([slots for _, slots in parts]) if len(parts) > 1 else parts[0][1]
         firsts = [self._first_blocks[group] * BLOCK for group, _ in parts]
@@ -68,10 +69,6 @@ class ChangedRows:
         with self._lock:
             if self._marks is not None:
                 mark(self._marks, slots)
-
-    def add_all(self) -> None:
-        """Note that any row may have been changed."""
-        self._all = self.active
 
     def drain(self) -> DrainedRows:
         """Return the changed rows and note further ones anew."""

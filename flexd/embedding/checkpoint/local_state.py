@@ -21,14 +21,11 @@ def save_local(engine: RowEngine, destination: dict[str, Any], prefix: str) -> N
 
     The copies are in host memory: an accelerator has no room for its tables twice.
     """
-    if engine.partial_state_dict is None:
-        mine = sum(
-            len(engine.homes.run(table, engine.groups.rank).rows) for table in range(len(engine.keyspace.tables))
-        )
-        engine.partial_state_dict = PartialStateDictDetector(engine.groups, mine, engine.keyspace.total_rows)
-    engine.partial_state_dict.called(f"{engine.look_ups}.{engine.steps}")
+    mine = sum(len(engine.homes.run(table, engine.groups.rank).rows) for table in range(len(engine.keyspace.tables)))
+    detector = engine.join(PartialStateDictDetector, engine.groups, mine, engine.keyspace.total_rows)
+    detector.called(engine.look_ups, engine.steps)
     if engine.settles_with_others:
-        engine.partial_state_dict.wait_for_others()
+        detector.wait_for_others()
     engine.settle()
     own = _own(engine, prefix)
     for index, store in enumerate(engine.stores):

@@ -16,6 +16,7 @@ from flexd.core.errors import CollectiveError
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.exchange.fault_notice import BoundedStore, Store
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.step import StepMoments
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ _POLL_SECONDS = 0.05
 _WARNING_SECONDS = 10.0
 
 
-class PartialStateDictDetector:
+class PartialStateDictDetector(StepMoments):
     """Notes calls of ``state_dict()``. Every rank makes it at the same point of the program.
 
     Args:
@@ -48,21 +49,21 @@ class PartialStateDictDetector:
         self._warned = False
         self._place = ""
         """Of the last call, in the program; empty when it was checked."""
+        self._look_ups = 0
+        """Look-ups that had begun before that call."""
 
-    def called(self, place: str) -> None:
-        """Note that this rank calls ``state_dict()`` at this place: after so many look-ups and optimizer steps."""
+    def called(self, look_ups: int, steps: int) -> None:
+        """Note that this rank calls ``state_dict()`` after so many look-ups and optimizer steps."""
         if self._world_size > 1:
-            self._place = place
-            name = self._name(place, self._rank)
+            self._look_ups, self._place = look_ups, f"{look_ups}.{steps}"
+            name = self._name(self._place, self._rank)
             self._store.request(lambda store: store.set(name, "1"))
 
-    def begin_look_up(self) -> str:
-        """Return the place of a call before the look-up, for ``after_look_up``; empty if there was none."""
+    def located(self, look_up: int) -> None:
+        """Warn, once, if a rank did not call ``state_dict()`` where this rank did, before the look-up began."""
+        if look_up <= self._look_ups:
+            return
         place, self._place = self._place, ""
-        return place
-
-    def after_look_up(self, place: str) -> None:
-        """Warn, once, if a rank did not call ``state_dict()`` where this rank did, before the look-up."""
         if place and not self._warned and (missing := self._missing(place)):
             self._note(missing)
             self._warned = True  # the dense part may be all that is wanted of it

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flexd.core.errors import CheckpointError, FlexdError
-from flexd.embedding.checkpoint.changed_rows import DrainedRows
+from flexd.embedding.checkpoint.changed_rows import ChangedRows, DrainedRows
 from flexd.embedding.checkpoint.checkpoint import raise_if_any_rank_refuses
 from flexd.embedding.checkpoint.saved_rows import (
     SavedTables,
@@ -101,7 +101,7 @@ class CheckpointSeries:
         """The checkpoint from which on changed rows are noted."""
         self._length = 0
         """Checkpoints from the last one with all rows to ``_newest``."""
-        self._marks = collection.engine.note_changed_rows()
+        self._marks = collection.engine.join(ChangedRows, collection.engine.stores)
         faults = []
         if keep < 1 or whole_every < 1:
             faults.append(f"keep={keep}, whole_every={whole_every}: both must be at least 1")

@@ -11,6 +11,8 @@ from flexd.control.protocol.report import ExchangeReason
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.row_optimizers import RowUpdate
+from flexd.embedding.step import StepMoments
 
 CLEAR_MARGIN = 0.03
 """Share of a step that another way must save to be used instead: less is within what medians of 30 steps differ by."""
@@ -61,17 +63,21 @@ class ExchangeChoice:
         return _NAMES[self._agreed % len(_NAMES)] if self._agreed else self.name
 
 
-class ExchangeTrial:
+class ExchangeTrial(StepMoments):
     """Proposes the exchange whose steps take less time, as one rank measures them.
 
     Steps of all ranks take equally long, because every step exchanges rows with all of them, so one rank decides.
     Every ``interval_steps`` it measures ``steps`` of the exchange in use and ``steps`` of the other one, and keeps the
     other only if its median step takes less than ``1 - margin`` of the median of the one in use.
+
+    Args:
+        priced: returns the exchange that the daemon prices lower, empty as long as none is known.
     """
 
     def __init__(
         self,
         choice: ExchangeChoice,
+        priced: Callable[[], str] = str,
         *,
         steps: int = 30,
         interval_steps: int = 5000,
@@ -90,6 +96,7 @@ class ExchangeTrial:
         self._before: tuple[str, float] | None = None
         """The exchange in use before the trial and its median step; None while it is measured."""
         self._priced = ""
+        self._ask_priced = priced
 
     def begin_with(self, priced: str) -> None:
         """Begin with the exchange that is priced lower. A price that is not the first, or that comes when steps have
@@ -103,6 +110,12 @@ class ExchangeTrial:
         if priced != self._choice.next:
             self._choice.propose(priced)
             self._begin_anew(0)
+
+    def updated(self, optimizer: RowUpdate, step: int) -> None:
+        """Count a step, and begin with what is priced lower."""
+        del optimizer, step
+        self.begin_with(self._ask_priced())
+        self.step()
 
     def step(self) -> None:
         """Count a step; call it after each one."""

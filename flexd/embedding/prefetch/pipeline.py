@@ -21,7 +21,7 @@ The training thread waits for the job before any collective of its own on rows, 
 all ranks have, so ranks cannot diverge. ``PrefetchPipeline`` implements ``StepHooks``; the events of one batch::
 
     announce -> start -> (job) -> claim -> fetch                by forward passes
-                          |-> split_gradients -> after_update   by ``optimizer.step``; deferred: to the next start
+                          |-> split_gradients -> updated   by ``optimizer.step``; deferred: to the next start
 
 A pass after the start of the job, an unexpected step, or rows loaded from a checkpoint only cause the rows to
 be fetched again. Inputs are announced by value (``AnnouncedInput``). A forward pass compares on the device; the ranks
@@ -60,9 +60,8 @@ from flexd.embedding.prefetch.pipeline_job import (
 from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.replicas.replica_sync import RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
-from flexd.embedding.routed_input import ForwardPass, RoutedInput
 from flexd.embedding.row_optimizers import RowUpdate
-from flexd.embedding.step_hooks import StepHooks
+from flexd.embedding.step import ForwardPass, RoutedInput, StepHooks
 from flexd.embedding.store.memory import iterate_tensors
 
 logger = logging.getLogger(__name__)
@@ -381,7 +380,7 @@ class PrefetchPipeline(StepHooks):
         same = torch.zeros((), dtype=torch.bool, device=self._device)
         return ChangeNotice(same if self._changed is None else self._changed)
 
-    def after_fetch(self) -> None:
+    def fetched(self) -> None:
         if not self._claimed:
             return
         self._claimed = self._job.input_changed = False
@@ -411,7 +410,7 @@ class PrefetchPipeline(StepHooks):
             self._splitting = DeferredGradients(result.pass_splits, *TouchedRows.union(touched).split(of_next))
         return self._splitting
 
-    def after_update(self, optimizer: RowUpdate, step: int) -> None:
+    def updated(self, optimizer: RowUpdate, step: int) -> None:
         deferred, self._splitting = self._splitting, None
         if deferred is None:
             return

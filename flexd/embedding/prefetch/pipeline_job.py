@@ -21,7 +21,7 @@ from flexd.embedding.prefetch.announced_input import AnnouncedInput, InputValues
 from flexd.embedding.prefetch.route_split import Marks, RouteSplit, exchange_marks, split_route
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
-from flexd.embedding.routed_input import ForwardPass
+from flexd.embedding.step import ForwardPass
 from flexd.embedding.store.store import GroupStore
 
 logger = logging.getLogger(__name__)

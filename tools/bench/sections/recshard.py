@@ -103,7 +103,7 @@ class CacheSlots:
                     pass
                 missed[at] = np.isin(slots, tier.slow.drain())
         for division in self._divisions:
-            division.after_step()
+            division.divide()
         return self._rank[rows], missed, missed
 
 

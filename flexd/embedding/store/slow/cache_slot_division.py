@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from flexd.core.fast_memory import CACHE_SLOT_BYTES, divide_cache_slots, total_misses
+from flexd.embedding.row_optimizers import RowUpdate
+from flexd.embedding.step import StepMoments
 from flexd.embedding.store.slow.tier import Tier
 from flexd.embedding.store.store import GroupStore
 
@@ -28,7 +30,7 @@ def cache_slot_bytes(store: GroupStore) -> int:
     return store.row_bytes + CACHE_SLOT_BYTES
 
 
-class CacheSlotDivision:
+class CacheSlotDivision(StepMoments):
     """Divides the bytes of all cache slots of a rank anew where that misses less. Not thread-safe; not collective.
 
     The values and states of rows do not depend on it: training goes on exactly. A change takes the time to copy the
@@ -55,9 +57,17 @@ class CacheSlotDivision:
         slow = [(store.tier, cache_slot_bytes(store)) for store in stores if store.tier is not None]
         return cls([tier for tier, _ in slow], [size for _, size in slow]) if len(slow) > 1 else None
 
-    def after_step(self) -> bool:
-        """Count a step, and divide anew when it is time and pays; return whether cache slots changed. Call it between
-        two steps.
+    def updated(self, optimizer: RowUpdate, step: int) -> None:
+        """Divide anew when it is time and pays.
+
+        Raises:
+            SlowMemoryError: as ``Tier.resize``.
+        """
+        del optimizer, step
+        self.divide()
+
+    def divide(self) -> bool:
+        """Count a step, and divide anew when it is time and pays; return whether cache slots changed.
 
         Raises:
             SlowMemoryError: as ``Tier.resize``.

@@ -18,6 +18,7 @@ from flexd.core.keyspace import DimGroup, KeySpace, state_columns
 from flexd.core.layout import RankLayout
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.store.initial_values import fill_initial_rows
+from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
 from flexd.embedding.store.slow.cold_rows import ColdRows
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.host_rows import HostRows
@@ -75,6 +76,11 @@ class TieredStorage:
         rows = [-(-(group.end_key - group.first_key) // layout.world_size) for group in groups]
         index = INDEX_BYTES * sum(rows) if self._has_index(rows) else 0
         return proportional_cache_slots(self.fast_memory_bytes - index, rows, row_bytes)
+
+    def division(self, stores: Sequence[GroupStore]) -> list[CacheSlotDivision]:
+        """Return what divides the cache slots between dim-groups step by step; none where fewer than two have some."""
+        division = CacheSlotDivision.of(stores)
+        return [] if division is None else [division]
 
     def _has_index(self, home_rows: Sequence[int]) -> bool:
         """Return whether cold rows of a file are found by an index: where it takes a quarter of fast memory at most."""

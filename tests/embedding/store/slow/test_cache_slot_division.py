@@ -11,7 +11,7 @@ import flexd
 from flexd.embedding.checkpoint import checkpoint
 from flexd.embedding.store.slow import cache_slot_division
 from flexd.embedding.store.slow.cache_slot_counts import MISSED
-from flexd.embedding.store.slow.cache_slot_division import cache_slot_bytes
+from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision, cache_slot_bytes
 from tests.support.checkpoint_jobs import as_numpy
 
 TABLES = [
@@ -41,6 +41,10 @@ def cache_slots_of(collection: flexd.EmbeddingCollection) -> list[int]:
     return [store.tier.cache_slots for store in collection.engine.stores if store.tier is not None]
 
 
+def divisions(collection: flexd.EmbeddingCollection) -> list[CacheSlotDivision]:
+    return [each for each in collection.engine.joined if isinstance(each, CacheSlotDivision)]
+
+
 def used_bytes(collection: flexd.EmbeddingCollection) -> int:
     sizes = [cache_slot_bytes(store) for store in collection.engine.stores]
     return int(np.dot(cache_slots_of(collection), sizes))
@@ -49,8 +53,7 @@ def used_bytes(collection: flexd.EmbeddingCollection) -> int:
 def test_cache_slots_follow_the_use_and_rows_are_those_of_fast_rows() -> None:
     slow, fast = made(12_000), made(None)
     by_rows, budget = cache_slots_of(slow), used_bytes(slow)
-    division = slow.engine.cache_slot_division
-    assert division is not None
+    (division,) = divisions(slow)
     seen = []
     for hot in ("item", "shop"):
         for seed in range(100):
@@ -71,7 +74,7 @@ def test_a_division_misses_less_than_cache_slots_by_rows() -> None:
     for divides in (False, True):
         slow = made(12_000)
         if not divides:
-            slow.engine.cache_slot_division = None
+            slow.engine.joined.remove(*divisions(slow))
         for seed in range(60):
             step(slow, seed, "item")
         tiers = [store.tier for store in slow.engine.stores if store.tier is not None]
@@ -87,8 +90,7 @@ def test_cache_slots_that_there_is_no_memory_to_copy_stay_and_training_goes_on(m
     slow, fast = made(12_000), made(None)
     for seed in range(5):
         assert step(slow, seed) == step(fast, seed)
-    division, before = slow.engine.cache_slot_division, cache_slots_of(slow)
-    assert division is not None
+    (division,), before = divisions(slow), cache_slots_of(slow)
     changes = division.changes
 
     def full(*shape: object, **options: object) -> torch.Tensor:
