@@ -17,7 +17,7 @@ from flexd.core.usage_warnings import UsageWarningKind
 if TYPE_CHECKING:
     from flexd.core.keyspace import TableSpec
     from flexd.core.layout import RankLayout
-    from flexd.operations.phase_averages import PhaseAverages
+    from flexd.operations.step_times import PhaseAverages
     from flexd.operations.training_monitor import (
         RankAverages,
         SlowMemoryTotals,

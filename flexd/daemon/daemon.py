@@ -76,7 +76,6 @@ class Daemon:
         # holds the event's lock, would block for ever in ``Event.set``.
         self._stop_requested = self._reload_requested = False
         self._ticked_at = time.monotonic()
-        factory.make_state_directory(config)
         self._server = DaemonServer(self, Metrics(self), config.server, self.supervisor)
         self._lock: StateLock | None = None
         self._state = StateDatabase(config.state.dir / NAME)

@@ -6,7 +6,6 @@ from flexd.config.model import Config
 from flexd.config.stream import FileLogSourceConfig, KafkaSourceConfig, TapSourceConfig
 from flexd.control.daemon.coordinator import ControlOptions
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
-from flexd.core.errors import SnapshotError
 from flexd.core.secrets import KeyFile
 from flexd.sketch.types import SketchSettings
 from flexd.stream.offsets_in_work import OffsetsInWork
@@ -45,17 +44,6 @@ def make_source(config: Config, work: OffsetsInWork | None = None) -> Source:
     return SyntheticSource([(table.name, table.rows) for table in config.tables], source)
 
 
-def make_state_directory(config: Config) -> None:
-    """Create the state directory. Raises SnapshotError if that fails."""
-    directory = config.state.dir
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise SnapshotError(
-            f"state.dir: {directory} cannot be made: {error.strerror}", remedy="give a writable directory"
-        ) from error
-
-
 def make_cluster(config: Config) -> Cluster:
     """Return the cluster description of ``topology``.
 
@@ -80,17 +68,6 @@ def sketch_settings(config: Config) -> SketchSettings:
     )
 
 
-def control_tls(config: Config) -> TlsFiles | None:
-    """Return the daemon's certificate files, or None without TLS. Raises ConfigError if they cannot be used."""
-    tls = config.control.tls
-    if tls.cert_file is None or tls.key_file is None or tls.ca_file is None:
-        return None
-    files = TlsFiles(tls.cert_file, tls.key_file, tls.ca_file)
-    # Before anything is started.
-    TlsContext(files, server_side=True)
-    return files
-
-
 def control_options(config: Config) -> ControlOptions:
     """Return the control channel's options.
 
@@ -98,14 +75,18 @@ def control_options(config: Config) -> ControlOptions:
         ConfigError: the secret file or a certificate file cannot be read, or does not hold what it should.
     """
     control = config.control
-    secret_file = control.secret_file
+    secret_file, given, tls = control.secret_file, control.tls, None
+    if given.cert_file is not None and given.key_file is not None and given.ca_file is not None:
+        tls = TlsFiles(given.cert_file, given.key_file, given.ca_file)
+        # An error before anything is started.
+        TlsContext(tls, server_side=True)
     secret = None if secret_file is None else KeyFile(secret_file, "control.secret_file")
     return ControlOptions(
         job=config.job,
         listen_host=control.listen_host,
         listen_port=control.listen_port,
         secret=secret,
-        tls=control_tls(config),
+        tls=tls,
         timeout_seconds=control.timeout_seconds,
         max_chunk_rows=max(control.chunk_rows, 1),
     )

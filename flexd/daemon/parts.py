@@ -26,7 +26,6 @@ from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.drift import DriftMonitor
-from flexd.operations.effects import EffectRecorder
 from flexd.operations.executions import Executions
 from flexd.operations.history import MigrationHistory
 from flexd.operations.live_plan import PlanMaker
@@ -34,6 +33,7 @@ from flexd.operations.live_prices import LivePrices
 from flexd.operations.planning import Planning
 from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.state_database import StateDatabase
+from flexd.operations.step_times import EffectRecorder
 from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
 from flexd.operations.verification import Verifier
 from flexd.sketch.dead_letters import DeadLetterFile

@@ -83,12 +83,19 @@ NAME = "job"
 
 
 def open_state(directory: Path, job: str) -> StateLock:
-    """Lock a state directory for a job, and note the job's name in it.
+    """Lock a state directory for a job, and note the job's name in it. Makes it if there is none.
 
     Raises:
+        SnapshotError: it cannot be made.
         StateLockedError: another process holds it, or it cannot be locked.
         UnusableStateError: it belongs to another job; nothing has changed.
     """
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise SnapshotError(
+            f"state.dir: {directory} cannot be made: {error.strerror}", remedy="give a writable directory"
+        ) from error
     lock = StateLock(directory)
     try:
         check_owner(directory, job)

@@ -16,7 +16,7 @@ from flexd.core.fault_points import fault_point
 from flexd.core.layout import Tier
 from flexd.operations.drift import DriftMonitor
 from flexd.operations.planning import Planning
-from flexd.operations.triggers import Calendar, Triggers, TriggerSettings
+from flexd.operations.triggers import Triggers
 from flexd.operations.verification import Verifier, plan_kind
 from flexd.planner.plan import Plan
 
@@ -68,18 +68,6 @@ class FailureBackoff:
 
 logger = logging.getLogger(__name__)
 
-MIN_SPACING_SECONDS = 0.1
-"""Lower bound of ``planner.min_spacing_seconds``, so that the loop does not spin."""
-
-
-def trigger_settings(planner: PlannerConfig) -> TriggerSettings:
-    return TriggerSettings(
-        interval_seconds=planner.interval_seconds,
-        min_spacing_seconds=max(planner.min_spacing_seconds, MIN_SPACING_SECONDS),
-        auto=planner.auto,
-        calendar=Calendar.of(planner.maintenance),
-    )
-
 
 class AutoPlanner:
     """Plans when a trigger fires. Only the daemon's loop calls ``tick``; any thread may read attributes.
@@ -103,7 +91,7 @@ class AutoPlanner:
         resume_rollback: Callable[[], bool] = lambda: False,
         verifier: Verifier | None = None,
     ) -> None:
-        self.triggers = Triggers(trigger_settings(planner), time.monotonic())
+        self.triggers = Triggers(planner, time.monotonic())
         self.failure_backoff = FailureBackoff()
         self._planning = planning
         self._drift = drift
@@ -135,16 +123,16 @@ class AutoPlanner:
         if due is None:
             return
         try:
-            proposal = self._planning.propose(due.trigger)
+            proposal = self._planning.propose(due)
             held = self._held_back(proposal.plan)
             if held and not proposal.withheld:
                 if held != self._logged:
-                    logger.info("plan %s (%s) is proposed only: %s", proposal.plan.plan_id, due.trigger.reason, held)
+                    logger.info("plan %s (%s) is proposed only: %s", proposal.plan.plan_id, due.reason, held)
                 self._logged, self.refusal = held, ""
                 self.triggers.plan_made(due, live.generation)
                 return
             if due.held and len(proposal.plan.delta) and not proposal.withheld:
-                logger.info("plan %s (%s) is proposed only: %s", proposal.plan.plan_id, due.trigger.reason, due.held)
+                logger.info("plan %s (%s) is proposed only: %s", proposal.plan.plan_id, due.reason, due.held)
             else:
                 self._planning.execute(proposal)
         except FlexdError as error:
@@ -182,6 +170,6 @@ class AutoPlanner:
 
     def apply_config(self, planner: PlannerConfig) -> None:
         """Use other settings from the next tick on."""
-        self.triggers.apply_settings(trigger_settings(planner), time.monotonic())
+        self.triggers.apply_settings(planner, time.monotonic())
         if self.verifier is not None:
             self.verifier.apply_config(planner)

@@ -14,7 +14,7 @@ from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase, StepReport
 from flexd.core.layout import RankLayout
-from flexd.operations.phase_averages import PHASES, phase_values, priced_by
+from flexd.operations.step_times import PHASES, phase_values, priced_by
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.planner.model.prices import PriceCorrection
 from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Link

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES, SlowTableReport, StepReport
 from flexd.core.usage_warnings import MAX_TEXT, UsageWarningKind, UsageWarningReport
-from flexd.operations.phase_averages import RECENT_STEPS, PhaseAverages, differs, exposure, mean_phases
-from flexd.operations.step_times import StepTimes
+from flexd.operations.step_times import PHASE_STEPS, PhaseAverages, StepTimes, differs, exposure, mean_phases
 from flexd.topology.cluster import Exposed
 
 _KINDS = frozenset(kind.value for kind in UsageWarningKind)
@@ -231,7 +230,7 @@ LINKS = ("intra", "inter")
 
 @dataclass(frozen=True)
 class RankAverages:
-    """One rank as it reported; averages over about ``RECENT_STEPS`` of its newest steps.
+    """One rank as it reported; averages over about ``PHASE_STEPS`` of its newest steps.
 
     Attributes:
         version: version of its placement.
@@ -263,7 +262,7 @@ class RankAverages:
     @staticmethod
     def of(report: StepReport, known: RankAverages | None) -> RankAverages:
         steps = max(1, report.steps)
-        weight = 1.0 if known is None else min(1.0, report.steps / RECENT_STEPS)
+        weight = 1.0 if known is None else min(1.0, report.steps / PHASE_STEPS)
 
         def average(total: float, before: float) -> float:
             return before + weight * (total / steps - before)

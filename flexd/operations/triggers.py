@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import Enum
 from zoneinfo import ZoneInfo
 
-from flexd.config.planner import WindowConfig
+from flexd.config.planner import PlannerConfig, WindowConfig
 
 _LOOK_AHEAD_DAYS = 15
 """Two weeks show every window, even if a change of the clocks skips one of its occurrences."""
@@ -127,41 +127,17 @@ class Trigger:
         kind: kind of the cause.
         reason: the cause in words, recorded with plan and migration.
         requested_by: the user who requested it, or ``DAEMON_ACTOR``.
+        held: why the plan is only proposed; empty if it is executed.
     """
 
     kind: TriggerKind
     reason: str
     requested_by: str = DAEMON_ACTOR
-
-
-@dataclass(frozen=True)
-class FiredTrigger:
-    """A trigger that has fired.
-
-    Attributes:
-        trigger: the trigger.
-        held: why the plan is only proposed; empty if it is executed.
-    """
-
-    trigger: Trigger
     held: str = ""
 
 
-@dataclass(frozen=True)
-class TriggerSettings:
-    """When to plan.
-
-    Attributes:
-        interval_seconds: time between plans.
-        min_spacing_seconds: least time between two attempts of the daemon.
-        auto: whether plans are executed; False only proposes them.
-        calendar: maintenance windows.
-    """
-
-    interval_seconds: float
-    min_spacing_seconds: float
-    auto: bool = True
-    calendar: Calendar = field(default_factory=Calendar)
+MIN_SPACING_SECONDS = 0.1
+"""Lower bound of ``planner.min_spacing_seconds``, so that the loop does not spin."""
 
 
 class Triggers:
@@ -175,8 +151,9 @@ class Triggers:
         waiting_for_window: the trigger that fires when a maintenance window opens; None if none waits.
     """
 
-    def __init__(self, settings: TriggerSettings, now: float) -> None:
+    def __init__(self, settings: PlannerConfig, now: float) -> None:
         self.settings = settings
+        self.calendar = Calendar.of(settings.maintenance)
         self.fired: Counter[TriggerKind] = Counter()
         self._planned_generation = 0
         self._next_plan_at = now + settings.interval_seconds
@@ -188,11 +165,9 @@ class Triggers:
         """Return why the daemon starts no migration by itself now; empty if it may."""
         if not self.settings.auto:
             return "planner.auto is false"
-        return "" if self.settings.calendar.is_open(unix_seconds) else "outside the maintenance windows"
+        return "" if self.calendar.is_open(unix_seconds) else "outside the maintenance windows"
 
-    def due(
-        self, now: float, unix_seconds: float, generation: int, drift: Callable[[], str | None]
-    ) -> FiredTrigger | None:
+    def due(self, now: float, unix_seconds: float, generation: int, drift: Callable[[], str | None]) -> Trigger | None:
         """Return the trigger that has fired; None if none has. The caller plans and then calls ``plan_made``.
 
         Args:
@@ -208,9 +183,9 @@ class Triggers:
         if trigger is None:
             return None
         self._next_plan_at = now + self.settings.interval_seconds
-        self._next_try_at = now + self.settings.min_spacing_seconds
+        self._next_try_at = now + max(self.settings.min_spacing_seconds, MIN_SPACING_SECONDS)
         self.fired[trigger.kind] += 1
-        return FiredTrigger(trigger, held)
+        return replace(trigger, held=held)
 
     def _fired(self, now: float, generation: int, held: str, drift: Callable[[], str | None]) -> Trigger | None:
         if generation != self._planned_generation:
@@ -218,6 +193,7 @@ class Triggers:
         if self.waiting_for_window is not None and not held:
             return replace(
                 self.waiting_for_window,
+                held="",
                 reason=f"{self.waiting_for_window.reason}, held until the maintenance window opened",
             )
         reason = None if held and self._proposed_for_drift else drift()
@@ -225,7 +201,7 @@ class Triggers:
             return Trigger(TriggerKind.DRIFT, reason)
         return Trigger(TriggerKind.INTERVAL, "interval") if now >= self._next_plan_at else None
 
-    def plan_made(self, due: FiredTrigger, generation: int) -> None:
+    def plan_made(self, due: Trigger, generation: int) -> None:
         """Record that the plan was made and, unless ``due.held``, executed.
 
         Drift proposes once until a plan is executed: while the placement stays, every evaluation would find the same.
@@ -235,9 +211,9 @@ class Triggers:
             self.waiting_for_window = None
             self._proposed_for_drift = False
         else:
-            self._proposed_for_drift |= due.trigger.kind is TriggerKind.DRIFT
+            self._proposed_for_drift |= due.kind is TriggerKind.DRIFT
             if self.settings.auto:
-                self.waiting_for_window = self.waiting_for_window or due.trigger
+                self.waiting_for_window = self.waiting_for_window or due
 
     def record_manual_plan(self, now: float, *, executed: bool) -> None:
         """Record a plan that a user requested. If it was executed, the interval starts over."""
@@ -253,9 +229,9 @@ class Triggers:
         self._planned_generation = generation
         self._next_plan_at = now + self.settings.interval_seconds
 
-    def apply_settings(self, settings: TriggerSettings, now: float) -> None:
+    def apply_settings(self, settings: PlannerConfig, now: float) -> None:
         """Use other settings from now on."""
-        self.settings = settings
+        self.settings, self.calendar = settings, Calendar.of(settings.maintenance)
         self._next_plan_at = min(self._next_plan_at, now + settings.interval_seconds)
         if not settings.auto:
             self.waiting_for_window = None

@@ -56,12 +56,16 @@ class MeasuredChanges:
     """The two placements between which a verification alternates: that of the plan, and the one here.
 
     Attributes:
+        base: the placement that the plan started from.
+        planned: the placement of the plan.
         without: the placement of the plan with (a random part of) its changes undone.
         part: share of the measured changes that are undone; 0.0 if there is nothing to measure.
         takes_back: whether the plan rather takes copies back. All its changes are measured then, otherwise the rows
             that it promoted or moved: what it takes back for them cannot return while their slots are full.
     """
 
+    base: Placement
+    planned: Placement
     without: Placement
     part: float
     takes_back: bool
@@ -80,14 +84,14 @@ def measured_changes(
     if not takes_back:
         undone = undone.select(np.flatnonzero(by_slots(undone.new_tiers) < by_slots(undone.old_tiers)))
     if len(undone) == 0:
-        return MeasuredChanges(placement, 0.0, takes_back)
+        return MeasuredChanges(base, placement, placement, 0.0, takes_back)
     done = Delta(undone.keys, undone.new_tiers, undone.old_tiers)
     size = max(int(moved_bytes(way, keyspace, layout).sum()) for way in (done, undone))
     rows = len(undone)
     if size > max_move_bytes:
         rows = max(1, int(rows * max_move_bytes / size))
         undone = undone.select(np.sort(np.random.default_rng().choice(len(undone), rows, replace=False)))
-    return MeasuredChanges(placement.apply(undone), rows / len(done), takes_back)
+    return MeasuredChanges(base, placement, placement.apply(undone), rows / len(done), takes_back)
 
 
 def plan_kind(plan: Plan) -> str:
@@ -135,26 +139,41 @@ class VerificationState(StrEnum):
 
 
 @dataclass
+class _Pairs:
+    """Blocks in pairs: one with the plan (True) and one without it."""
+
+    rule: SwitchbackRule
+    order: list[bool] = field(default_factory=list)
+    """The blocks of the present pair that are still to come."""
+    pair: dict[bool, float] = field(default_factory=dict)
+    blocks: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+
+    def add(self, seconds: float) -> None:
+        """Add the block that was next."""
+        self.pair[self.order.pop(0)] = seconds
+        if not self.order:
+            for side, measured in self.pair.items():
+                self.blocks[side].append(measured)
+            self.pair = {}
+
+    @property
+    def effect(self) -> Effect:
+        return self.rule.effect(self.blocks[False], self.blocks[True])
+
+
+@dataclass
 class _Run:
     plan: Migration
     newest: Migration
     """The newest migration of this verification."""
     kind: str
-    base: Placement
-    planned: Placement
     changes: MeasuredChanges
-    generation: int
-    world_size: int
-    rule: SwitchbackRule
+    ranks: LiveTopology
+    pairs: _Pairs
     progressed_at: float
     moves: int = 0
-    version: int = 0
     moving: bool = False
     at_plan: bool = True
-    order: list[bool] = field(default_factory=list)
-    """The blocks of the present pair that are still to come: True with the plan."""
-    pair: dict[bool, float] = field(default_factory=dict)
-    blocks: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
 
 
 class Verifier:
@@ -248,8 +267,7 @@ class Verifier:
         pairs = min(MAX_PAIRS, settings.budget_steps // (2 * settings.block_steps))
         rule = SwitchbackRule(max(FIRST_LOOK, pairs), CONFIDENCE, RESOLUTION)
         run = _Run(
-            migration, migration, plan_kind(plan), base, placement, changes, live.generation, live.layout.world_size,
-            rule, self._clock(), version=placement.version,
+            migration, migration, plan_kind(plan), changes, live, _Pairs(rule), self._clock()
         )  # fmt: skip
         self._blocks.clear()
         self._run = run
@@ -262,7 +280,7 @@ class Verifier:
     def _problem(self, run: _Run, live: LiveTopology) -> str:
         if self._executions.last is not run.newest:
             return "another migration was started"
-        if live.generation != run.generation:
+        if live.generation != run.ranks.generation:
             return "the ranks have changed"
         if not self.settings.enabled:
             return "planner.verify.enabled is false"
@@ -273,26 +291,19 @@ class Verifier:
         return ""
 
     def _end_move(self, run: _Run) -> None:
-        progress = run.newest.record
-        if progress.state is MigrationState.COMMITTED:
+        if run.newest.state is MigrationState.COMMITTED:
             run.moving = False
-            run.version = progress.last_version or progress.base_version
-            self._blocks.begin(run.version, self.settings.block_steps)
+            self._begin_block(run)
 
     def _measure(self, run: _Run, live: LiveTopology) -> None:
-        seconds = self._blocks.seconds(run.world_size)
+        seconds = self._blocks.seconds(run.ranks.layout.world_size)
         if seconds is None:
             return
         run.progressed_at = self._clock()
-        run.pair[run.at_plan] = seconds
-        run.order.pop(0)
-        if not run.order:
-            for side, measured in run.pair.items():
-                run.blocks[side].append(measured)
-            run.pair = {}
+        run.pairs.add(seconds)
         spent = self._blocks.steps() >= self.settings.budget_steps
-        effect = run.rule.effect(run.blocks[False], run.blocks[True])
-        verdict = run.rule.verdict(effect, last=spent) if spent or not run.order else None
+        effect = run.pairs.effect
+        verdict = run.pairs.rule.verdict(effect, last=spent) if spent or not run.pairs.order else None
         if verdict is None:
             self._report(run, VerificationState.RUNNING, effect.describe(CONFIDENCE))
             self._next_block(run, live)
@@ -300,21 +311,26 @@ class Verifier:
             self._conclude(run, verdict, effect, live)
 
     def _next_block(self, run: _Run, live: LiveTopology) -> None:
-        if not run.order:
+        pairs = run.pairs
+        if not pairs.order:
             first = self._coin()
-            run.order = [first, not first]
-        if run.order[0] is run.at_plan:
-            self._blocks.begin(run.version, self.settings.block_steps)
+            pairs.order = [first, not first]
+        if pairs.order[0] is run.at_plan:
+            self._begin_block(run)
             return
-        run.at_plan = run.order[0]
-        self._move(run, run.planned if run.at_plan else run.changes.without, live)
+        run.at_plan = pairs.order[0]
+        self._move(run, run.changes.planned if run.at_plan else run.changes.without, live)
+
+    def _begin_block(self, run: _Run) -> None:
+        now = run.newest.record
+        self._blocks.begin(now.last_version or now.base_version, self.settings.block_steps)
 
     def _move(self, run: _Run, target: Placement, live: LiveTopology) -> None:
         run.moves += 1
         migration_id = run.plan.migration_id
         reason = f"verification of {migration_id}: a block {'with' if run.at_plan else 'without'} it"
         run.newest = self._executions.start_move(
-            f"{migration_id}.verify-{run.moves}", target, run.generation,
+            f"{migration_id}.verify-{run.moves}", target, run.ranks.generation,
             Trigger(TriggerKind.VERIFY, reason, DAEMON_ACTOR), live,
         )  # fmt: skip
         run.moving = True
@@ -329,11 +345,11 @@ class Verifier:
             self.held.release(run.kind)
             if not run.at_plan:
                 run.at_plan = True
-                self._move(run, run.planned, live)
+                self._move(run, run.changes.planned, live)
         else:
             self.held.hold(run.kind, f"{migration_id} measured {message}", HOLD_SECONDS, time.time())
             run.newest = self._executions.start_rollback(
-                f"{migration_id}{ROLLBACK}", migration_id, lambda: run.base, run.generation,
+                f"{migration_id}{ROLLBACK}", migration_id, lambda: run.changes.base, run.ranks.generation,
                 replace(
                     rollback_trigger(migration_id, f"measured {message}", DAEMON_ACTOR), kind=TriggerKind.VERIFY
                 ), live,
@@ -351,7 +367,7 @@ class Verifier:
         self._decisions.update(verification="")
 
     def _report(self, run: _Run, state: VerificationState, message: str, *, rolled_back: bool = False) -> None:
-        effect = run.rule.effect(run.blocks[False], run.blocks[True])
+        effect = run.pairs.effect
         self.newest = VerificationReport(
             migration_id=run.plan.migration_id, state=state.value, change=effect.share, low=effect.low,
             high=effect.high, pairs=effect.pairs, part=run.changes.part, steps=self._blocks.steps(),

@@ -170,7 +170,7 @@ class Exposed:
     """What a step waits for: a share (0-1) of each part of the communication, which cannot run beside compute, and of
     the rest what is longer than the compute beside it.
 
-    The shares of a file hold until ranks have reported theirs (``flexd.operations.phase_averages``).
+    The shares of a file hold until ranks have reported theirs (``flexd.operations.step_times``).
 
     Attributes:
         forward: the forward exchange: 1, because compute needs the rows, unless rows are fetched ahead.

@@ -14,10 +14,9 @@ from flexd.control.daemon.migration_record import MigrationRecord, Transition
 from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.control.protocol.report import StepReport
 from flexd.core.placement import Delta, Placement
-from flexd.operations.effects import EffectRecorder
 from flexd.operations.history import MigrationHistory
 from flexd.operations.state_database import NAME, StateDatabase
-from flexd.operations.step_times import StepTimes
+from flexd.operations.step_times import EffectRecorder, StepTimes
 
 E = TransitionEvent
 FLUSH_SECONDS = 20.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexd.control.protocol.report import PhaseReport
-from flexd.operations.phase_averages import priced_by
+from flexd.operations.step_times import priced_by
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.topology.cluster import Exposed
 from tests.support.components import report

@@ -22,12 +22,11 @@ from flexd.control.daemon.throttle import Throttle
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.decisions import DecisionFile
-from flexd.operations.effects import EffectRecorder
 from flexd.operations.executions import Executions
 from flexd.operations.history import MigrationHistory
 from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.state_database import NAME, StateDatabase
-from flexd.operations.step_times import StepTimes
+from flexd.operations.step_times import EffectRecorder, StepTimes
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.planner.delta import plan_delta
 from flexd.planner.plan import PlanOrigin
