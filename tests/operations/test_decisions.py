@@ -113,7 +113,7 @@ def test_decisions_hold_at_the_next_start(tmp_path: Path) -> None:
 def test_decisions_that_cannot_be_used_are_not_in_force(tmp_path: Path, document: str) -> None:
     file = StateDatabase(tmp_path / NAME)
     DecisionFile(file).update(pause=DECIDED.pause)
-    file.write([("UPDATE decisions SET document = ?", (document,))])
+    file.write([("UPDATE documents SET document = ?", (document,))])
     file.close()
     it = Start(tmp_path)
     assert (it.held, it.throttle.limits) == (False, ThrottleLimits(None, 9_000))
