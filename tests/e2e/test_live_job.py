@@ -143,17 +143,3 @@ def test_training_goes_on_while_the_daemon_is_stopped_and_it_recovers(job: LiveJ
     assert job.ranks.step() > stopped_at
     versions = [[record["version"] for record in rank[: job.ranks.step()]] for rank in records]
     assert all(version[: len(versions[0])] == versions[0][: len(version)] for version in versions)
-
-
-def test_killing_and_restarting_the_daemon_lets_the_placement_go_on(job: LiveJob) -> None:
-    version, generation = job.version(), job.status()["topology"]["generation"]
-    assert version >= 1
-    job.daemon.kill()
-    job.steps_on()
-    assert job.version() == version, "the placement stays as it is without a daemon"
-    job.daemon.start(DAEMON_START_SECONDS)
-    until(job.ready, 60, job.status)
-    status = job.status()
-    assert status["topology"]["generation"] == generation
-    until(lambda: job.status()["placement"]["version"] >= version, 30, job.status)
-    assert job.answer("replan", "--wait", "--timeout", 60)["placement_version"] >= version

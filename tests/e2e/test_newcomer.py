@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import sysconfig
-import time
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from flexd.demo.processes import free_ports
+from tests.support import shell
+from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 CONTROL_PORT = "29400"
 """In the README's commands; rewritten, as another daemon may run on the machine."""
 FOREIGN = ("FLEXD", "MAKE", "MFLAGS", "PYTEST", "PYTHONPATH", "VIRTUAL_ENV")
@@ -64,24 +63,9 @@ def follow(commands: str, checkout: Path, **environment: str) -> str:
     if CONTROL_PORT in commands:  # the demo finds ports for itself
         ours |= {"FLEXD__CONTROL__LISTEN_PORT": str(control), "FLEXD__SERVER__PORT": str(http)}
         ours["FLEXD_URL"] = f"http://127.0.0.1:{http}"
-    log = checkout / "newcomer.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            ["bash", "-e", "-c", commands.replace(CONTROL_PORT, str(control))], cwd=checkout, stdin=subprocess.DEVNULL,
-            stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=ours,
-        )  # fmt: skip
-    try:
-        process.wait(SECONDS)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):  # what the commands left in the background
-            try:
-                os.killpg(process.pid, number)
-                time.sleep(2.0)
-            except ProcessLookupError:
-                break
-    shown = "\n".join(file.read_text(errors="replace")[-3000:] for file in sorted(checkout.glob("*.log")))
-    assert process.returncode == 0, shown
-    return log.read_text(errors="replace")
+    script = checkout / "commands.sh"
+    script.write_text(commands.replace(CONTROL_PORT, str(control)))
+    return shell.follow(script, checkout, ours, SECONDS)
 
 
 def test_from_a_clone_to_the_end_of_the_demo(checkout: Path) -> None:

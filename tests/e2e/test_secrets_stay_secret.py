@@ -7,10 +7,9 @@ import contextlib
 import io
 import json
 import os
-import signal
 import stat
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +21,7 @@ import yaml
 from flexd.cli.main import main
 from flexd.demo.processes import free_ports
 from tests.support.api_requests import COMMAND_HEADERS
-from tests.support.repository import ROOT
+from tests.support.flexd_processes import RunningDaemon
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
@@ -37,74 +36,46 @@ SASL = {
 }  # fmt: skip
 
 
-class Daemon:
-    """``flexd run`` with marked secrets and a umask of 0, whose output is kept."""
+class Listened:
+    """A daemon with marked secrets and a umask of 0, and all that it says."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.port, control = free_ports(2)
         for name in ("control", "password", "read", "admin"):
             (directory / name).write_text(f"{MARK}-{name}-0123456789\n")
-        settings: dict[str, Any] = {
-            "job": "test",
-            "tables": [{"name": "items", "rows": 1000, "dim": 4}],
-            "control": {"secret_file": str(directory / "control"), "listen_port": control},
-            "server": {
-                "port": self.port,
-                "tokens": [
-                    {"name": "dashboard", "file": str(directory / "read")},
-                    {"name": "operator", "scope": "admin", "file": str(directory / "admin")},
-                ],
-            },
-            "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 0.3},
-            "log": {"level": "debug", "format": "json"},
-        }
         (broker,) = free_ports(1)
         files = {name: str(directory / file) for name, file in SASL["client_option_files"].items()}
-        settings["stream"] = {
-            "source": {
-                "kind": "kafka", "bootstrap_servers": f"127.0.0.1:{broker}",
-                "connect_timeout_seconds": 1.0, **SASL, "client_option_files": files,
-            }
+        kafka = {
+            "kind": "kafka", "bootstrap_servers": f"127.0.0.1:{broker}", "connect_timeout_seconds": 1.0, **SASL,
+            "client_option_files": files,
         }  # fmt: skip
-        self.config = directory / "flexd.yaml"
-        self.config.write_text(yaml.safe_dump(settings))
+        tokens = [
+            {"name": "dashboard", "file": str(directory / "read")},
+            {"name": "operator", "scope": "admin", "file": str(directory / "admin")},
+        ]
+        self.daemon = RunningDaemon(
+            directory,
+            {
+                "tables": [{"name": "items", "rows": 1000, "dim": 4}],
+                "control": {"secret_file": str(directory / "control")},
+                "server": {"tokens": tokens},
+                "stream": {"source": kafka},
+                "log": {"level": "debug", "format": "json"},
+            },
+        )
         self.said: list[str] = []
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> Daemon:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("FLEXD")}
-        self._log = (self.directory / "log").open("wb")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "flexd", "run", "-c", str(self.config)],
-            stdout=self._log, stderr=subprocess.STDOUT, env=environ, cwd=ROOT, umask=0,
-        )  # fmt: skip
-        until(lambda: self._answers(), 90, lambda: (self.directory / "log").read_text()[-2000:])
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait(10)
-        self._log.close()
-
-    def _answers(self) -> bool:
-        assert self._process.poll() is None, (self.directory / "log").read_text()[-2000:]
-        try:
-            return httpx.get(self.url + "/healthz", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
 
     def ask(self, method: str, path: str, token: str | None, **more: Any) -> httpx.Response:
         headers = COMMAND_HEADERS | ({} if token is None else {"authorization": f"Bearer {MARK}-{token}-0123456789"})
-        answer = httpx.request(method, self.url + path, headers=headers, timeout=20, **more)
+        answer = httpx.request(method, self.daemon.url + path, headers=headers, timeout=20, **more)
         self.said.append(f"{path}: {answer.headers} {answer.text}")
         return answer
 
-    def end(self) -> int:
-        self._process.send_signal(signal.SIGTERM)
-        code = self._process.wait(30)
-        self.said.append((self.directory / "log").read_text())
-        return code
+
+@pytest.fixture
+def umask_of_nothing() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
 
 
 def checked(file: Path, *arguments: str) -> tuple[object, str]:
@@ -120,8 +91,10 @@ def checked(file: Path, *arguments: str) -> tuple[object, str]:
     return ended.value.code, printed.getvalue()
 
 
+@pytest.mark.usefixtures("umask_of_nothing")
 def test_no_secret_is_said_anywhere_and_nobody_else_may_read_the_state(tmp_path: Path) -> None:
-    with Daemon(tmp_path) as daemon:
+    daemon = Listened(tmp_path)
+    with daemon.daemon as running:
         paths = daemon.ask("GET", "/openapi.json", "read").json()["paths"]
         for path, methods in paths.items():
             for method in methods:
@@ -131,9 +104,11 @@ def test_no_secret_is_said_anywhere_and_nobody_else_may_read_the_state(tmp_path:
         assert daemon.ask("POST", "/v1/pause", "admin", json={"reason": "x"}).status_code == 200
         until(lambda: daemon.ask("GET", "/v1/status", "read").json()["snapshot"]["written"] >= 1, 30)
         until(lambda: daemon.ask("GET", "/v1/status", "read").json()["stream"]["problem"], 30)
-        assert daemon.end() == 0
+        running.process.stop()
+        assert running.process.exit_code == 0
+        daemon.said.append((tmp_path / "daemon.log").read_text())
         for output in ("json", "yaml", "table"):
-            code, printed = checked(daemon.config, "-o", output)
+            code, printed = checked(running.config_file, "-o", output)
             assert code == 0, printed
             daemon.said.append(printed)
         state = [tmp_path / "state", *(tmp_path / "state").rglob("*")]

@@ -61,7 +61,7 @@ class RunningDaemon:
             "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 0.5},
             **settings,
             "control": {"listen_port": control_port, **settings.get("control", {})},
-            "server": {"port": http_port},
+            "server": {"port": http_port, **settings.get("server", {})},
         }
         self.config_file = directory / "flexd.yaml"
         self.config_file.write_text(yaml.safe_dump(settings))
