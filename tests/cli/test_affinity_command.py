@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flexd.affinity import NodeMap
 from flexd.api.plan import UserNodePage
-from tests.support.fake_planning import USERS
+from tests.support.fake_daemon import USERS
 
 
 def test_all_pages_become_one_map(flexd_command, url, daemon, tmp_path: Path) -> None:
@@ -22,14 +22,14 @@ def test_all_pages_become_one_map(flexd_command, url, daemon, tmp_path: Path) ->
 
 
 def test_pages_of_two_learnings_are_not_mixed(flexd_command, url, daemon, tmp_path: Path, monkeypatch) -> None:
-    whole, learnings = daemon.planning.user_nodes, iter([1, 2, 2, 2, 2])
+    whole, learnings = daemon.user_nodes, iter([1, 2, 2, 2, 2])
 
     def learnt_anew(offset: int, limit: int) -> UserNodePage:
         number = next(learnings, 0)
         page = whole(offset, limit)
         return page.model_copy(update={"learnt": number, "nodes_of": (number - 1,) * len(page.ids)})
 
-    monkeypatch.setattr(daemon.planning, "user_nodes", learnt_anew)
+    monkeypatch.setattr(daemon, "user_nodes", learnt_anew)
     out = tmp_path / "nodes.npz"
     assert flexd_command("affinity", "users", "-o", out, "--url", url).returncode == 0
     assert NodeMap.load(out).nodes_of.tolist() == [1] * len(USERS)

@@ -12,7 +12,7 @@ from flexd.api.table import MAX_PAGE_ENTRIES, HotRowPage, TablePage
 from flexd.core.errors import ApiError, ConfigError, ControlError, EmbeddingError, PlanError
 from flexd.core.families import MAX_LABEL_VALUES
 from tests.support.api_requests import COMMAND_HEADERS
-from tests.support.fake_planning import USERS
+from tests.support.fake_daemon import USERS
 
 
 def test_every_verb_reaches_the_daemon(client, daemon):

@@ -25,9 +25,7 @@ from flexd.control.daemon.migration_states import MigrationState
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from tests.support.api_requests import COMMAND_HEADERS
-from tests.support.fake_daemon import FakeDaemon
-from tests.support.fake_inspection import STRANGE
-from tests.support.fake_migrations import ENDED, STOPPED, FakeMigrations
+from tests.support.fake_daemon import ENDED, STOPPED, STRANGE, FakeDaemon
 from tests.support.ops_tools import tool
 from tests.support.until import until
 
@@ -39,9 +37,10 @@ DEADLINE_MS = 20_000
 class BusyDaemon(FakeDaemon):
     """Ranks train, a plan is on its way, and everything that has a name has a bad one."""
 
-    @property
-    def migrations(self) -> FakeMigrations:
-        return OneMigration(self._enter, lambda: self.outcome)
+    def migrations(self, limit: int, state: MigrationState | None) -> MigrationList:
+        """The history of a daemon that carried out plan p1 after one of an earlier daemon."""
+        listed = super().migrations(limit, state)
+        return listed.model_copy(update={"migrations": (ENDED.model_copy(update={"plan_id": "p1"}), STOPPED)})
 
     def status(self) -> Status:
         super().status()
@@ -66,14 +65,6 @@ class BusyDaemon(FakeDaemon):
                 )
             ),
         )  # fmt: skip
-
-
-class OneMigration(FakeMigrations):
-    """The history of a daemon that carried out plan p1 after one of an earlier daemon."""
-
-    def migrations(self, limit: int, state: MigrationState | None) -> MigrationList:
-        listed = super().migrations(limit, state)
-        return listed.model_copy(update={"migrations": (ENDED.model_copy(update={"plan_id": "p1"}), STOPPED)})
 
 
 def served(daemon: FakeDaemon, **settings: Any) -> DaemonServer:

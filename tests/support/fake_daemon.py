@@ -5,20 +5,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 from flexd.api.base import ProbeResult
-from flexd.api.daemon import KeyChange, PauseState, ReloadReport
-from flexd.api.execution import ReplanResult
+from flexd.api.daemon import ConfigReport, KeyChange, PauseState, ReloadReport
+from flexd.api.execution import AbortPreview, AbortResult, ReplanResult, RollbackPreview
 from flexd.api.explanation import Explanation, RowReport, ThresholdReport
-from flexd.api.plan import PlanReport, ReplicationReport
+from flexd.api.migration import MigrationList
+from flexd.api.plan import PlanReport, ReplicationReport, ShareRangeReport, UserNodePage
+from flexd.api.planning import GateReport, ProposalList, ProposalReport
+from flexd.api.rank import RankPage, RankReport
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
-from flexd.control.daemon.migration_record import MigrationRecord
-from tests.support.fake_inspection import FakeInspection
-from tests.support.fake_migrations import FakeMigrations
-from tests.support.fake_planning import FakePlanning
+from flexd.api.table import HotRow, HotRowPage, TableOrder, TablePage, TableReport
+from flexd.api.throttle import ThrottleStatus
+from flexd.api.training import Timeline, TrafficSample
+from flexd.control.daemon.migration_record import ActionRecord, MigrationRecord, Transition, VerificationReport
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.core.errors import ApiError
 
 OK = ProbeResult(ok=True)
 RELOADED = ReloadReport(
@@ -33,6 +37,44 @@ RELOADED = ReloadReport(
 )  # fmt: skip
 STATUS = Status(job="job", version="1.2.3", started_unix_seconds=1.0, stream=StreamStatus(source="file_log"))
 
+STRANGE = '<img src=x onerror="boom()">'
+"""A table may be called anything."""
+ENDED = MigrationRecord(
+    migration_id="p7", plan_id="p7", parent_plan_id="p6", trigger="drift", requested_by="flexd",
+    reason="drift 1.20 > 1.05",
+    state="committed", rows=4000, rows_pushed=4000, rows_applied=4000, chunks_pushed=4, chunks_applied=4,
+    copied_bytes=2_048_000, pushed_bytes=40_000, base_version=12, last_version=16, created_unix_seconds=1_700_000_000.0,
+    started_unix_seconds=1_700_000_000.5, ended_unix_seconds=1_700_000_012.0, settled=True,
+    predicted_saving_seconds=2e-3, measured_saving_seconds=-1.5e-3, measured_error_seconds=2e-4,
+    verification=VerificationReport(
+        migration_id="p7", state="slower", change=0.015, low=0.004, high=0.026, pairs=12, steps=640,
+        message="1.5 % slower (95 % interval +0.4 % to +2.6 %, 12 pairs of blocks)",
+    ),
+)  # fmt: skip
+STOPPED = MigrationRecord(
+    migration_id="p8", plan_id="p8", parent_plan_id="p7", trigger="manual", requested_by="ada@host", reason="campaign",
+    state="aborted", problem="aborted by ada@host: too slow: stopped at version 18, 2,000 of 9,000 rows applied",
+    rows=9000, rows_pushed=2000, rows_applied=2000, chunks_pushed=2, chunks_applied=2, copied_bytes=1_024_000,
+    pushed_bytes=20_000, base_version=16, last_version=18, created_unix_seconds=1_700_000_100.0,
+    started_unix_seconds=1_700_000_100.0, ended_unix_seconds=1_700_000_103.5, settled=True,
+    predicted_saving_seconds=4e-4,
+)  # fmt: skip
+PAUSED = ActionRecord(unix_seconds=1_700_000_050.0, kind="pause", requested_by="bob@host", reason="maintenance")
+FORCED = ActionRecord(
+    unix_seconds=1_700_000_060.0, kind="override", requested_by="ada@host", reason="campaign",
+    detail="plan p8 in spite of samples",
+)  # fmt: skip
+KEPT = ProposalReport(
+    plan_id="p7", created_unix_seconds=1_700_000_000.0, trigger="drift", reason="drift 1.20 > 1.05 (table items)",
+    promotions=3, demotions=1, migration_bytes=4096, saved_seconds=0.001,
+)  # fmt: skip
+SEEN = ProposalReport(
+    plan_id="p6", trigger="manual", reason="dry run", dry_run=True, promotions=2, closed_gates=("samples",),
+    outdated="the ranks have changed",
+)  # fmt: skip
+THROTTLE = ThrottleStatus(bytes_per_step=1 << 20)
+USERS = (-4, 1, 5, 8, 9, 40, 2**62)
+
 
 @dataclass
 class FakeDaemon:
@@ -46,36 +88,17 @@ class FakeDaemon:
     calls: list[tuple[object, ...]] = field(default_factory=list)
     hold: threading.Event | None = None
     shown: Status = STATUS
-    kept: FakePlanning | None = None
-
-    @property
-    def inspect(self) -> FakeInspection:
-        return FakeInspection(self._enter)
+    kept_throttle: ThrottleStatus = THROTTLE
 
     def handler(self, name: str) -> Callable[..., Any]:
-        """Return its own method, or that of the part which the route names."""
-        own = getattr(self, name.rpartition(".")[2], None)
-        return own if callable(own) else attrgetter(name)(self)
+        """Return its own method: the parts of a daemon are one here."""
+        found: Callable[..., Any] = getattr(self, name.rpartition(".")[2])
+        return found
 
     def _enter(self, *call: object) -> None:
         self.calls.append(call)
         if self.error is not None:
             raise self.error
-
-    @property
-    def planning(self) -> FakePlanning:
-        if self.kept is None:
-            self.kept = FakePlanning(self._enter, lambda: self.outcome)
-        return self.kept
-
-    @property
-    def operator(self) -> FakePlanning:
-        """The throttle."""
-        return self.planning
-
-    @property
-    def migrations(self) -> FakeMigrations:
-        return FakeMigrations(self._enter, lambda: self.outcome)
 
     def status(self) -> Status:
         self._enter("status")
@@ -124,3 +147,148 @@ class FakeDaemon:
 
     def ready(self) -> ProbeResult:
         return self.useful
+
+    def config(self) -> ConfigReport:
+        self._enter("config")
+        return ConfigReport(version="1.2.3", config={"job": "job", "tables": [{"name": "items", "rows": 100}]})
+
+    def tables(self, offset: int, limit: int, order: TableOrder) -> TablePage:
+        self._enter("tables", offset, limit, order)
+        items = TableReport(
+            table="items", rows=1000, dim=64, dtype="float32", optimizer="rowwise_adagrad", group=0, accesses=900_000,
+            share=0.9, placed_rows={"HOME": 980, "NODE": 15, "DEVICE": 5}, counter="dense", counter_bytes=4000,
+            distinct_rows=740.0, coverage=1.0, drift_ratio=1.08,
+        )  # fmt: skip
+        other = TableReport(
+            table=STRANGE, rows=5_000_000, dim=16, dtype="float16", optimizer="sgd", group=1, accesses=100_000,
+            share=0.1, placed_rows={"HOME": 5_000_000, "NODE": 0, "DEVICE": 0}, counter="count_min",
+            counter_bytes=1_048_576,
+        )  # fmt: skip
+        return TablePage(total=2, offset=offset, tables=(items, other)[offset : offset + limit])
+
+    def rows(self, table: str, offset: int, limit: int) -> HotRowPage:
+        self._enter("rows", table, offset, limit)
+        tiers = ("DEVICE", "NODE", "HOME")
+        hottest = tuple(
+            HotRow(place=i + 1, row=10 * i, key=10 * i, share=0.2 / (i + 1), share_lower=0.19 / (i + 1),
+                   share_upper=0.21 / (i + 1), tier=tiers[min(i, 2)], home_rank=10 * i % 4)
+            for i in range(12)
+        )  # fmt: skip
+        return HotRowPage(
+            table=table, rows=1000, total=12, offset=offset, weight=900_000.0,
+            placed_rows={"HOME": 998, "NODE": 1, "DEVICE": 1}, hottest=hottest[offset : offset + limit],
+        )  # fmt: skip
+
+    def ranks(self, offset: int, limit: int) -> RankPage:
+        self._enter("ranks", offset, limit)
+        ranks = [
+            RankReport(
+                rank=rank, node=rank // 2, local_rank=rank % 2, placement_version=7, behind=0, step=120 + rank,
+                report_age_seconds=0.5, step_seconds=0.025, accesses_per_step=4096.0, replica_share=0.75,
+                intra_node_bytes_per_step=2e6, inter_node_bytes_per_step=1e6 * (rank + 1),
+            )
+            for rank in range(3)
+        ]  # fmt: skip
+        return RankPage(
+            generation=2, attempt="a1", nodes=2, local_ranks=2, ready=False, problem="3 of 4 ranks are here",
+            replica_slots=(512, 64), cluster="azure-a100-200g", placement_version=7, imbalance=1.5, total=4,
+            offset=offset, ranks=(*ranks, RankReport(rank=3, node=1, local_rank=1))[offset : offset + limit],
+        )  # fmt: skip
+
+    def timeline(self) -> Timeline:
+        self._enter("timeline")
+        samples = tuple(
+            TrafficSample(
+                unix_seconds=1_700_000_000.0 + 5 * i, steps=20, accesses={"HOME": 3000 - 40 * i, "NODE": 20 * i,
+                "DEVICE": 20 * i}, inter_node_bytes=4e5 - 6e3 * i,
+                all_to_all_inter_node_bytes=4e5 - 8e3 * i, sync_inter_node_bytes=2e3 * i,
+                intra_node_bytes=5e5, migration_bytes=1e3, row_wise_inter_node_bytes=1.5e6, step_seconds=0.02,
+            )
+            for i in range(40)
+        )  # fmt: skip
+        plan = MigrationRecord(
+            migration_id="p1", plan_id="p1", reason=f"drift {STRANGE}", created_unix_seconds=1_700_000_100.0,
+            state=MigrationState.COMMITTED,
+            promotions=120, demotions=3, rows_applied=123,
+        )  # fmt: skip
+        return Timeline(interval_seconds=5.0, samples=samples, plans=(plan,))
+
+    def migrations(self, limit: int, state: MigrationState | None) -> MigrationList:
+        self._enter("migrations", limit, state)
+        kept = [entry for entry in (STOPPED, ENDED) if state in (None, entry.state)]
+        actions = (FORCED, PAUSED) if state is None else ()
+        return MigrationList(migrations=tuple(kept[:limit]), actions=actions[:limit])
+
+    def migration(self, migration_id: str) -> MigrationRecord:
+        self._enter("migration", migration_id)
+        if migration_id not in ("latest", "p8"):
+            raise ApiError(f"no migration {migration_id!r} is kept", status=404, remedy="flexd get history shows those")
+        submitted = Transition(number=0, unix_seconds=1_700_000_100.0, after="pending", reason="campaign")
+        stopped = Transition(
+            number=3, unix_seconds=1_700_000_103.5, event="stopped", before="aborting", after="aborted",
+            rows_pushed=2000, rows_applied=2000, version=18,
+        )  # fmt: skip
+        return STOPPED.model_copy(update={"transitions": (submitted, stopped)})
+
+    def preview_abort(self, *, rollback: bool) -> AbortPreview:
+        self._enter("preview_abort", rollback)
+        running = MigrationRecord(
+            migration_id="p8", plan_id="p8", state="pushing", rows=9000, rows_applied=1000,
+            rows_pushed=2000, chunks_pushed=2, chunks_applied=1, base_version=16, last_version=18,
+        )  # fmt: skip
+        back = RollbackPreview(to_version=16, promotions=300, demotions=1700, bytes=153_600)
+        return AbortPreview(migration=running, waiting=("p9",), rollback=back if rollback else None)
+
+    def abort(self, *, rollback: bool, reason: str, wait_seconds: float, requested_by: str) -> AbortResult:
+        self._enter("abort", rollback, reason, wait_seconds, requested_by)
+        outcome = self.outcome
+        if outcome == "committed":
+            outcome = "rolled_back" if rollback else "stopped"
+        stopped = MigrationRecord(
+            migration_id="p8", plan_id="p8", state="aborted", rows=9000, rows_applied=2000,
+            base_version=16, last_version=18,
+        )  # fmt: skip
+        back = MigrationRecord(migration_id="p8.rollback", plan_id="p8.rollback", state="committed")
+        return AbortResult(
+            outcome=outcome, migration=stopped, rollback=back if rollback else None, placement_version=18,
+            message="migration p8 is aborted: 2,000 of 9,000 rows applied, placement version 18",
+        )  # fmt: skip
+
+    def proposals(self) -> ProposalList:
+        self._enter("proposals")
+        return ProposalList(proposals=(KEPT, SEEN))
+
+    def proposal(self, plan_id: str) -> PlanReport:
+        self._enter("proposal", plan_id)
+        if plan_id not in ("latest", "p7"):
+            raise ApiError(f"no proposal {plan_id!r}", status=404, remedy="proposals: p6, p7")
+        gate = GateReport(
+            gate="samples", key="planner.min_samples", measured=10, required=20, open=False, message="thin"
+        )
+        return PlanReport(plan_id="p7", trigger="drift", requested_by="flexd", gates=(gate,))
+
+    def apply(self, plan_id: str, reason: str, wait_seconds: float, *, force: bool, requested_by: str) -> ReplanResult:
+        self._enter("apply", plan_id, reason, wait_seconds, force, requested_by)
+        return ReplanResult(outcome=self.outcome, plan=self.proposal(plan_id))
+
+    def user_nodes(self, offset: int, limit: int) -> UserNodePage:
+        """Return three users at most."""
+        self._enter("user_nodes", offset, limit)
+        page = slice(offset, offset + min(limit, 3))
+        return UserNodePage(
+            learnt=1, nodes=2, users=7, ids=USERS[page], nodes_of=tuple(user % 2 for user in USERS[page]),
+            by_user=ShareRangeReport(expected=0.9, low=0.8, high=1.0),
+        )  # fmt: skip
+
+    def throttle(self) -> ThrottleStatus:
+        self._enter("throttle")
+        return self.kept_throttle
+
+    def set_throttle(
+        self, bytes_per_step: int | None, bytes_per_second: int | None, *, reason: str = "", requested_by: str = ""
+    ) -> ThrottleStatus:
+        self._enter("set_throttle", bytes_per_step, bytes_per_second, reason, requested_by)
+        asked = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second}
+        changes = {name: value or None for name, value in asked.items() if value is not None}
+        self.kept_throttle = self.kept_throttle.model_copy(update=changes)
+        return self.kept_throttle
