@@ -17,7 +17,7 @@ from flexd.core import units
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
-    from flexd.daemon.state_admin import StateReport
+    from flexd.daemon.state_directory import StateReport
     from flexd.sketch.restore import TableOutcome
 
 app = typer.Typer(
@@ -45,9 +45,9 @@ def show(config: ConfigOption, output: OutputOption = OutputFormat.TABLE) -> Non
     Example: flexd state show -c configs/laptop.yaml
     """
     loaded = _load(config)
-    from flexd.daemon import state_admin
+    from flexd.daemon import state_directory
 
-    report = state_admin.report(loaded)
+    report = state_directory.report(loaded)
     emit(_document(report), _blocks(report), output)
     raise typer.Exit(ExitCode.OK if report.starts else ExitCode.STATE_UNUSABLE)
 
@@ -70,9 +70,9 @@ def reset(
     Example: flexd state reset -c configs/laptop.yaml --yes
     """
     loaded = _load(config)
-    from flexd.daemon import state_admin
+    from flexd.daemon import state_directory
 
-    report = state_admin.report(loaded)
+    report = state_directory.report(loaded)
     accesses = report.snapshots[0].accesses if report.snapshots else 0
     message = (
         f"This removes {units.plural(len(report.snapshots), 'snapshot')} with {units.count(accesses)} accesses in "
@@ -82,7 +82,7 @@ def reset(
         emit({"dry_run": True, **_document(report)}, [Sentences("", (message,))], output)
         return
     confirm(f"{message} Reset?", yes)
-    directory, moved = state_admin.reset(loaded, keep_positions=keep_positions)
+    directory, moved = state_directory.reset(loaded, keep_positions=keep_positions)
     emit({"directory": str(directory), "removed": moved}, [_named("removed", moved)], output)
 
 

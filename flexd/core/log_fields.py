@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-+:/,@%")
 
@@ -40,3 +42,37 @@ def _format_value(value: object) -> str:
 def is_power_of_two(count: int) -> bool:
     """Tell whether to log the ``count``-th time of the same event: at powers of two, the log stays bounded."""
     return count & (count - 1) == 0
+
+
+class _JsonLines(logging.Formatter):
+    """Format a record as one JSON object, for log collectors. Fields of an event are an object under ``fields``."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__()
+        self._job = job
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "job": self._job,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        fields = getattr(record, "fields", None)
+        if fields is not None:
+            entry["fields"] = fields
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def set_up_logging(job: str, level: str, line_format: str) -> None:
+    """Log to stderr, as text or as one JSON object per line. May be called again when the configuration changes."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter(f"%(asctime)s %(levelname)s [{job}] %(name)s: %(message)s")
+    handler.setFormatter(_JsonLines(job) if line_format == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # kafka-python logs every attempt to reconnect to a broker that is down; the source reports that once.
+    logging.getLogger("kafka").setLevel(logging.ERROR)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)

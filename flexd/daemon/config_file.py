@@ -20,7 +20,7 @@ from flexd.config.model import Config
 from flexd.config.text import describe_faults
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.core.keyspace import TableSpec
-from flexd.daemon.logs import set_up_logging
+from flexd.core.log_fields import set_up_logging
 from flexd.operations.known_tables import with_tables
 
 logger = logging.getLogger("flexd")
@@ -95,7 +95,7 @@ class ConfigFile:
         if merged.applied:
             apply(merged.effective)
             if any(key.startswith("log.") for key in merged.applied):
-                set_up_logging(merged.effective)
+                set_up_logging(self.config.job, merged.effective.log.level, merged.effective.log.format)
         report = _report(path, self.config, wanted, merged)
         self.config, self._pending = merged.effective, merged.pending
         self._read_unix_seconds = time.time()

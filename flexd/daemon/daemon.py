@@ -36,7 +36,7 @@ from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.parts import Parts, ShutdownBudget
-from flexd.daemon.state_files import StateLock, check_files, open_state
+from flexd.daemon.state_directory import StateLock, check_files, open_state
 from flexd.operations.known_tables import load_tables, save_tables, with_tables
 from flexd.operations.state_database import NAME, StateDatabase
 from flexd.server.http import DaemonServer

@@ -10,10 +10,10 @@ from pathlib import Path
 from flexd.config.model import Config
 from flexd.core import fault_points as faults
 from flexd.core.fast_start import resume_garbage_collector
+from flexd.core.log_fields import set_up_logging
 from flexd.core.supervision import EXIT_UNSAFE_STATE
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.daemon import Daemon
-from flexd.daemon.logs import set_up_logging
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """``malloc.h`` of glibc."""
@@ -46,7 +46,7 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
 
     Returns the exit code: 0, 1 if a part did not end within the deadline, or ``EXIT_UNSAFE_STATE``.
     """
-    set_up_logging(config)
+    set_up_logging(config.job, config.log.level, config.log.format)
     faults.arm()
     keep_freed_memory()
     daemon = Daemon(config, ConfigFile(config, path))

@@ -9,7 +9,7 @@ from flexd.config.model import Config
 from flexd.config.stream import KafkaSourceConfig, TapSourceConfig
 from flexd.control.protocol.network import new_token
 from flexd.core.errors import ConfigError, SnapshotError, StreamError
-from flexd.daemon import factory, state_admin
+from flexd.daemon import factory, state_directory
 from flexd.sketch import restore
 from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.ingestor import Ingestor
@@ -47,7 +47,7 @@ def read_source(config: Config, seconds: float) -> CountedSource:
             sampling = config.sketch.model_copy(update={"coaccess_memory_bytes": SAMPLE_BYTES})
             config = config.model_copy(update={"sketch": sampling})
         return read_sample(config, seconds)
-    directory = state_admin.directory_of(config) / "snapshots"
+    directory = state_directory.directory_of(config) / "snapshots"
     counted = restore.find_newest(
         SnapshotStore(directory, 1, read_only=True), config.keyspace().tables, factory.sketch_settings(config),
         past_unusable=True,

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from flexd.config.model import LogConfig
 from flexd.control.daemon.event_log import EventLog
-from flexd.core.log_fields import format_fields
-from flexd.daemon.logs import set_up_logging
+from flexd.core.log_fields import format_fields, set_up_logging
 
 
 @pytest.mark.parametrize(
@@ -35,13 +33,6 @@ def test_a_value_is_one_word_that_reads_back(value: object, text: str) -> None:
     assert list(format_fields({"key": value})) == [f"key={text}"]
 
 
-class _Config:
-    job = "ads"
-
-    def __init__(self, kind: Any) -> None:
-        self.log = LogConfig(format=kind)
-
-
 @pytest.fixture(autouse=True)
 def _restore_logging() -> Any:
     root, levels = logging.getLogger(), {name: logging.getLogger(name).level for name in ("kafka", "uvicorn", "httpx")}
@@ -53,7 +44,7 @@ def _restore_logging() -> Any:
 
 
 def test_a_text_line_of_an_event_holds_no_python_dict(capsys: pytest.CaptureFixture[str]) -> None:
-    set_up_logging(_Config("text"))  # type: ignore[arg-type]
+    set_up_logging("ads", "info", "text")
     EventLog().emit("epoch_live", epoch=3, ranks=4, layout={"nodes": 2, "local": 2}, reason="a rank joined")
     line = capsys.readouterr().err
     assert line.endswith(
@@ -63,7 +54,7 @@ def test_a_text_line_of_an_event_holds_no_python_dict(capsys: pytest.CaptureFixt
 
 
 def test_a_json_line_of_an_event_keeps_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    set_up_logging(_Config("json"))  # type: ignore[arg-type]
+    set_up_logging("ads", "info", "json")
     EventLog().emit("epoch_live", epoch=3, layout={"nodes": 2}, error=ValueError("x"))
     entry = json.loads(capsys.readouterr().err)
     assert entry["message"] == "control channel: epoch_live epoch=3 layout.nodes=2 error=x"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from flexd.cli.exit_codes import ExitCode
-from flexd.daemon import state_admin
+from flexd.daemon import state_directory
 from flexd.sketch import snapshot
 from flexd.sketch.snapshot import SnapshotStore
 from tests.support.flexd_processes import RunningDaemon, flexd
@@ -51,7 +51,7 @@ def stopped(tmp_path: Path) -> RunningDaemon:
         until(lambda: daemon.status()["stream"]["messages"] >= len(TABLES), SECONDS, daemon.status)
         written = daemon.status()["snapshot"]["written"] + 1  # it may have begun before the last message
         until(lambda: daemon.status()["snapshot"]["written"] > written, SECONDS, daemon.status)
-    assert state_admin.report(daemon.config).starts
+    assert state_directory.report(daemon.config).starts
     return daemon
 
 
@@ -65,7 +65,7 @@ def answer(daemon: RunningDaemon, path: str) -> httpx.Response | None:
 def test_other_tables_and_then_a_newer_snapshot_until_a_reset(
     stopped: RunningDaemon,
 ) -> None:
-    saved = state_admin.report(stopped.config).snapshots[0].accesses
+    saved = state_directory.report(stopped.config).snapshots[0].accesses
     changed(stopped, tables=[*TABLES[:1], {"name": "new", "rows": 10, "dim": 8}])
     with stopped:
         state = stopped.status()["state"]

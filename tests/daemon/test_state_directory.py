@@ -1,12 +1,16 @@
-"""``flexd state``: what is shown, a reset that a kill at any step leaves repeatable, and a backup by copy."""
+"""The state directory: its lock, the formats of its files, what ``flexd state`` shows, resets and a backup by copy."""
 
 from __future__ import annotations
 
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +19,85 @@ import yaml
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
-from flexd.core.errors import StateLockedError
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.core.durable import UNUSABLE
+from flexd.core.errors import StateLockedError, StateVersionError, UnusableStateError
 from flexd.core.fault_points import POINTS, POINTS_OF_A_JOB, VARIABLE
-from flexd.daemon import factory, state_admin
-from flexd.daemon.state_files import StateLock, check_files
+from flexd.daemon import factory, state_directory
+from flexd.daemon.state_directory import FILES, StateLock, check_files, mark_unusable
+from flexd.operations.decisions import DecisionFile
+from flexd.operations.state_database import StateDatabase
 from flexd.sketch.restore import RestoredState, restore
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from tests.support.repository import ROOT, child_environment
+
+BY_NAME = {file.name: file for file in FILES}
+
+
+def test_side_files_go_with_their_file(tmp_path: Path) -> None:
+    for suffix in ("", "-journal"):
+        (tmp_path / f"state.sqlite{suffix}").write_text(suffix)
+    mark_unusable(tmp_path, BY_NAME["state.sqlite"])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        f"state.sqlite{UNUSABLE}": "", f"state.sqlite{UNUSABLE}-journal": "-journal",
+    }  # fmt: skip
+
+
+def _newer_database(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version = 3")
+
+
+def _newer_journal(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"FLEXDPJ2" + bytes(8))
+
+
+OPENERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
+    "placement/placement.journal": (_newer_journal, lambda state: PlacementJournal(state / "placement")),
+    "state.sqlite": (_newer_database, lambda state: DecisionFile(StateDatabase(state / "state.sqlite"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_newer_file_is_refused_by_name_and_unchanged(tmp_path: Path, file) -> None:
+    make_newer, read = OPENERS[file.name]
+    make_newer(tmp_path / file.name)
+    before = (tmp_path / file.name).read_bytes()
+    with pytest.raises(StateVersionError, match=f"{file.name}.*newer flexd"):
+        read(tmp_path)
+    with pytest.raises(UnusableStateError, match=f"{file.name}.*newer flexd"):
+        check_files(tmp_path, start_empty=False)
+    assert (tmp_path / file.name).read_bytes() == before
+    check_files(tmp_path, start_empty=True)
+    assert not (tmp_path / file.name).exists()
+    assert (tmp_path / f"{file.name}{UNUSABLE}").read_bytes() == before
+
+
+def test_a_killed_holder_leaves_no_lock(tmp_path):
+    script = (
+        "import sys, time; from pathlib import Path; from flexd.daemon.state_directory import StateLock\n"
+        "lock = StateLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(StateLockedError, match=rf"process {holder.pid}"):
+        StateLock(tmp_path)
+    holder.kill()
+    holder.wait(10)
+    StateLock(tmp_path).release()
+
+
+def test_a_process_may_wait_for_the_lock_for_a_bounded_time(tmp_path):
+    holder = StateLock(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(StateLockedError, match="used by another daemon"):
+        StateLock(tmp_path, wait_seconds=0.2)
+    assert time.monotonic() - began >= 0.2
+    threading.Timer(0.2, holder.release).start()
+    StateLock(tmp_path, wait_seconds=60.0).release()
+
 
 TABLES = [{"name": "users", "rows": 500, "dim": 8}, {"name": "items", "rows": 20_000, "dim": 8}]
 COUNTED = 90
@@ -62,7 +137,7 @@ def started(config: Config) -> RestoredState:
 
 
 def test_the_report_says_what_a_start_would_keep(config: Config) -> None:
-    report = state_admin.report(config)
+    report = state_directory.report(config)
     assert report.starts
     assert [(saved.format, saved.accesses, saved.messages, saved.problem) for saved in report.snapshots] == [
         (6, 2 * COUNTED, 2, ""), (6, COUNTED, 1, ""),
@@ -70,7 +145,7 @@ def test_the_report_says_what_a_start_would_keep(config: Config) -> None:
     assert {outcome.table: outcome.outcome for outcome in report.preview.outcomes} == {"users": "kept", "items": "kept"}
     for path in (config.state.dir / "snapshots").iterdir():
         path.write_bytes(path.read_bytes()[:-1])
-    report = state_admin.report(config)
+    report = state_directory.report(config)
     assert not report.starts
     assert "bytes of" in report.preview.problems[0]
     assert len(list((config.state.dir / "snapshots").iterdir())) == 2, "nothing is changed"
@@ -79,7 +154,7 @@ def test_the_report_says_what_a_start_would_keep(config: Config) -> None:
 @pytest.mark.parametrize("keep_positions", [False, True])
 def test_a_reset_starts_empty_and_the_newest_snapshot_can_be_renamed_back(config: Config, keep_positions: bool) -> None:
     before = started(config)
-    _, names = state_admin.reset(config, keep_positions=keep_positions)
+    _, names = state_directory.reset(config, keep_positions=keep_positions)
     assert names == ["snapshot-000000000001.flexd", "snapshot-000000000002.flexd"]
     empty = started(config)
     assert empty.sketches.samples == 0
@@ -92,21 +167,21 @@ def test_a_reset_starts_empty_and_the_newest_snapshot_can_be_renamed_back(config
 
 
 def test_a_running_daemon_is_not_disturbed(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_admin, "LOCK_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(state_directory, "LOCK_WAIT_SECONDS", 0.0)
     lock = StateLock(config.state.dir)
-    assert state_admin.report(config).starts
+    assert state_directory.report(config).starts
     with pytest.raises(StateLockedError):
-        state_admin.reset(config, keep_positions=False)
+        state_directory.reset(config, keep_positions=False)
     # A daemon that only looks whether it can start has the lock for a moment.
-    monkeypatch.setattr(state_admin, "LOCK_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(state_directory, "LOCK_WAIT_SECONDS", 60.0)
     threading.Timer(0.2, lock.release).start()
-    state_admin.reset(config, keep_positions=False)
+    state_directory.reset(config, keep_positions=False)
 
 
 def test_a_copy_of_the_directory_is_a_backup(config: Config, tmp_path: Path) -> None:
     shutil.copytree(config.state.dir, tmp_path / "backup")
     before = started(config)
-    state_admin.reset(config, keep_positions=False)
+    state_directory.reset(config, keep_positions=False)
     shutil.rmtree(config.state.dir)
     shutil.copytree(tmp_path / "backup", config.state.dir)
     again = started(config)
