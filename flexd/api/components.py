@@ -91,9 +91,7 @@ class Components:
                     last, planning.last_live, None if planning.affinity is None else planning.affinity.outlook
                 ),
                 "migration": None if migration is None else self.effects.add_to(migration.report()),
-                "migrations": migration_counts(
-                    planning.executions, control.illegal_transitions, self.history.snapshot.lost
-                ),
+                "migrations": migration_counts(planning.executions, control.illegal_transitions, self.history.lost),
                 "planning": planning_status(planning, self.auto),
                 "throttle": throttle_status(self.throttle),
                 "snapshot": snapshot_status(self.ingestor, self.snapshots),

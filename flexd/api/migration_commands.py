@@ -59,7 +59,7 @@ class MigrationCommands:
         return MigrationList(
             migrations=tuple(self._as_of_now(record.model_copy(update={"transitions": ()})) for record in records),
             actions=self._history.newest_actions(limit) if state is None else (),
-            problem=self._history.snapshot.problem,
+            problem=self._history.problem,
         )
 
     def migration(self, migration_id: str) -> MigrationRecord:

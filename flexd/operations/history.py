@@ -6,8 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.migration_record import ActionRecord, MigrationRecord, Transition, VerificationReport
@@ -41,23 +40,6 @@ _ADD = "UPDATE migrations SET document = json_patch(document, ?) WHERE id = ?"
 """Of a migration that is not kept any more nothing is written."""
 
 
-@dataclass(frozen=True)
-class HistorySnapshot:
-    """Counters since the start.
-
-    Attributes:
-        entries: entries written.
-        lost: entries dropped because too many waited.
-        failures: failed writes; they are repeated.
-        problem: why the newest write failed; None if it succeeded.
-    """
-
-    entries: int = 0
-    lost: int = 0
-    failures: int = 0
-    problem: str | None = None
-
-
 class MigrationHistory:
     """The history of migrations and actions. Thread-safe.
 
@@ -70,7 +52,9 @@ class MigrationHistory:
         supervisor: of the process; records the faults of the thread.
 
     Attributes:
-        snapshot: the counters.
+        entries, lost, failures: entries written, and dropped because too many waited, and failed writes (they are
+            repeated), since the start.
+        problem: why the newest write failed; None if it succeeded.
 
     Raises:
         StateVersionError: a newer flexd wrote the file; it is unchanged.
@@ -92,7 +76,8 @@ class MigrationHistory:
         self._recorded = 0
         self._written = 0
         """Entries of ``_recorded`` that were written or lost."""
-        self.snapshot = HistorySnapshot()
+        self.entries = self.lost = self.failures = 0
+        self.problem: str | None = None
         self._stopping = threading.Event()
         supervisor = supervisor or Supervisor()
         self._watch = supervisor.watch("flexd-history")
@@ -140,7 +125,7 @@ class MigrationHistory:
             wanted = self._recorded
             while self._written < wanted:
                 left = deadline - time.monotonic()
-                if left <= 0 or self.snapshot.problem is not None or not self._thread.running:
+                if left <= 0 or self.problem is not None or not self._thread.running:
                     return False
                 self._changed.wait(left)
             return True
@@ -208,10 +193,7 @@ class MigrationHistory:
         while len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
             self._written += 1
-            self._count(lost=self.snapshot.lost + 1)
-
-    def _count(self, **changes: Any) -> None:
-        self.snapshot = replace(self.snapshot, **changes)
+            self.lost += 1
 
     def _run(self) -> None:
         if self._write([]):
@@ -224,7 +206,7 @@ class MigrationHistory:
                 with self._changed:
                     if written:
                         self._written += len(entries)
-                        self._count(entries=self.snapshot.entries + len(entries))
+                        self.entries += len(entries)
                     else:
                         self._waiting.extendleft(reversed(entries))
                         self._drop_too_many()
@@ -234,7 +216,7 @@ class MigrationHistory:
     def _due(self) -> list[Statement] | None:
         """Wait for entries and the time to try again, and return the entries; None to end."""
         with self._changed:
-            failed = self.snapshot.problem is not None
+            failed = self.problem is not None
             retry_at = time.monotonic() + self._retry_seconds if failed else 0.0
             while not self._stopping.is_set():
                 left = retry_at - time.monotonic()
@@ -257,8 +239,9 @@ class MigrationHistory:
             fault_point("thread.history")
             self._file.write([*entries, *trims])
         except SnapshotError as error:
-            logger.log(logging.DEBUG if self.snapshot.problem else logging.ERROR, "%s", error)
-            self._count(failures=self.snapshot.failures + 1, problem=str(error))
+            logger.log(logging.DEBUG if self.problem else logging.ERROR, "%s", error)
+            self.failures += 1
+            self.problem = str(error)
             return False
-        self._count(problem=None)
+        self.problem = None
         return True

@@ -55,7 +55,7 @@ class Recorded:
         self.history.record_migration(MigrationEvent(migration, None))
 
     def kept(self, name: str) -> MigrationRecord:
-        assert self.history.flush(FLUSH_SECONDS), self.history.snapshot
+        assert self.history.flush(FLUSH_SECONDS), self.history.problem
         found = self.history.find(name)
         assert found is not None
         return found

@@ -71,7 +71,7 @@ class RunningHistory:
         return [record.migration_id for record in self.history.newest(100)]
 
     def wait_until_written(self) -> None:
-        until(lambda: self.history.flush(1.0), SECONDS, lambda: self.history.snapshot)
+        until(lambda: self.history.flush(1.0), SECONDS, lambda: self.history.problem)
 
     def stop(self) -> None:
         assert self.history.stop(SECONDS)
@@ -191,7 +191,7 @@ def test_entries_wait_while_nothing_can_be_written_and_keep_their_order(keep: Ca
     assert failed.wait(SECONDS)
     kept.wait_until_written()
     assert kept.actions == ["c", "b", "a"]
-    figures = kept.history.snapshot
+    figures = kept.history
     assert (figures.entries, figures.lost, figures.failures, figures.problem) == (3, 0, 1, None)
 
 
@@ -207,9 +207,9 @@ def test_a_stop_does_not_wait_for_a_full_disk_and_waiting_entries_are_bounded(
     kept.file.write = full  # type: ignore[method-assign]
     for number in range(9):
         kept.action(str(number))
-    until(lambda: kept.history.snapshot.failures, SECONDS)
+    until(lambda: kept.history.failures, SECONDS)
     assert kept.history.flush(SECONDS) is False
-    assert (kept.history.snapshot.problem, kept.history.snapshot.lost) == ("the disk is full", 4)
+    assert (kept.history.problem, kept.history.lost) == ("the disk is full", 4)
     kept.stop()
 
 
