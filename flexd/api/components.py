@@ -74,7 +74,7 @@ class Components:
                     live,
                     control,
                     self.coordinator.channel_counters(),
-                    planning.cluster.name,
+                    planning.maker.prices.cluster.name,
                 ),
                 "placement": placement_status(placement, self.keyspace, control.digest_mismatches),
                 "training": training_status(
@@ -84,7 +84,7 @@ class Components:
                     self.training.usage_warnings.totals(),
                 ),
                 "slow_memory": slow_memory_status(self.slow_memory.totals(), self.keyspace.tables),
-                "prices": prices_status(planning.prices),
+                "prices": prices_status(planning.maker.prices),
                 "last_plan": None
                 if last is None
                 else plan_report(
@@ -117,7 +117,7 @@ class Components:
     def ranks(self, offset: int, limit: int) -> RankPage:
         return rank_page(
             self.coordinator.live(), self.training.ranks(), self.coordinator.placement().version,
-            self.planning.cluster.name, offset, limit,
+            self.planning.maker.prices.cluster.name, offset, limit,
         )  # fmt: skip
 
     def timeline(self) -> Timeline:

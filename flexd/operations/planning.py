@@ -10,7 +10,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from flexd.config.model import Config
-from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration import Migration
 from flexd.core.errors import PlanError
@@ -18,7 +17,6 @@ from flexd.core.placement import Placement
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.executions import Executions
 from flexd.operations.live_plan import PlanBasis, PlanMaker, TrainingJob, cheaper_exchange, plan_limits, plan_moves
-from flexd.operations.live_prices import LivePrices
 from flexd.operations.proposals import (
     Gate,
     Proposal,
@@ -34,7 +32,6 @@ from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.explain import TableExplanation, explain
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
-from flexd.topology.cluster import Cluster
 
 PLAN_OUTCOMES = ("changed", "unchanged", "withheld", "refused")
 """``withheld``: the plan would have saved less than ``planner.min_saving``."""
@@ -64,8 +61,8 @@ class Planning:
         affinity: AffinityMonitor | None = None,
     ) -> None:
         self.affinity = affinity
-        self._config = config
-        self._maker = maker
+        self._settings = config.planner
+        self.maker = maker
         self._coordinator = coordinator
         self._on_executed = on_executed
         self._on_withheld = on_withheld
@@ -85,26 +82,13 @@ class Planning:
         self._profiled_at = math.nan
         self.executions = executions
 
-    @property
-    def prices(self) -> LivePrices:
-        return self._maker.prices
-
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster that prices plans now."""
-        return self.prices.cluster
-
-    @property
-    def _settings(self) -> PlannerConfig:
-        return self._config.planner
-
     def check(self, config: Config) -> None:
         """Raise PlanError if ``config`` names tables or rows that do not exist."""
-        plan_limits(config.planner, TrainingJob()).check(self._maker.keyspace)
+        plan_limits(config.planner, TrainingJob()).check(self.maker.keyspace)
 
     def apply_config(self, config: Config) -> None:
         """Use other settings from the next plan on."""
-        self._config = config
+        self._settings = config.planner
         self.executions.apply_config(config.control)
 
     def profile_age_seconds(self) -> float:
@@ -162,13 +146,13 @@ class Planning:
     def outdated(self, proposal: Proposal) -> str:
         """Return why a proposal can no longer be executed, without evaluating the accesses; empty if it can."""
         return outdated(
-            proposal, self._coordinator.live(), self._coordinator.placement(), migrating=self.migrating(),
+            proposal, self._coordinator.live(), self._coordinator.placement(), migrating=self.executions.migrating,
             age_seconds=time.time() - proposal.plan.origin.created_unix_seconds,
         )  # fmt: skip
 
     def _drifted(self, proposal: Proposal) -> str:
         """Return by how much the target's cost exceeds that of a plan made now; empty up to the drift threshold."""
-        threshold = self._config.planner.drift_threshold
+        threshold = self._settings.drift_threshold
         if threshold is None:
             return ""
         plan, basis, _ = self._make("apply", checked=False)
@@ -193,16 +177,12 @@ class Planning:
         )  # fmt: skip
         return explained, measured
 
-    def migrating(self) -> bool:
-        """Return whether the ranks are moving to another placement."""
-        return self.executions.migrating
-
     def _make(
         self, reason: str, *, checked: bool, moves: bool = False
     ) -> tuple[Plan, PlanBasis, AffinityOutlook | None]:
         """Make a plan of copies; with ``moves`` also learn homes by affinity, and add the rows that move."""
         settings = self._settings
-        basis = self._maker.basis(settings)
+        basis = self.maker.basis(settings)
         self._profiled_at = time.monotonic()
         self.last_gates = evaluate_gates(basis.profile, settings)
         if checked:
@@ -240,7 +220,7 @@ class Planning:
             self.outcomes["unchanged"] += 1
             return None
         overridden = tuple(gate.name for gate in proposal.closed_gates)
-        migration = self.executions.start(plan, trigger, overridden, self._maker.topology())
+        migration = self.executions.start(plan, trigger, overridden, self.maker.topology())
         self.proposals.remove(plan.plan_id)
         self._on_executed()
         self.outcomes["changed"] += 1
