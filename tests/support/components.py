@@ -56,8 +56,8 @@ def components(
     placement: Placement | None = None, *, ranks: bool = True, training: TrainingMonitor | None = None
 ) -> Components:
     live = LiveTopology(3, "a", LAYOUT, (8,), ready=False, reason="settling") if ranks else None
-    prices = SimpleNamespace(used=True, corrections=dict)
-    planning = SimpleNamespace(last_profile=None, cluster=SimpleNamespace(name="c"), prices=prices)
+    prices = SimpleNamespace(cluster=SimpleNamespace(name="c"), used=True, corrections=dict)
+    planning = SimpleNamespace(last_profile=None, maker=SimpleNamespace(prices=prices))
     plans = [MigrationRecord(migration_id=f"m{i}", plan_id=f"p{i}", promotions=i) for i in range(200)]
     coordinator = SimpleNamespace(live=lambda: live, placement=lambda: placement or Placement.empty(6))
     return Components(
