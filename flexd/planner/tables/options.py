@@ -130,6 +130,11 @@ class TableOptions:
         return np.asarray(self.seconds_per_unit[self.axis_phase], dtype=np.float64)
 
     @cached_property
+    def phase_starts(self) -> Int64Array:
+        """int64[P]: the first load axis of each phase."""
+        return np.flatnonzero(np.diff(self.axis_phase, prepend=-1))
+
+    @cached_property
     def pieces(self) -> Int64Array:
         """int64[O]."""
         return np.array([option.pieces for option in self.options], dtype=np.int64)

@@ -38,7 +38,6 @@ class RankLoads:
         # float64[T, O, 4, K + 1]
         self.option_loads = np.concatenate([tables.loads, tables.memory_bytes[..., None]], axis=3)
         self.total = np.zeros((self.option_loads.shape[3], layout.nodes, layout.local_ranks))
-        self._starts = np.flatnonzero(np.diff(tables.axis_phase, prepend=-1))
 
     @classmethod
     def of(cls, tables: TableOptions, layout: RankLayout, capacity: Float64Array, pieces: ShardAssignment) -> RankLoads:
@@ -87,7 +86,7 @@ class RankLoads:
 
     def _by_phase(self, axes: Float64Array) -> Float64Array:
         """float64[P, n] maxima of float64[K, n]."""
-        return np.asarray(np.maximum.reduceat(axes, self._starts, axis=0), dtype=np.float64)
+        return np.asarray(np.maximum.reduceat(axes, self.tables.phase_starts, axis=0), dtype=np.float64)
 
     def seconds_at(self, table: int, option: int, around: GroupMaxima) -> Float64Array:
         """Return float64[places]: seconds of a step with one more piece at each place, inf where the ranks that would

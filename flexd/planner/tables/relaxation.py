@@ -131,7 +131,7 @@ class _Master:
         if len(self.cut_axis):
             peak = np.einsum("to,tok->tk", shares, self.most - self.least).max(axis=0)
             target = np.maximum(target, np.einsum("to,tok->k", shares, self.least) + peak)
-        by_phase = np.maximum.reduceat(target, np.flatnonzero(np.diff(self.tables.axis_phase, prepend=-1)))
+        by_phase = np.maximum.reduceat(target, self.tables.phase_starts)
         seconds = np.asarray(by_phase)[self.tables.axis_phase] * self.unit
         target = seconds / np.where(self.tables.axis_seconds > 0, self.tables.axis_seconds, np.inf)
         prices = np.where(self.wanted, best.prices * self.unit, np.inf)
@@ -151,9 +151,8 @@ class _Master:
         total = np.bincount(phase, weights=weights + of_cuts, minlength=len(self.tables.phases))
         scale = np.where(total > 0, 1.0 / np.where(total > 0, total, 1.0), 0.0)
         if (total <= 0).any():
-            first = np.flatnonzero(np.diff(phase, prepend=-1))
             weights = weights.copy()
-            weights[first[total <= 0]] = 1.0
+            weights[self.tables.phase_starts[total <= 0]] = 1.0
             scale = np.where(total > 0, scale, 1.0)
         weights = weights * scale[phase]
         prices = self.barred + self.mean @ weights + max(price, 0.0) * self.memory
@@ -241,13 +240,12 @@ class _Master:
             return False
         base = np.einsum("to,tok->k", shares, self.least)
         mean = np.einsum("to,tok->k", shares, self.mean)
-        starts = np.flatnonzero(np.diff(self.tables.axis_phase, prepend=-1))
         have = mean
         if self.cut_table:
             peak = np.einsum("to,tok->tk", shares, self.most - self.least)[self.cut_table, self.cut_axis]
             have = mean.copy()
             np.maximum.at(have, np.array(self.cut_axis), base[self.cut_axis] + peak)
-        z = np.asarray(np.maximum.reduceat(have, starts))[self.tables.axis_phase]
+        z = np.asarray(np.maximum.reduceat(have, self.tables.phase_starts))[self.tables.axis_phase]
         over = base + np.einsum("to,tok->tk", shares, self.most - self.least) - z
         over[self.cut_table, self.cut_axis] = 0.0
         worst = np.argsort(-over, axis=None, kind="stable")[:_CUTS_A_ROUND]
