@@ -16,13 +16,13 @@ from flexd.api.training import SlowMemoryStatus
 from flexd.control.daemon.message_receiver import REFUSED_KINDS
 from flexd.control.daemon.migration_states import FINAL_STATES
 from flexd.control.daemon.throttle import ThrottleReason
-from flexd.core.families import MAX_LABEL_VALUES
+from flexd.core.model import MAX_LABEL_VALUES
 from flexd.operations.planning import PLAN_OUTCOMES
 from flexd.operations.proposals import GATE_NAMES
 from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS
 from flexd.operations.triggers import TriggerKind
 from flexd.server.access import REFUSED_REASONS
-from flexd.server.metrics import RefusalsCollector
+from flexd.server.app import RefusalsCollector
 from flexd.sketch.ingestor import MESSAGE_REASONS, ROW_REASONS
 
 TARGET = Path(__file__).parents[1] / "docs" / "metrics.md"

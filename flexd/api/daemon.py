@@ -10,8 +10,7 @@ from pydantic import Field
 
 from flexd.api.base import CommandRequest, Reason
 from flexd.core.errors import SnapshotError
-from flexd.core.families import counter, gauge, with_zeros
-from flexd.core.model import FiniteOrNone, Model
+from flexd.core.model import FiniteOrNone, Model, counter, gauge, with_zeros
 
 if TYPE_CHECKING:
     from flexd.core.supervision import Supervisor
@@ -105,26 +104,13 @@ class DecisionsStatus(Model):
     )  # fmt: skip
 
 
-class ThreadProblem(Model):
-    """Work of a thread that fails at present; it is attempted again after a back-off."""
-
-    thread: str
-    """Name of the thread."""
-    work: str = ""
-    """The part of its work; empty if the thread does one thing."""
-    error: str = ""
-    """Type and text of the newest exception."""
-    faults: int = 0
-    """Exceptions since its last progress."""
-
-
 class ThreadsStatus(Model):
     """Unexpected exceptions of the daemon's threads; counters run since the process started."""
 
     faults: dict[str, int] = Field(default_factory=dict)
     """Exceptions by thread."""
-    problems: tuple[ThreadProblem, ...] = ()
-    """The work that fails now."""
+    problems: dict[str, str] = Field(default_factory=dict)
+    """The work that fails now, in words, by thread; it is attempted again after a back-off."""
     ending: str | None = None
     """Reason why the daemon is ending because it cannot go on safely; null otherwise."""
 
@@ -132,9 +118,7 @@ class ThreadsStatus(Model):
         counter("flexd_thread_faults", "Unexpected exceptions, by thread.", "faults", ("thread",)),
         gauge(
             "flexd_thread_failing", "1 while the work of the thread fails, which makes the daemon not ready.",
-            lambda threads: {
-                name: float(name in {problem.thread for problem in threads.problems}) for name in threads.faults
-            },
+            lambda threads: {name: float(name in threads.problems) for name in threads.faults},
             ("thread",),
         ),
     )  # fmt: skip
@@ -142,11 +126,11 @@ class ThreadsStatus(Model):
 
 def threads_status(supervisor: Supervisor) -> ThreadsStatus:
     """Return the state of a supervisor's threads."""
-    return ThreadsStatus(
-        faults=supervisor.faults(),
-        problems=tuple(ThreadProblem.from_object(problem) for problem in supervisor.problems()),
-        ending=supervisor.fatal or None,
-    )
+    problems: dict[str, str] = {}
+    for problem in supervisor.problems():
+        before = problems.get(problem.thread)
+        problems[problem.thread] = f"{before}; {problem}" if before else str(problem)
+    return ThreadsStatus(faults=supervisor.faults(), problems=problems, ending=supervisor.fatal or None)
 
 
 MAX_TABLES = 100

@@ -2,18 +2,71 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from flexd.api.base import RequestBody
+from flexd.api.base import CommandRequest, Reason, RequestBody
+from flexd.api.plan import PlanReport
 from flexd.control.daemon.migration_record import ActionRecord, MigrationRecord
 from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState
-from flexd.core.families import counter, with_zeros
-from flexd.core.model import Model
+from flexd.core.model import Model, counter, gauge, with_zeros
 
 if TYPE_CHECKING:
+    from flexd.control.daemon.throttle import Throttle
     from flexd.operations.executions import Executions
+
+
+WaitName = Literal["bytes_per_step", "bytes_per_second"]
+
+
+class ThrottleStatus(Model):
+    """The limits on migrations and their state. Bytes are of row values and optimizer state copied; counters run since
+    the daemon started."""
+
+    bytes_per_step: int | None = None
+    """Limit at one step boundary of every rank; null: no limit but the ranks' own."""
+    bytes_per_second: int | None = None
+    """Limit in the long run; null: no limit."""
+    waits_for: WaitName | None = None
+    """Limit that holds the next chunk; null if none does."""
+    waiting_seconds: dict[WaitName, float] = Field(default_factory=dict)
+    """Time in which a chunk was held, by what it waited for."""
+    released_bytes: int = 0
+    """Bytes released to the ranks."""
+    released_chunks: int = 0
+    """Chunks released to the ranks."""
+
+    FAMILIES = (
+        gauge("flexd_throttle_bytes_per_step", "Limit; NaN: the ranks' own alone.", "bytes_per_step"),
+        gauge("flexd_throttle_bytes_per_second", "Limit; NaN without one.", "bytes_per_second"),
+        counter("flexd_throttle_released_bytes", "Row values and state released.", "released_bytes"),
+        counter(
+            "flexd_throttle_waiting_seconds", "Time in which a chunk was held, by what it waited for.",
+            "waiting_seconds", ("wait",),
+        ),
+    )  # fmt: skip
+
+
+class ThrottleRequest(CommandRequest):
+    """Body of ``POST /v1/throttle``. Settings that are left out stay unchanged."""
+
+    bytes_per_step: Annotated[int, Field(ge=0, le=2**50)] | None = None
+    """At one step boundary of every rank; 0 lifts the limit."""
+    bytes_per_second: Annotated[int, Field(ge=0, le=2**50)] | None = None
+    """In the long run; 0 lifts the limit."""
+
+
+def throttle_status(throttle: Throttle) -> ThrottleStatus:
+    """Return the limits on migrations and their state."""
+    now = throttle.snapshot()
+    return ThrottleStatus.from_object(
+        now,
+        **vars(throttle.limits),
+        waits_for=None if now.waits_for is None else now.waits_for.value,
+        waiting_seconds={reason.value: seconds for reason, seconds in now.waiting_seconds.items()},
+    )
+
 
 MAX_LISTED = 1000
 
@@ -71,3 +124,107 @@ def migration_counts(executions: Executions, illegal_transitions: int, lost_entr
         illegal_transitions=illegal_transitions,
         lost_entries=lost_entries,
     )
+
+
+WaitSeconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
+
+
+class ReplanRequest(CommandRequest):
+    """Body of ``POST /v1/replan``."""
+
+    reason: Reason = "requested by hand"
+    """Recorded with the plan."""
+    wait_seconds: WaitSeconds = 0.0
+    """Time to wait for the migration to end; 0 returns as soon as the plan is made."""
+    force: bool = False
+    """Carry it out although a gate is closed: the profile is too thin, or it saves too little; recorded."""
+
+
+class ApplyRequest(ReplanRequest):
+    """Body of ``POST /v1/proposals/{plan_id}/apply``."""
+
+    reason: Reason = "applied by hand"
+    """Recorded with the migration."""
+
+
+ReplanOutcome = Literal[
+    "unchanged", "withheld", "accepted", "committed", "superseded", "aborted", "failed", "timed_out"
+]
+
+
+class ReplanResult(Model):
+    """The result of a re-plan."""
+
+    outcome: ReplanOutcome
+    """``unchanged``: nothing to move. ``withheld``: it would save less than ``planner.min_saving``, and nothing moves.
+    ``accepted``: the migration runs (no wait was requested). ``committed``: every rank has applied it. ``timed_out``:
+    still running at the end of the wait; it goes on."""
+    plan: PlanReport | None = None
+    """The plan."""
+    migration: MigrationRecord | None = None
+    """Its migration, if anything moves."""
+    placement_version: int = 0
+    """The version that every rank has agreed on."""
+    message: str = ""
+    """One sentence for people."""
+
+
+class AbortRequest(CommandRequest):
+    """Body of ``POST /v1/abort``."""
+
+    rollback: bool = False
+    """Restore the placement that the migration started from."""
+    wait_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 10.0
+    """Time to wait for the end of the migration and of the rollback; 0 returns as soon as the abort is accepted."""
+
+
+class AbortPreviewRequest(RequestBody):
+    """Body of ``POST /v1/abort/preview``."""
+
+    rollback: bool = False
+    """Count the rows that a rollback would move."""
+
+
+AbortOutcome = Literal["stopped", "rolled_back", "ended", "accepted", "timed_out", "rollback_failed"]
+
+
+class AbortResult(Model):
+    """The result of an abort."""
+
+    outcome: AbortOutcome
+    """``stopped``: at a chunk, and no chunk is in flight. ``rolled_back``: stopped, and every rank has the placement
+    that it started from. ``ended``: it ended before it could be stopped. ``accepted``, ``timed_out``: still stopping
+    or rolling back, which goes on. ``rollback_failed``: stopped, but its rollback ended before all was applied."""
+    migration: MigrationRecord
+    """The migration, and where it stopped."""
+    rollback: MigrationRecord | None = None
+    """The rollback, if one was requested."""
+    placement_version: int = 0
+    """The version that every rank has agreed on."""
+    message: str = ""
+    """One sentence for people."""
+
+
+class RollbackPreview(Model):
+    """The rows that a rollback would move if it began now, without those of chunks that are in flight."""
+
+    to_version: int
+    """Version of the placement that it would restore."""
+    promotions: int = 0
+    """Rows that would get copies back."""
+    demotions: int = 0
+    """Rows that would lose copies."""
+    bytes: int = 0
+    """Row values and optimizer state of the promoted rows, each once."""
+
+
+class AbortPreview(Model):
+    """The effect that an abort would have now."""
+
+    migration: MigrationRecord
+    """The migration that would stop after the chunks pushed so far; for a rollback alone, the one that ended with an
+    earlier daemon."""
+    waiting: tuple[str, ...] = ()
+    """Ids of migrations behind it that would not be started."""
+    rollback: RollbackPreview | None = None
+    """The rollback, if one was requested."""

@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from flexd.api.execution import AbortOutcome, AbortPreview, AbortResult, RollbackPreview
-from flexd.api.migration import MigrationList
+from flexd.api.migration import AbortOutcome, AbortPreview, AbortResult, MigrationList, RollbackPreview
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration import Migration

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from flexd.api.base import RowsByTier
-from flexd.core.families import by_table, counter, gauge, summary
-from flexd.core.model import FiniteOrNone, Model
+from flexd.core.model import FiniteOrNone, Model, by_table, counter, gauge, summary
 
 if TYPE_CHECKING:
     from flexd.core.keyspace import KeySpace

@@ -10,8 +10,7 @@ from pydantic import Field
 from flexd.api.base import RequestBody, RowsByTier
 from flexd.api.placement import rows_above_home
 from flexd.api.planning import GateReport, TriggerName, gate_report
-from flexd.core.families import gauge
-from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model
+from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, gauge
 
 if TYPE_CHECKING:
     from flexd.core.placement import Placement

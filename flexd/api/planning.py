@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from flexd.control.daemon.migration_record import VerificationReport
-from flexd.core.families import counter, gauge, summary, with_zeros
-from flexd.core.model import DETAIL, FiniteOrNone, Model
+from flexd.core.model import DETAIL, FiniteOrNone, Model, counter, gauge, summary, with_zeros
 
 if TYPE_CHECKING:
     from flexd.operations.autoplan import AutoPlanner

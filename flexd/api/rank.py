@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from flexd.core.families import counter, gauge, with_zeros
-from flexd.core.model import FiniteOrNone, Model, Show
+from flexd.core.model import FiniteOrNone, Model, Show, counter, gauge, with_zeros
 
 if TYPE_CHECKING:
     from flexd.control.daemon.channel_types import ChannelCounters

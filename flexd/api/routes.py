@@ -9,23 +9,25 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from flexd.api.base import CommandRequest, ProbeResult, RequestBody
 from flexd.api.daemon import ConfigReport, PauseRequest, PauseState, ReloadReport
-from flexd.api.execution import (
+from flexd.api.explanation import ExplainRequest, Explanation
+from flexd.api.migration import (
     AbortPreview,
     AbortPreviewRequest,
     AbortRequest,
     AbortResult,
     ApplyRequest,
+    MigrationList,
+    MigrationsRequest,
     ReplanRequest,
     ReplanResult,
+    ThrottleRequest,
+    ThrottleStatus,
 )
-from flexd.api.explanation import ExplainRequest, Explanation
-from flexd.api.migration import MigrationList, MigrationsRequest
 from flexd.api.plan import PlanReport, UserNodePage, UsersRequest
 from flexd.api.planning import ProposalList
 from flexd.api.rank import RankPage
 from flexd.api.status import Status
 from flexd.api.table import HotRowPage, PageRequest, RowsRequest, TablePage, TablesRequest
-from flexd.api.throttle import ThrottleRequest, ThrottleStatus
 from flexd.api.training import Timeline
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.model import Model

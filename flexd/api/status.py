@@ -6,18 +6,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from flexd.api.daemon import ConfigStatus, DecisionsStatus, SnapshotStatus, StateStatus, ThreadsStatus
-from flexd.api.migration import MigrationCounts
+from flexd.api.migration import MigrationCounts, ThrottleStatus
 from flexd.api.placement import DriftStatus, PlacementStatus, PricesStatus
 from flexd.api.plan import PlanReport
 from flexd.api.planning import PlanningStatus
 from flexd.api.rank import TopologyStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.table import SketchStatus
-from flexd.api.throttle import ThrottleStatus
 from flexd.api.training import SlowMemoryStatus, TrainingStatus
 from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.core.families import gauge, info
-from flexd.core.model import ALWAYS, HIDDEN, Model, Show
+from flexd.core.model import ALWAYS, HIDDEN, Model, Show, gauge, info
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from flexd.api.base import TIERS, RequestBody, RowsByTier, TierName
-from flexd.core.families import by_table, gauge
-from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model
+from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, by_table, gauge
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,8 +10,17 @@ from pydantic import Field
 from flexd.api.base import RowsByTier
 from flexd.api.placement import by_metric_tier
 from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.core.families import MAX_LABEL_VALUES, by_table, counter, gauge, summary, with_zeros
-from flexd.core.model import HIDDEN, FiniteOrNone, Model
+from flexd.core.model import (
+    HIDDEN,
+    MAX_LABEL_VALUES,
+    FiniteOrNone,
+    Model,
+    by_table,
+    counter,
+    gauge,
+    summary,
+    with_zeros,
+)
 from flexd.core.usage_warnings import UsageWarningKind
 
 if TYPE_CHECKING:

@@ -11,7 +11,9 @@ import typer
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption
-from flexd.cli.replay_options import (
+from flexd.cli.render import OutputFormat, emit
+from flexd.cli.simulate_command import (
+    DRAWN_BATCH,
     BatchOption,
     DimOption,
     DTypeOption,
@@ -25,14 +27,10 @@ from flexd.cli.replay_options import (
     SamplesOption,
     SeedOption,
     TopologyOption,
-)
-from flexd.cli.simulate_command import (
-    DRAWN_BATCH,
     make_cluster,
     make_trace_accesses,
     show_progress,
 )
-from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
 from flexd.stream.sample_kinds import SampleKind, SampleLengths

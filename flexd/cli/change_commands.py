@@ -9,12 +9,21 @@ from typing import Annotated, Any
 import typer
 
 from flexd.api import routes
-from flexd.cli.client import DaemonClient
+from flexd.cli.client import DaemonClient, connect, requested_by
 from flexd.cli.exit_codes import exit_code_of_outcome
-from flexd.cli.interactive import DryRunOption, YesOption, confirm, must_ask, waiting_shown
-from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, requested_by
-from flexd.cli.render import blocks_of, present
-from flexd.cli.view import OutputFormat, show
+from flexd.cli.options import (
+    BY_HAND,
+    DryRunOption,
+    OutputOption,
+    ReasonOption,
+    SocketOption,
+    UrlOption,
+    YesOption,
+    confirm,
+    must_ask,
+    waiting_shown,
+)
+from flexd.cli.render import OutputFormat, blocks_of, present, show
 from flexd.core.model import Model
 
 ForceOption = Annotated[

@@ -1,8 +1,11 @@
-"""Client of the daemon's admin API: address, credentials, a deadline for every call, errors that name the address."""
+"""Client of the daemon's admin API: address, credentials, a deadline for each call, errors that name the address."""
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
+import socket as sockets
 import ssl
 import time
 from collections.abc import Mapping
@@ -267,3 +270,25 @@ class DaemonClient:
                 f"the connection to {self._address} broke: {error or type(error).__name__}",
                 remedy="see whether the daemon has stopped",
             ) from error
+
+
+def connect(url: str | None, socket: Path | None, *, configured: DaemonAddress | None = None) -> DaemonClient:
+    """Return the client of the daemon that options and environment name.
+
+    Args:
+        configured: the address where they name none; default: ``DEFAULT_URL``.
+
+    Raises:
+        ConfigError: options or variables contradict each other, or a file that they name cannot be used.
+    """
+    address = DaemonAddress.choose(url, socket, os.environ, configured)
+    return DaemonClient(address, Credentials.choose(os.environ))
+
+
+def requested_by() -> str:
+    """Return ``user@host`` of the user who runs the command, for the daemon's record."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        user = str(os.getuid())  # a container without an entry for its user
+    return f"{user}@{sockets.gethostname()}"[:200]

@@ -1,4 +1,4 @@
-"""``run``, ``check-config`` and ``version``."""
+"""``run`` and ``check-config``."""
 
 from __future__ import annotations
 
@@ -11,30 +11,14 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-import flexd
 from flexd.cli.blocks import Facts
 from flexd.cli.options import ConfigOption
-from flexd.cli.render import flat
-from flexd.cli.view import OutputFormat, emit, show
+from flexd.cli.render import OutputFormat, emit, flat, show
 from flexd.core import units
 from flexd.core.fast_start import import_numba, pause_garbage_collector
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
-
-
-def _print_version(given: bool) -> None:
-    if given:
-        print(f"flexd {flexd.__version__}")
-        raise typer.Exit
-
-
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version of flexd.", is_eager=True, callback=_print_version)
-    ] = False,
-) -> None:
-    """Options of ``flexd`` itself."""
 
 
 def run(

@@ -13,8 +13,8 @@ import typer
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.options import OutputOption
-from flexd.cli.replay_options import LengthsOption, SamplesOption
-from flexd.cli.view import OutputFormat, emit
+from flexd.cli.render import OutputFormat, emit
+from flexd.cli.simulate_command import LengthsOption, SamplesOption
 from flexd.core import units
 from flexd.core.errors import ConfigError
 from flexd.demo.setup import BATCHES, LEAST_BATCH_SIZE, DemoOptions, EmulatedCluster

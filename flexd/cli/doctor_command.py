@@ -12,11 +12,10 @@ import typer
 from flexd.api import routes
 from flexd.api.status import Status
 from flexd.cli.blocks import Block, Sentences, Table
-from flexd.cli.client import DaemonAddress, DaemonClient
+from flexd.cli.client import DaemonAddress, DaemonClient, connect
 from flexd.cli.exit_codes import DaemonRefusedError, ExitCode
-from flexd.cli.options import ConfigOption, OutputOption, SocketOption, UrlOption, connect
-from flexd.cli.render import flat
-from flexd.cli.view import OutputFormat, emit
+from flexd.cli.options import ConfigOption, OutputOption, SocketOption, UrlOption
+from flexd.cli.render import OutputFormat, emit, flat
 from flexd.core import units
 from flexd.core.errors import ApiError, ConfigError
 from flexd.doctor import finding

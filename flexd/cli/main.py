@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from typing import Annotated
 
 import typer
 
+import flexd
 from flexd.cli import (
     advise_command,
-    affinity_command,
     change_commands,
     daemon_commands,
     demo_command,
@@ -34,7 +35,23 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.callback()(daemon_commands.root)
+
+
+def _print_version(given: bool) -> None:
+    if given:
+        print(f"flexd {flexd.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version of flexd.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options of ``flexd`` itself."""
+
+
 app.command("run")(daemon_commands.run)
 app.command("check-config")(daemon_commands.check_config)
 for command in (
@@ -43,7 +60,7 @@ for command in (
     change_commands.throttle, change_commands.pause, change_commands.resume, change_commands.reload,
 ):  # fmt: skip
     app.command()(command)
-app.add_typer(affinity_command.affinity, name="affinity")
+app.add_typer(show_commands.affinity, name="affinity")
 app.add_typer(state_commands.app, name="state")
 app.command("demo")(demo_command.demo)
 app.command("simulate")(simulate_command.simulate)

@@ -1,17 +1,22 @@
-"""Options that several commands share, the client that they describe, and checks of output files."""
+"""Options that several commands share, checks of output files, and questions and waits, on a terminal only.
+
+A script or a pipe never waits for an answer.
+"""
 
 from __future__ import annotations
 
-import getpass
 import os
-import socket as sockets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flexd.cli.client import DEFAULT_URL, SOCKET_VARIABLE, URL_VARIABLE, Credentials, DaemonAddress, DaemonClient
-from flexd.cli.view import OutputFormat
+from flexd.cli.client import DEFAULT_URL, SOCKET_VARIABLE, URL_VARIABLE
+from flexd.cli.exit_codes import ExitCode
+from flexd.cli.render import OutputFormat
 from flexd.core.errors import ConfigError
 
 UrlOption = Annotated[
@@ -28,28 +33,6 @@ ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Rec
 BY_HAND = "requested by hand"
 
 
-def connect(url: str | None, socket: Path | None, *, configured: DaemonAddress | None = None) -> DaemonClient:
-    """Return the client of the daemon that options and environment name.
-
-    Args:
-        configured: the address where they name none; default: ``DEFAULT_URL``.
-
-    Raises:
-        ConfigError: options or variables contradict each other, or a file that they name cannot be used.
-    """
-    address = DaemonAddress.choose(url, socket, os.environ, configured)
-    return DaemonClient(address, Credentials.choose(os.environ))
-
-
-def requested_by() -> str:
-    """Return ``user@host`` of the user who runs the command, for the daemon's record."""
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):
-        user = str(os.getuid())  # a container without an entry for its user
-    return f"{user}@{sockets.gethostname()}"[:200]
-
-
 def check_file(option: str, path: Path | None) -> None:
     """Raise ConfigError, which names the option, if the file cannot be written."""
     if path is None:
@@ -57,3 +40,48 @@ def check_file(option: str, path: Path | None) -> None:
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{option} {path}: cannot be written", remedy="give a file in an existing, writable folder")
+
+
+YesOption = Annotated[
+    bool, typer.Option("-y", "--yes", help="Do not ask for confirmation; pipes and scripts are never asked.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show the effect, and change nothing.")]
+
+
+def must_ask(yes: bool) -> bool:
+    """Return True on a terminal without ``--yes``."""
+    return not yes and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask the user to confirm; on any reply but yes end the command: exit status 1, or 130 at Control-C.
+
+    Args:
+        question: text without the choices, such as ``Pause job j?``.
+    """
+    if not must_ask(yes):
+        return
+    # On stderr: stdout may be redirected to a file.
+    try:
+        agreed = typer.confirm(question, default=False, err=True)
+    except typer.Abort as ended:
+        # Raised for Control-C and for the end of the input alike.
+        interrupted = isinstance(ended.__context__, KeyboardInterrupt)
+        print("\nnothing was changed", file=sys.stderr)
+        raise typer.Exit(ExitCode.INTERRUPTED if interrupted else ExitCode.FAILED) from ended
+    if not agreed:
+        print("nothing was changed", file=sys.stderr)
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@contextmanager
+def waiting_shown(waits: bool) -> Iterator[None]:
+    """Show on stderr that the command waits for a migration until the block ends, if it is a terminal."""
+    if not waits or not sys.stderr.isatty():
+        yield
+        return
+    # Imported here because rich takes a while to load, and a pipe does not need it.
+    from rich.console import Console
+
+    with Console(stderr=True).status("waiting for the migration; flexd status shows its parts"):
+        yield

@@ -13,8 +13,8 @@ import typer
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption, check_file
-from flexd.cli.step_costs import step_cost_words
-from flexd.cli.view import OutputFormat, emit
+from flexd.cli.render import OutputFormat, emit
+from flexd.cli.shard_command import step_cost_words
 from flexd.core import units
 from flexd.core.errors import ConfigError
 

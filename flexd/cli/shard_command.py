@@ -13,17 +13,16 @@ import typer
 
 from flexd.cli.blocks import Block, Facts, Table
 from flexd.cli.options import OutputOption, check_file
-from flexd.cli.replay_options import (
+from flexd.cli.render import OutputFormat, emit
+from flexd.cli.simulate_command import (
     DTypeOption,
     LocalRanksOption,
     NodesOption,
     OptimizerOption,
     PresetOption,
     TopologyOption,
+    make_cluster,
 )
-from flexd.cli.simulate_command import make_cluster
-from flexd.cli.step_costs import step_cost_words
-from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.sharding_types import DATA_PARALLEL
 
@@ -32,6 +31,17 @@ if TYPE_CHECKING:
     from flexd.planner.tables.table_list import ListedTable
     from flexd.sketch.profile import Profile
     from flexd.topology.cluster import Cluster
+
+
+def step_cost_words(cluster: Cluster) -> str:
+    costs = cluster.step_costs
+    if costs is None:
+        return "not measured: latencies and an assumed memory bandwidth; flexd probe measures it"
+    return (
+        f"{units.seconds(costs.sums_seconds)} with tables pooled at the owner, "
+        f"{units.seconds(costs.copies_seconds)} with copies on every rank, "
+        f"rows at {units.size(costs.row_bytes_per_second)}/s"
+    )
 
 
 class LeftOutKind(StrEnum):

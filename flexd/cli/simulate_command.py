@@ -5,29 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption
-from flexd.cli.replay_options import (
-    DEFAULT_PRESET,
-    BatchOption,
-    DimOption,
-    DTypeOption,
-    LengthsOption,
-    LocalRanksOption,
-    MicroBatchesOption,
-    NodesOption,
-    OptimizerOption,
-    PresetOption,
-    ReplicaFractionOption,
-    SamplesOption,
-    SeedOption,
-    TopologyOption,
-)
-from flexd.cli.view import OutputFormat, emit
+from flexd.cli.render import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
 from flexd.stream.sample_kinds import SampleKind, SampleLengths
@@ -36,6 +20,56 @@ if TYPE_CHECKING:
     from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import Accesses, RowFormat
     from flexd.topology.cluster import Cluster
+
+
+DEFAULT_PRESET = "azure-a100-200g"
+# As in flexd.core.keyspace, which imports numpy: a client command does not wait for it.
+RowDType = Literal["float64", "float32", "float16", "bfloat16"]
+RowOptimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam"]
+
+
+SamplesOption = Annotated[
+    SampleKind,
+    typer.Option(
+        "--samples",
+        help="How a trace becomes samples: pieces of histories that do not overlap, at most one of a user in a step "
+        "(sequences), or a sample for every event, given to the ranks in turn (impressions).",
+    ),
+]
+LengthsOption = Annotated[
+    SampleLengths,
+    typer.Option(
+        "--lengths",
+        help="Only samples with a full history (fixed), or samples as long as the histories of their users (real).",
+    ),
+]
+NodesOption = Annotated[int, typer.Option("--nodes", help="Nodes.", min=1, max=4096)]
+LocalRanksOption = Annotated[int, typer.Option("--local-ranks", help="Ranks in each node.", min=1, max=64)]
+PresetOption = Annotated[
+    str | None, typer.Option("--preset", help=f"Cluster that prices the exchange. [default: {DEFAULT_PRESET}]")
+]
+TopologyOption = Annotated[
+    Path | None,
+    typer.Option("--topology", metavar="FILE.yaml", help="Topology file that prices the exchange, from flexd probe."),
+]
+BatchOption = Annotated[
+    int | None,
+    typer.Option(
+        "--batch", help="Samples of each rank in a step, or micro-batch. [default: 512, or what the trace has]", min=1
+    ),
+]
+MicroBatchesOption = Annotated[
+    int, typer.Option("--micro-batches", help="Forward and backward passes of each step.", min=1, max=4096)
+]
+DimOption = Annotated[int, typer.Option("--dim", help="Numbers in a row.", min=1, max=65_536)]
+DTypeOption = Annotated[RowDType, typer.Option("--dtype", help="Type of the rows.")]
+OptimizerOption = Annotated[
+    RowOptimizer, typer.Option("--optimizer", help="Optimizer, whose state migrates with a row and is in each copy.")
+]
+ReplicaFractionOption = Annotated[
+    float, typer.Option("--replica-fraction", help="Replica slots of a rank, as a share of all rows.")
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="Seed of random numbers.", min=0)]
 
 
 DRAWN_BATCH = 512

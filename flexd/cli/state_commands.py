@@ -10,9 +10,8 @@ import typer
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.exit_codes import ExitCode
-from flexd.cli.interactive import DryRunOption, YesOption, confirm
-from flexd.cli.options import ConfigOption, OutputOption
-from flexd.cli.view import OutputFormat, emit
+from flexd.cli.options import ConfigOption, DryRunOption, OutputOption, YesOption, confirm
+from flexd.cli.render import OutputFormat, emit
 from flexd.core import units
 
 if TYPE_CHECKING:

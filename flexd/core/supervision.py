@@ -13,15 +13,39 @@ stops all parts in order and exits with ``EXIT_UNSAFE_STATE``. docs/threads.md l
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from flexd.core.backoff import Backoff
 from flexd.core.errors import FlexdError
 from flexd.core.log_fields import is_power_of_two
+
+
+class Backoff:
+    """Waits of ``first`` seconds, doubling to ``longest``.
+
+    Args:
+        spread: largest share by which each wait is shortened at random, so that many waiters do not meet.
+    """
+
+    def __init__(self, first: float, longest: float, spread: float = 0.0) -> None:
+        self._first = first
+        self._longest = longest
+        self._spread = spread
+        self._next = first
+
+    def seconds(self) -> float:
+        """Return the next wait."""
+        wait, self._next = self._next, min(self._longest, self._next * 2)
+        return wait * (1.0 - self._spread * random.random())
+
+    def reset(self) -> None:
+        """Begin with ``first`` again."""
+        self._next = self._first
+
 
 _log = logging.getLogger(__name__)
 

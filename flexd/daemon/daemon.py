@@ -39,8 +39,8 @@ from flexd.daemon.parts import Parts, ShutdownBudget
 from flexd.daemon.state_directory import StateLock, check_files, open_state
 from flexd.operations.known_tables import load_tables, save_tables, with_tables
 from flexd.operations.state_database import NAME, StateDatabase
+from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
-from flexd.server.metrics import Metrics
 
 logger = logging.getLogger("flexd")
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from flexd.api.components import Components
 from flexd.api.migration_commands import MigrationCommands
-from flexd.api.operator_commands import OperatorCommands
-from flexd.api.plan_commands import PlanCommands
+from flexd.api.operator_commands import OperatorCommands, PlanCommands
 from flexd.api.status import Status
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator

@@ -10,10 +10,10 @@ from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
-from flexd.core.backoff import Backoff
 from flexd.core.errors import FlexdError
 from flexd.core.fault_points import fault_point
 from flexd.core.layout import Tier
+from flexd.core.supervision import Backoff
 from flexd.operations.drift import DriftMonitor
 from flexd.operations.planning import Planning
 from flexd.operations.triggers import Triggers

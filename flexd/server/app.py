@@ -8,7 +8,7 @@ import inspect
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.resources import files
@@ -16,17 +16,73 @@ from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 import flexd
 from flexd.api.base import REQUEST_HEADER, ErrorBody, ErrorDetail, ProbeResult, error_body, http_status
-from flexd.api.routes import ROUTES, DaemonApi, Route
+from flexd.api.rank import RankPage
+from flexd.api.routes import RANKS, ROUTES, DaemonApi, Route
 from flexd.core.errors import ApiError, FlexdError
-from flexd.core.model import build_models
-from flexd.server.access import requester
-from flexd.server.guard import RequestGuard
-from flexd.server.metrics import Metrics
+from flexd.core.model import MAX_LABEL_VALUES, build_models, counter
+from flexd.server.access import RequestGuard, requester
+
+
+class Metrics:
+    """The page of one daemon. Its registry is its own, so that nothing else in the process shows up.
+
+    Args:
+        api: read once a scrape, from an HTTP thread.
+    """
+
+    def __init__(self, api: DaemonApi) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(DaemonCollector(api))
+        ProcessCollector(registry=self.registry)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Return (page, content type): OpenMetrics if the ``Accept`` header requests it, else Prometheus text."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self.registry), content_type
+
+
+class DaemonCollector(Collector):
+    """Yields the metric families of a daemon's status and ranks; keeps nothing between scrapes."""
+
+    def __init__(self, api: DaemonApi) -> None:
+        self._api = api
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing, so that the registry does not collect at registration, when the daemon is not up yet."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._api.status().metrics()
+        try:
+            ranks = self._api.handler(RANKS.handler)(offset=0, limit=MAX_LABEL_VALUES)
+        except ApiError:  # A daemon that waits for its state or its tables has no ranks.
+            ranks = RankPage()
+        yield from ranks.metrics()
+
+
+class RefusalsCollector(Collector):
+    """Yields the refused requests of the admin API.
+
+    Args:
+        counts: by reason, called once a scrape.
+    """
+
+    def __init__(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Requests of the admin API refused, by reason."
+        yield counter("flexd_api_refused_requests", text, lambda counts: counts, ("reason",)).of(self._counts())
+
 
 MAX_SLOW_CALLS = 8
 """Plans and waits for migrations at one time: they hold a thread each, and the probes need threads too."""

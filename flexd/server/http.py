@@ -22,10 +22,8 @@ from flexd.core.errors import ApiError
 from flexd.core.fault_points import fault_point
 from flexd.core.supervision import SupervisedThread, Supervisor, Watch
 from flexd.server.access import AccessControl, Refusals, Tokens
-from flexd.server.app import create_app, create_metrics_app
-from flexd.server.metrics import Metrics, RefusalsCollector
-from flexd.server.protocol import BoundedProtocol
-from flexd.server.tls import ServerTls
+from flexd.server.app import Metrics, RefusalsCollector, create_app, create_metrics_app
+from flexd.server.protocol import BoundedProtocol, ServerTls
 
 BACKLOG = 64
 MAX_CONNECTIONS = 64

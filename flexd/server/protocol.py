@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with deadlines that uvicorn lacks.
+"""Connections: TLS whose files may change, and uvicorn's HTTP/1.1 protocol with deadlines that uvicorn lacks.
 
 uvicorn bounds the wait between two requests. It does not bound the wait for the first byte of a connection, for the
 rest of a request's head, or for a client that reads no bytes; nor does it close connections beyond its limit (they get
@@ -8,12 +8,64 @@ status 503, once they send a request). With any of these a few idle sockets bloc
 from __future__ import annotations
 
 import asyncio
+import ssl
+import time
+from collections.abc import Callable
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flexd.server.tls import common_name
+from flexd.config.server import TlsConfig
+from flexd.core.errors import ConfigError
+from flexd.core.secrets import Reloaded, tls_context
+
+CHECK_SECONDS = 5.0
+"""Interval of checks of the files of certificate, key and client CA."""
+
+
+class ServerTls:
+    """A server's TLS context. New files are used for connections after them; bad ones are logged and left out.
+
+    Args:
+        or_tokens: clients may also connect without a certificate.
+        clock: monotonic seconds, for tests.
+
+    Raises:
+        ConfigError: a file cannot be read, or certificate and key do not belong together.
+    """
+
+    def __init__(self, config: TlsConfig, *, or_tokens: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        certificate, key, authority = config.cert_file, config.key_file, config.client_ca_file
+        if certificate is None or key is None:
+            raise ConfigError("server.tls has no certificate", remedy="set server.tls.cert_file and key_file")
+
+        def load() -> ssl.SSLContext:
+            context = tls_context(
+                ssl.PROTOCOL_TLS_SERVER, certificate, key, authority, "server.tls", "client_ca_file"
+            )  # fmt: skip
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            if authority is not None:
+                context.verify_mode = ssl.CERT_OPTIONAL if or_tokens else ssl.CERT_REQUIRED
+            return context
+
+        files = (certificate, key) if authority is None else (certificate, key, authority)
+        self._reloaded = Reloaded(files, load, "server.tls", clock)
+        self.context = self._reloaded.value(CHECK_SECONDS)
+        # Called at every handshake, with or without a name: checks without a thread.
+        self.context.sni_callback = self._refresh
+
+    def _refresh(self, connection: ssl.SSLObject, _name: str, _context: ssl.SSLContext) -> None:
+        connection.context = self._reloaded.value(CHECK_SECONDS)
+
+
+def common_name(certificate: dict[str, Any] | None) -> str | None:
+    """Return the subject's common name of a verified certificate (``getpeercert``); None without exactly one."""
+    if not certificate:
+        return None
+    names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+    return str(names[0]) if len(names) == 1 else None
+
 
 HEAD_SECONDS = 10.0
 """Deadline from the connection, or from a request's first byte, to the end of its head."""

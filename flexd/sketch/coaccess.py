@@ -21,9 +21,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core import sample_hash
+from flexd.core import tap_counts
 from flexd.core.errors import SketchError
-from flexd.core.sample_hash import FIRST, GAMMA, SECOND
+from flexd.core.tap_counts import FIRST, GAMMA, SECOND
 from flexd.sketch.types import Arrays, Float64Array, Int64Array
 
 UInt32Array = npt.NDArray[np.uint32]
@@ -237,9 +237,9 @@ class CoAccessSample:
         """
         bits = struct.unpack("<q", struct.pack("<d", event_time_seconds))[0]
         if step is not None:
-            base = sample_hash.step_base(source_rank, step)
+            base = tap_counts.step_base(source_rank, step)
         else:
-            base = sample_hash.entry_base(table, source_rank, bits)
+            base = tap_counts.entry_base(table, source_rank, bits)
         look_up = _LookUp(
             _readonly(_NONE if sample_ids is None else sample_ids), np.uint64(base),
             _readonly(_NONE if user_ids is None else user_ids), _readonly(lengths), _readonly(rows), table,

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from flexd.config.load import parse_config
 from flexd.daemon import Daemon
-from flexd.server.metrics import Metrics
+from flexd.server.app import Metrics
 
 OF_HTTP = "flexd_api"
 GAUGES = ("flexd_plan_gate_open", "flexd_placement_rows")

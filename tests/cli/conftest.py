@@ -13,8 +13,8 @@ import pytest
 
 from flexd.cli.main import main
 from flexd.config.server import ServerConfig
+from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
-from flexd.server.metrics import Metrics
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.repository import ROOT
 from tests.support.terminals import Terminal

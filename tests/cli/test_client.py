@@ -14,8 +14,8 @@ from flexd.cli import client as client_module
 from flexd.cli.client import DaemonAddress, DaemonClient
 from flexd.cli.exit_codes import DaemonTimeoutError, DaemonUnreachableError, ExitCode
 from flexd.config.server import ServerConfig
+from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
-from flexd.server.metrics import Metrics
 
 
 def test_an_unreachable_daemon_is_named_with_a_remedy(flexd_process, tmp_path):

@@ -13,9 +13,8 @@ from flexd.api.stream import StreamStatus
 from flexd.api.table import SketchStatus, TableSketchStatus
 from flexd.cli.blocks import Facts, Table
 from flexd.cli.exit_codes import ExitCode
-from flexd.cli.render import blocks_of
+from flexd.cli.render import blocks_of, show
 from flexd.cli.show_commands import STATUS_ROWS, split_target
-from flexd.cli.view import show
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.migration_states import MigrationState
 

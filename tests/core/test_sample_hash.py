@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexd.core.sample_hash import mixed, mixed_one
+from flexd.core.tap_counts import mixed, mixed_one
 from flexd.sketch.coaccess import _mix
 
 

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from flexd.core.backoff import Backoff
 from flexd.core.supervision import (
     FIRST_BACKOFF_SECONDS,
     MAX_BACKOFF_SECONDS,
+    Backoff,
     Supervisor,
     UnsafeStateError,
 )

@@ -115,7 +115,7 @@ UNSUPERVISED = {
     "flexd/embedding/tap/tap.py": "a thread of the trainer",
     "flexd/embedding/prefetch/worker_thread.py": "a thread of the trainer",
     "flexd/embedding/exchange/fault_notice.py": "a thread of the trainer",
-    "flexd/cli/interactive.py": "a thread of a command",
+    "flexd/cli/options.py": "a thread of a command",
     "flexd/demo/processes.py": "a thread of a command",
 }
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from flexd.api.explanation import explanation
+from flexd.api.operator_commands import PlanCommands
 from flexd.api.placement import placement_status
 from flexd.api.plan import AffinityReport, proposal_report
-from flexd.api.plan_commands import PlanCommands
-from flexd.cli.render import blocks_of
+from flexd.cli.render import OutputFormat, blocks_of, emit
 from flexd.cli.show_commands import plan_blocks
-from flexd.cli.view import OutputFormat, emit
 from flexd.core.errors import ApiError
 from flexd.core.layout import RankLayout, nodes_of_moved
 from flexd.core.supervision import Supervisor

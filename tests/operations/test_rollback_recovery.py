@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flexd.api.execution import AbortResult
+from flexd.api.migration import AbortResult
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError, SnapshotError

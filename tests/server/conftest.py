@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from flexd.config.server import ServerConfig
+from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
-from flexd.server.metrics import Metrics
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.fake_daemon import FakeDaemon
 

@@ -23,9 +23,8 @@ from flexd.core.errors import (
     TopologyError,
 )
 from flexd.server.access import READING_POSTS
-from flexd.server.app import create_app
+from flexd.server.app import Metrics, create_app
 from flexd.server.http import DaemonServer
-from flexd.server.metrics import Metrics
 from tests.support.api_contract import RESPONSE_CHECKS, asks_for_something, for_every_request, operations_of
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.fake_daemon import FakeDaemon

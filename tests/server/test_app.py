@@ -10,7 +10,7 @@ from flexd.api.plan import PlanReport, UserNodePage
 from flexd.api.status import Status
 from flexd.api.table import MAX_PAGE_ENTRIES, HotRowPage, TablePage
 from flexd.core.errors import ApiError, ConfigError, ControlError, EmbeddingError, PlanError
-from flexd.core.families import MAX_LABEL_VALUES
+from flexd.core.model import MAX_LABEL_VALUES
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.fake_daemon import USERS
 

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from flexd.api.base import REQUEST_HEADER
-from flexd.server.app import create_app
-from flexd.server.metrics import Metrics
+from flexd.server.app import Metrics, create_app
 from tests.support.fake_daemon import FakeDaemon
 
 CROSS_SITE: list[dict[str, str]] = [

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flexd.api.base import REQUEST_HEADER
-from flexd.server import guard
-from flexd.server.guard import MAX_REQUEST_BYTES, RequestGuard
+from flexd.server import access
+from flexd.server.access import MAX_REQUEST_BYTES, RequestGuard
 
 DISCONNECT = {"type": "http.disconnect"}
 
@@ -21,7 +21,7 @@ def part(body: bytes, more: bool | None = None) -> dict[str, Any]:
 
 
 class Exchange:
-    """One request through the guard.
+    """One request through the access.
 
     Attributes:
         status, headers, error: of the answer. refused: reasons told. heard: what the handler was given, None if it was
@@ -97,7 +97,7 @@ def test_a_truncated_body_reaches_no_handler() -> None:
 
 
 def test_a_body_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(access, "BODY_SECONDS", 0.05)
     it = Exchange(part(b"{}", True))
     assert (it.status, it.heard, it.refused) == (408, None, ["too_slow"])
 

@@ -13,8 +13,8 @@ import pytest
 
 from flexd.config.server import ServerConfig
 from flexd.core.errors import ApiError
+from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
-from flexd.server.metrics import Metrics
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.until import until
 

@@ -21,8 +21,8 @@ from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
 from flexd.api.training import TrainingStatus
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.migration_states import MigrationState
-from flexd.core.families import MAX_LABEL_VALUES
-from flexd.server.metrics import Metrics
+from flexd.core.model import MAX_LABEL_VALUES
+from flexd.server.app import Metrics
 from tests.support.fake_daemon import FakeDaemon
 
 FULL = Status(

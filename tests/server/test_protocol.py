@@ -12,8 +12,8 @@ import pytest
 
 from flexd.config.server import ServerConfig
 from flexd.server import protocol
+from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
-from flexd.server.metrics import Metrics
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.until import until
 

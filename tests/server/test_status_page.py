@@ -22,8 +22,8 @@ from flexd.api.training import SlowMemoryStatus, SlowTableStatus
 from flexd.config.server import ServerConfig
 from flexd.control.daemon.migration_record import MigrationRecord, VerificationReport
 from flexd.control.daemon.migration_states import MigrationState
+from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
-from flexd.server.metrics import Metrics
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.fake_daemon import ENDED, STOPPED, STRANGE, FakeDaemon
 from tests.support.ops_tools import tool

@@ -17,10 +17,10 @@ from flexd.cli.client import Credentials, DaemonAddress, DaemonClient
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonUnreachableError
 from flexd.config.server import ServerConfig, TlsConfig, TokenConfig
 from flexd.core.errors import ConfigError
-from flexd.server import tls
+from flexd.server import protocol
 from flexd.server.access import current_caller
+from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
-from flexd.server.metrics import Metrics
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.fake_daemon import FakeDaemon
 
@@ -59,14 +59,16 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def serve(certificates: Certificates) -> Iterator[Callable[..., tuple[CallerDaemon, str]]]:
     started: list[DaemonServer] = []
 
-    def start(*, with_tokens: bool = False, **config: Any) -> tuple[CallerDaemon, str]:
+    def start(
+        *, with_tokens: bool = False, client_ca_file: Path | None = None, **config: Any
+    ) -> tuple[CallerDaemon, str]:
         certificate, key = certificates.server
         tokens = []
         if with_tokens:
             (certificates.directory / "token").write_text(TOKEN)
             tokens = [TokenConfig(name="tool", scope="admin", file=certificates.directory / "token")]
         settings = TlsConfig(
-            cert_file=certificate, key_file=key, client_ca_file=certificates.ca_file,
+            cert_file=certificate, key_file=key, client_ca_file=client_ca_file or certificates.ca_file,
             clients={"dashboard": "read", "operator": "admin"},
         )  # fmt: skip
         daemon = CallerDaemon()
@@ -139,14 +141,14 @@ def test_a_page_of_another_site_cannot_use_a_browsers_certificate(certificates: 
 
 def test_old_versions_of_tls_are_refused(certificates: Certificates) -> None:
     certificate, key = certificates.server
-    context = tls.ServerTls(TlsConfig(cert_file=certificate, key_file=key), or_tokens=False).context
+    context = protocol.ServerTls(TlsConfig(cert_file=certificate, key_file=key), or_tokens=False).context
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
 
 
 def test_a_new_certificate_is_served_and_a_bad_one_is_not(
     certificates: Certificates, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(protocol, "CHECK_SECONDS", 0.0)
     _, url = serve()
     port = httpx.URL(url).port
 
@@ -162,6 +164,26 @@ def test_a_new_certificate_is_served_and_a_bad_one_is_not(
     assert served() == certificates.server[0].read_text().strip() + "\n"
 
 
+def test_a_new_client_ca_replaces_the_old_one(
+    certificates: Certificates, serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(protocol, "CHECK_SECONDS", 0.0)
+    authority = tmp_path / "clients.pem"
+    authority.write_bytes(certificates.ca_file.read_bytes())
+    _, url = serve(client_ca_file=authority)
+    context = ssl.create_default_context(cafile=certificates.ca_file)
+    context.load_cert_chain(*certificates.issue("operator"))
+
+    def status_code() -> int:
+        with httpx.Client(verify=context, timeout=10) as client:
+            return client.get(f"{url}/v1/status").status_code
+
+    assert status_code() == 200
+    authority.write_bytes(trustme.CA().cert_pem.bytes())
+    with pytest.raises(httpx.TransportError):
+        status_code()
+
+
 def test_a_key_with_a_passphrase_is_an_error_without_a_prompt(certificates: Certificates, tmp_path: Path) -> None:
     private = serialization.load_pem_private_key(certificates.issue("locked", "127.0.0.1")[1].read_bytes(), None)
     locked = private.private_bytes(
@@ -170,7 +192,7 @@ def test_a_key_with_a_passphrase_is_an_error_without_a_prompt(certificates: Cert
     (tmp_path / "locked.key").write_bytes(locked)
     config = TlsConfig(cert_file=certificates.directory / "locked.pem", key_file=tmp_path / "locked.key")
     with pytest.raises(ConfigError, match="the key has a passphrase"):
-        tls.ServerTls(config, or_tokens=False)
+        protocol.ServerTls(config, or_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +207,9 @@ def test_a_key_with_a_passphrase_is_an_error_without_a_prompt(certificates: Cert
     ],
 )
 def test_a_certificate_names_one_client_or_none(subject: object, name: str | None) -> None:
-    assert tls.common_name({"subject": subject}) == name
-    assert tls.common_name({}) is None
-    assert tls.common_name(None) is None
+    assert protocol.common_name({"subject": subject}) == name
+    assert protocol.common_name({}) is None
+    assert protocol.common_name(None) is None
 
 
 def test_the_command_line_sends_no_token_in_the_clear(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
-from flexd.core.sample_hash import mixed_one, step_base
+from flexd.core.tap_counts import mixed_one, step_base
 from flexd.sketch.coaccess import MIN_BYTES, NO_USER, CoAccess, CoAccessSample
 from flexd.sketch.restore import restore_tables
 from flexd.sketch.sketch_set import SketchSet

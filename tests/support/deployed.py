@@ -14,8 +14,7 @@ from flexd.api.training import SlowMemoryStatus
 from flexd.config.base import split_address
 from flexd.config.load import parse_config
 from flexd.config.model import Config
-from flexd.server.app import create_metrics_app
-from flexd.server.metrics import Metrics
+from flexd.server.app import Metrics, create_metrics_app
 from tests.support.fake_daemon import STATUS, FakeDaemon
 from tests.support.ops_tools import run_tool
 from tests.support.repository import ROOT

@@ -9,16 +9,14 @@ from typing import Any
 
 from flexd.api.base import ProbeResult
 from flexd.api.daemon import ConfigReport, KeyChange, PauseState, ReloadReport
-from flexd.api.execution import AbortPreview, AbortResult, ReplanResult, RollbackPreview
 from flexd.api.explanation import Explanation, RowReport, ThresholdReport
-from flexd.api.migration import MigrationList
+from flexd.api.migration import AbortPreview, AbortResult, MigrationList, ReplanResult, RollbackPreview, ThrottleStatus
 from flexd.api.plan import PlanReport, ReplicationReport, ShareRangeReport, UserNodePage
 from flexd.api.planning import GateReport, ProposalList, ProposalReport
 from flexd.api.rank import RankPage, RankReport
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
 from flexd.api.table import HotRow, HotRowPage, TableOrder, TablePage, TableReport
-from flexd.api.throttle import ThrottleStatus
 from flexd.api.training import Timeline, TrafficSample
 from flexd.control.daemon.migration_record import ActionRecord, MigrationRecord, Transition, VerificationReport
 from flexd.control.daemon.migration_states import MigrationState

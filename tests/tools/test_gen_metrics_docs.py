@@ -7,7 +7,7 @@ import re
 import gen_metrics_docs
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexd.server.metrics import Metrics
+from flexd.server.app import Metrics
 from tests.support.fake_daemon import FakeDaemon
 
 

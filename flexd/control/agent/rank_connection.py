@@ -52,7 +52,6 @@ from flexd.control.protocol.messages import (
 from flexd.control.protocol.network import CHANNEL_ERRORS, named_error, new_token
 from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly, pieces_of, rows_body
 from flexd.control.protocol.table_lists import tables_body
-from flexd.core.backoff import Backoff
 from flexd.core.errors import (
     AuthenticationError,
     ChunkRefusedError,
@@ -62,6 +61,7 @@ from flexd.core.errors import (
     UnknownMessageError,
 )
 from flexd.core.placement import Delta
+from flexd.core.supervision import Backoff
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from pydantic import computed_field
 
 from flexd.control.daemon.migration_states import MigrationState, TransitionEvent
 from flexd.core import units
-from flexd.core.families import gauge
-from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, Show
+from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, Show, gauge
 
 _Parts = Annotated[dict[str, float], Show(unit=units.share, detail=True)]
 

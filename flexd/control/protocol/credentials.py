@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexd.core.secrets import Reloaded, Secret
-from flexd.core.tls import tls_context
+from flexd.core.secrets import Reloaded, Secret, tls_context
 
 CHECK_SECONDS = 5.0
 """Time between two checks for changed certificate files."""

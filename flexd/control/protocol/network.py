@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 
-from flexd.core.backoff import Backoff
 from flexd.core.errors import ControlError, FlexdError
+from flexd.core.supervision import Backoff
 
 CHANNEL_ERRORS = (FlexdError, OSError)
 """The errors that are expected to end an epoch or a connection; others end it too, and are logged with their stack."""

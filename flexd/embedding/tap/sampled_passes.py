@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexd.core.sample_hash import is_sampled
-from flexd.core.tap_counts import PassRows
+from flexd.core.tap_counts import PassRows, is_sampled
 
 MAX_PARTS = 4096
 """Parts (a table of a pass) in one message: the daemon counts them under a lock, 10 to 50 us each."""

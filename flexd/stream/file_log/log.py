@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from flexd.core.backoff import Backoff
 from flexd.core.errors import StreamError
+from flexd.core.supervision import Backoff
 from flexd.stream.file_log import segments
 from flexd.stream.file_log.partition_reader import BufferPool, PartitionReader
 from flexd.stream.types import Losses, Positions, Source, StreamMessage

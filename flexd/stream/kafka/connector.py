@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from kafka.errors import KafkaConfigurationError
 
-from flexd.core.backoff import Backoff
 from flexd.core.errors import StreamError
+from flexd.core.supervision import Backoff
 
 _log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from kafka.errors import (
     RecordListTooLargeError,
 )
 
-from flexd.core.backoff import Backoff
 from flexd.core.errors import StreamError
+from flexd.core.supervision import Backoff
 from flexd.stream.kafka.connector import ClientOption, Connector, checked_options
 
 _log = logging.getLogger(__name__)
