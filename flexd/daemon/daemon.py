@@ -9,7 +9,7 @@
 
 WAITING (``state.on_unusable: wait``) holds no lock of the directory: an operator runs ``flexd state reset`` meanwhile.
 Nothing is read from the stream before RUNNING: what is published waits in the log. A start with tables in the
-configuration or the state is RUNNING at once, without any rank. Each RUNNING has ``Parts`` of its own; counters of
+configuration or the state is RUNNING at once, without any rank. Each RUNNING has ``DaemonComponents`` of its own; counters of
 tables that stay are kept, as after a change of ``tables`` in the configuration.
 """
 
@@ -34,8 +34,8 @@ from flexd.core.errors import ApiError, FlexdError, StateVersionError, UnusableS
 from flexd.core.fast_start import ProcessStart
 from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
+from flexd.daemon.components import DaemonComponents, ShutdownBudget
 from flexd.daemon.config_file import ConfigFile
-from flexd.daemon.parts import Parts, ShutdownBudget
 from flexd.daemon.state_directory import StateLock, check_files, open_state
 from flexd.operations.known_tables import load_tables, save_tables, with_tables
 from flexd.operations.state_database import NAME, StateDatabase
@@ -80,7 +80,7 @@ class Daemon:
         self._lock: StateLock | None = None
         self._state = StateDatabase(config.state.dir / NAME)
         self._learner: TableLearner | None = None
-        self._parts: Parts | None = None
+        self._components: DaemonComponents | None = None
         self._problem = ""
         """Why the state cannot be used, or the newest tables of ranks were not taken over."""
         self._seen: frozenset[tuple[str, int]] | None = None
@@ -99,15 +99,15 @@ class Daemon:
         return self._server.address
 
     @property
-    def parts(self) -> Parts:
+    def components(self) -> DaemonComponents:
         """The parts of a running daemon. Raises ApiError (503) while it waits for its state or its tables."""
-        parts = self._parts
-        if parts is None:
+        components = self._components
+        if components is None:
             remedy = "start the training, or list its tables in the configuration"
             if self._seen is not None:
                 remedy = "run `flexd state show`"
             raise ApiError(self._reason(), status=503, remedy=remedy)
-        return parts
+        return components
 
     def start(self) -> None:
         """Start every part and serve the API; if one fails, stop those that were started.
@@ -121,7 +121,9 @@ class Daemon:
         except BaseException:
             self.stop(self._config.shutdown_seconds)
             raise
-        channel = f"{self._config.control.listen_host}:{self._parts.coordinator.port}" if self._parts else "waits"
+        channel = (
+            f"{self._config.control.listen_host}:{self._components.coordinator.port}" if self._components else "waits"
+        )
         logger.info("flexd is up: API %s, control channel %s", self.address, channel)
 
     def run_until_stopped(self) -> bool:
@@ -162,11 +164,11 @@ class Daemon:
         proposed = None
         if self._learner is not None:
             proposed = self._learner.tick()
-        elif self._parts is not None:
-            self._loop_watch.attempt(self._parts.tick)
-            if self._parts.operator.paused is None:
-                self._planning_watch.attempt(self._parts.auto.tick)
-            proposed = self._parts.coordinator.proposed_tables() if self._takes_tables else None
+        elif self._components is not None:
+            self._loop_watch.attempt(self._components.tick)
+            if self._components.operator.paused is None:
+                self._planning_watch.attempt(self._components.auto.tick)
+            proposed = self._components.coordinator.proposed_tables() if self._takes_tables else None
         else:  # neither could be started after the last take-over
             self._loop_watch.attempt(self._learn)
         if proposed is not None:
@@ -182,8 +184,8 @@ class Daemon:
         self._planning_watch.rest()
         budget = ShutdownBudget(seconds)
         self._stop_learning()
-        if self._parts is not None:
-            self._parts.stop(budget)
+        if self._components is not None:
+            self._components.stop(budget)
         self._release_state()
         budget.stop_part("API", self._server.stop)
         late = ", ".join(budget.late)
@@ -200,7 +202,7 @@ class Daemon:
             if tables:
                 self._file.tables_of_ranks = tables
             if tables or not self._takes_tables:
-                self._make_parts(with_tables(config, tables) if tables else config)
+                self._make_components(with_tables(config, tables) if tables else config)
         except BaseException as error:
             # Not left to the garbage collector, which is paused: a daemon that waits would lock itself out.
             self._release_state()
@@ -211,8 +213,8 @@ class Daemon:
             self._seen = None
 
     def _begin(self) -> None:
-        if self._parts is not None:
-            self._parts.start()
+        if self._components is not None:
+            self._components.start()
         elif self._seen is None:
             self._learn()
 
@@ -225,7 +227,7 @@ class Daemon:
             self._begin()
         except FlexdError as error:
             # Another process has the directory or an address: no file shows when that ends.
-            self._parts = None
+            self._components = None
             self._release_state()
             self._wait_for_state(error, frozenset())
 
@@ -240,9 +242,9 @@ class Daemon:
             self._lock.release()
             self._lock = None
 
-    def _make_parts(self, config: Config) -> None:
+    def _make_components(self, config: Config) -> None:
         check_config(config, "the configuration, with the tables of the ranks")
-        self._parts = Parts(config, self._state, self.supervisor, takes_tables=self._takes_tables)
+        self._components = DaemonComponents(config, self._state, self.supervisor, takes_tables=self._takes_tables)
         self._file.config = config
 
     def _learn(self, problem: str = "") -> None:
@@ -275,16 +277,16 @@ class Daemon:
             return
         self._problem = ""
         self._stop_learning()
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.stop(ShutdownBudget(self._config.shutdown_seconds))
+        components, self._components = self._components, None
+        if components is not None:
+            components.stop(ShutdownBudget(self._config.shutdown_seconds))
         try:
             save_tables(self._state, proposed)
             self._file.tables_of_ranks = proposed.tables
-            self._make_parts(config)
+            self._make_components(config)
             self._begin()
         except FlexdError as error:
-            self._parts = None
+            self._components = None
             self._learn(f"{error.message} (tables of attempt {proposed.attempt!r})")
             raise
         logger.info("%d tables, of the ranks of attempt %r", len(proposed.tables), proposed.attempt)
@@ -301,8 +303,10 @@ class Daemon:
 
     def preview_reload(self) -> ReloadReport:
         """Return what ``reload`` would do now. Changes nothing."""
-        parts = self._parts
-        return self._file.preview(lambda config: None if parts is None else parts.inspect.planning.check(config))
+        components = self._components
+        return self._file.preview(
+            lambda config: None if components is None else components.inspect.planning.check(config)
+        )
 
     def _reload_quietly(self) -> None:
         with contextlib.suppress(FlexdError):  # It is logged and counted.
@@ -310,42 +314,42 @@ class Daemon:
 
     def _apply_config(self, config: Config) -> None:
         """Apply settings of a reload. Raises FlexdError; nothing has changed then."""
-        if self._parts is not None:
-            self._parts.apply_config(config)
+        if self._components is not None:
+            self._components.apply_config(config)
         elif self._learner is not None:
             self._learner.problem = ""
 
     def _record_reload(self, requested_by: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
-        if self._parts is not None:
-            self._parts.operator.record_reload(requested_by, reason, outcome)
+        if self._components is not None:
+            self._components.operator.record_reload(requested_by, reason, outcome)
         else:
             logger.info("config reload requested by %s: %s", requested_by or "anonymous", reason)
 
     def handler(self, name: str) -> Callable[..., Any]:
         """Implement ``DaemonApi.handler``."""
-        handler: Callable[..., Any] = attrgetter(name)(self if name in _OWN_HANDLERS else self.parts)
+        handler: Callable[..., Any] = attrgetter(name)(self if name in _OWN_HANDLERS else self.components)
         return handler
 
     def status(self) -> Status:
         base = base_status(self._config, self._started, self.health(), self.ready())
         base = base.model_copy(update={"config": self._file.status(), "threads": threads_status(self.supervisor)})
-        parts = self._parts
-        return base if parts is None else parts.status(base)
+        components = self._components
+        return base if components is None else components.status(base)
 
     def health(self) -> ProbeResult:
-        parts, reasons = self._parts, []
-        if parts is None:
+        components, reasons = self._components, []
+        if components is None:
             return ProbeResult(ok=True)
         silent = time.monotonic() - self._ticked_at
         if silent > HEALTHY_TICK_SECONDS:
             reasons.append(f"the loop has not ticked for {silent:.0f} s")
-        if not parts.ingestor.running and not self._stop_requested:
+        if not components.ingestor.running and not self._stop_requested:
             reasons.append("the ingest thread has ended")
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))
 
     def ready(self) -> ProbeResult:
-        parts = self._parts
-        reasons = [self._reason()] if parts is None else parts.not_ready()
+        components = self._components
+        reasons = [self._reason()] if components is None else components.not_ready()
         reasons += self.supervisor.reasons()
         if self._stop_requested:
             reasons.append("shutting down")

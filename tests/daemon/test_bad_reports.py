@@ -42,7 +42,7 @@ class Observed:
         self.daemon.start()
         self._thread = threading.Thread(target=self.daemon.run_until_stopped, daemon=True)
         self._thread.start()
-        self.ranks = Ranks(self.daemon.parts.coordinator.port, secret=None)
+        self.ranks = Ranks(self.daemon.components.coordinator.port, secret=None)
         self.sent: Callable[[StepReport], StepReport] = lambda report: report
         """Changes what rank 1 sends, behind everything that cleans it."""
         reports = self.ranks.ranks[1].agent._context.reports
@@ -110,13 +110,13 @@ def test_impossible_reports_are_refused_by_field_and_the_rest_goes_on(
     observed: Observed, caplog: pytest.LogCaptureFixture
 ) -> None:
     epochs = observed.daemon.status().topology.epochs
-    before = observed.daemon.parts.training.ranks()[1]
+    before = observed.daemon.components.training.ranks()[1]
     for field, change in IMPOSSIBLE.items():
         observed.sent = change
         until(lambda field=field: observed.daemon.status().topology.malformed_reports.get(field, 0) >= 2, SECONDS)
-    assert observed.daemon.parts.training.ranks()[1] == before, "the last good report stays"
+    assert observed.daemon.components.training.ranks()[1] == before, "the last good report stays"
     observed.sent = lambda report: report
-    until(lambda: observed.daemon.parts.training.ranks()[1].step > before.step, SECONDS)
+    until(lambda: observed.daemon.components.training.ranks()[1].step > before.step, SECONDS)
     status = observed.daemon.status().topology
     assert (status.ready, status.ranks_ready, status.epochs) == (True, 4, epochs), status
     assert set(status.malformed_reports) == set(IMPOSSIBLE)
@@ -136,11 +136,11 @@ def test_a_report_that_cannot_be_encoded_is_dropped_counted_and_logged_once(
 ) -> None:
     caplog.set_level(logging.WARNING)
     agent, epochs = observed.ranks.ranks[1].agent, observed.daemon.status().topology.epochs
-    step = observed.daemon.parts.training.ranks()[1].step
+    step = observed.daemon.components.training.ranks()[1].step
     observed.sent = lambda report: replace(report, exchange=value)
     until(lambda: agent.counters.get("reports_dropped", 0) >= 3, SECONDS, observed.ranks.state)
     observed.sent = lambda report: report
-    until(lambda: observed.daemon.parts.training.ranks()[1].step > step, SECONDS, observed.ranks.state)
+    until(lambda: observed.daemon.components.training.ranks()[1].step > step, SECONDS, observed.ranks.state)
     status = observed.daemon.status().topology
     assert (status.ranks_ready, status.epochs) == (4, epochs), observed.ranks.state()
     lines = [record.message for record in caplog.records if "is dropped" in record.message]

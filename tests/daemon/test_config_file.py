@@ -67,7 +67,7 @@ def _loggers_as_before() -> Iterator[None]:
 
 def test_a_preview_lists_the_keys_of_a_reload_and_applies_none(job: DaemonOnFile) -> None:
     job.write(planner={"min_samples": 5}, control={"listen_port": 0, "chunk_rows": 7})
-    before, config = job.daemon.status().config, job.daemon.parts.inspect.config().config
+    before, config = job.daemon.status().config, job.daemon.components.inspect.config().config
     preview = job.daemon.preview_reload()
     assert (preview.dry_run, preview.applied, preview.pending) == (
         True,
@@ -79,7 +79,7 @@ def test_a_preview_lists_the_keys_of_a_reload_and_applies_none(job: DaemonOnFile
         ("control.chunk_rows", 4096, 7, True),
     ]
     assert job.daemon.status().config == before
-    assert job.daemon.parts.inspect.config().config == config
+    assert job.daemon.components.inspect.config().config == config
     answer = httpx.post(f"{job.daemon.address}/v1/config/reload/preview", headers=COMMAND_HEADERS)
     assert (answer.status_code, answer.json()["applied"]) == (200, ["planner.min_samples"])
     taken = job.daemon.reload()
@@ -107,12 +107,12 @@ def test_hot_keys_are_applied_at_once(job: DaemonOnFile) -> None:
     assert status.drift.threshold == 1.5
     assert status.throttle.bytes_per_second == 5_000
     assert logging.getLogger().level == logging.ERROR
-    shown = job.daemon.parts.inspect.config().config
+    shown = job.daemon.components.inspect.config().config
     assert (shown["planner"]["min_samples"], shown["control"]["chunk_rows"]) == (5, 4096)
     page = httpx.get(f"{job.daemon.address}/metrics").text
     assert 'flexd_config_reloads_total{outcome="applied"} 1.0' in page
     # The new interval starts after the wait that was running when it changed.
-    job.daemon.parts.ingestor.snapshots.request()
+    job.daemon.components.ingestor.snapshots.request()
     until(lambda: job.daemon.status().snapshot.written >= written + 4, 30)
 
     job.write()
@@ -132,12 +132,12 @@ def test_hot_keys_are_applied_at_once(job: DaemonOnFile) -> None:
     ],
 )
 def test_a_bad_file_is_rejected_and_the_old_one_kept(job: DaemonOnFile, change: dict[str, Any], expected: str) -> None:
-    before = job.daemon.parts.inspect.config().config
+    before = job.daemon.components.inspect.config().config
     level = logging.getLogger().level
     job.write(**change)
     with pytest.raises(FlexdError, match=expected):
         job.daemon.reload()
-    assert job.daemon.parts.inspect.config().config == before
+    assert job.daemon.components.inspect.config().config == before
     assert logging.getLogger().level == level
     status = job.daemon.status().config
     assert status.reloads["rejected"] == 1

@@ -35,31 +35,31 @@ def test_commands_without_ranks(start: Start, make_config: Make) -> None:
     assert any("no rank" in reason for reason in status.reasons)
     assert daemon.health().ok
     assert not daemon.ready().ok
-    for verb in (daemon.parts.planning.plan, lambda: daemon.parts.planning.replan("r", 0.0)):
+    for verb in (daemon.components.planning.plan, lambda: daemon.components.planning.replan("r", 0.0)):
         with pytest.raises(PlanError, match="no plan without ranks"):
             verb()
 
     for table, row in (("nothing", None), ("item", 3_000)):
         with pytest.raises(ApiError, match=r"no (table|row)") as missing:
-            daemon.parts.planning.explain(table, row, 10)
+            daemon.components.planning.explain(table, row, 10)
         assert missing.value.status == 404
     with pytest.raises(PlanError, match="no plan without ranks"):
-        daemon.parts.planning.explain("item", 2_999, 10)
+        daemon.components.planning.explain("item", 2_999, 10)
 
-    assert daemon.parts.operator.pause("one").changed is True
-    assert daemon.parts.operator.pause("two").changed is False
+    assert daemon.components.operator.pause("one").changed is True
+    assert daemon.components.operator.pause("two").changed is False
     assert daemon.status().pause_reason == "two"
     with pytest.raises(ApiError, match="paused: two") as refused:
-        daemon.parts.planning.replan("r", 0.0)
+        daemon.components.planning.replan("r", 0.0)
     assert refused.value.status == 409
     with pytest.raises(PlanError):
-        daemon.parts.planning.plan()
+        daemon.components.planning.plan()
     accesses = daemon.status().stream.accesses
     running.until(lambda: daemon.status().stream.accesses > accesses)
-    assert daemon.parts.operator.resume().changed is True
-    assert daemon.parts.operator.resume().changed is False
+    assert daemon.components.operator.resume().changed is True
+    assert daemon.components.operator.resume().changed is False
     with pytest.raises(PlanError):
-        daemon.parts.planning.replan("r", 0.0)
+        daemon.components.planning.replan("r", 0.0)
 
 
 def test_a_stopping_daemon_is_not_ready_and_refuses_a_replan(start: Start, make_config: Make) -> None:
@@ -67,7 +67,7 @@ def test_a_stopping_daemon_is_not_ready_and_refuses_a_replan(start: Start, make_
     running.stop()
     assert "shutting down" in running.daemon.ready().reasons
     with pytest.raises(ApiError) as error:
-        running.daemon.parts.planning.replan("r", 0.0)
+        running.daemon.components.planning.replan("r", 0.0)
     assert error.value.status == 503
 
 
@@ -104,7 +104,7 @@ def test_a_restart_continues_from_the_snapshot(start: Start, make_config: Make, 
 def test_a_taken_port_is_an_error_and_leaves_nothing_running(start: Start, make_config: Make, tmp_path: Path) -> None:
     running = start(make_config())
     before = threading.active_count()
-    port = running.daemon.parts.coordinator.port
+    port = running.daemon.components.coordinator.port
     second = Daemon(make_config(state={"dir": str(tmp_path / "second")}, control={"listen_port": port}))
     with pytest.raises(ControlError):
         second.start()

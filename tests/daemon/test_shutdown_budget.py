@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flexd.daemon.parts import MIN_SHARE, ShutdownBudget
+from flexd.daemon.components import MIN_SHARE, ShutdownBudget
 
 
 class FakeParts:

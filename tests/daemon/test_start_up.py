@@ -40,5 +40,5 @@ def test_daemon_whose_control_channel_cannot_be_hosted_ingests_and_tries_again(
     until(lambda: daemon.status().stream.messages > 0)
     monkeypatch.setattr(ChannelServer, "start", with_threads)
     until(lambda: daemon.ready().reasons == ("ranks: no rank is registered",), 60, daemon.ready)
-    with socket.create_connection(("127.0.0.1", daemon.parts.coordinator.port), timeout=10):
+    with socket.create_connection(("127.0.0.1", daemon.components.coordinator.port), timeout=10):
         pass

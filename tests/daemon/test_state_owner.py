@@ -104,7 +104,7 @@ def test_a_daemon_that_can_neither_start_nor_learn_for_a_moment_learns_again(
             def refuse(*_: object, **__: object) -> None:
                 raise ControlError("the address is in use")
 
-            patch.setattr(daemon_module, "Parts", refuse)
+            patch.setattr(daemon_module, "DaemonComponents", refuse)
             patch.setattr(daemon_module, "TableLearner", refuse)
             patch.setattr(learner, "tick", lambda: ProposedTables("a1", (TableSpec("item", 10, 4),)))
             daemon.tick()

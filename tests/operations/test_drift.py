@@ -233,7 +233,7 @@ def test_the_job_is_priced_with_its_training_settings(tmp_path: Path) -> None:
 def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From messages in a file log to the reason of the plan in one process; only the ranks are fake."""
     coordinator = FakeCoordinator(obedient=True)
-    monkeypatch.setattr("flexd.daemon.parts.Coordinator", lambda *_, **__: coordinator)
+    monkeypatch.setattr("flexd.daemon.components.Coordinator", lambda *_, **__: coordinator)
     monkeypatch.setattr("flexd.daemon.factory.make_cluster", lambda config: CLUSTER)
     monkeypatch.setattr("flexd.operations.drift.MAX_DUTY_CYCLE", 1.0)
     sink = FileLogSink(tmp_path / "log", "p0", flush_seconds=0.0)
@@ -258,7 +258,7 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
         assert first.reason == "topology changed"
         send(0, 10)
         until(lambda: daemon.status().stream.messages == 40 and daemon.status().drift.ratio is not None)
-        until(lambda looks=daemon.parts.drift.evaluations: daemon.parts.drift.evaluations > looks + 3)  # type: ignore[misc]
+        until(lambda looks=daemon.components.drift.evaluations: daemon.components.drift.evaluations > looks + 3)  # type: ignore[misc]
         assert len(coordinator.migrations) == 1, "a steady stream asks for nothing"
         assert daemon.status().drift.ratio == pytest.approx(1.0, abs=0.01)
         drift = daemon.status().drift
@@ -273,10 +273,10 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
         assert second.reason.startswith("drift 1.")
         assert second.reason.endswith("> 1.03 (table item)")
         # Planning may have begun while messages were still arriving; once all are in, at most one more follows.
-        until(lambda looks=daemon.parts.drift.evaluations: daemon.parts.drift.evaluations > looks + 8)  # type: ignore[misc]
+        until(lambda looks=daemon.components.drift.evaluations: daemon.components.drift.evaluations > looks + 8)  # type: ignore[misc]
         settled = len(coordinator.migrations)
         assert settled <= 4
-        until(lambda looks=daemon.parts.drift.evaluations: daemon.parts.drift.evaluations > looks + 8)  # type: ignore[misc]
+        until(lambda looks=daemon.components.drift.evaluations: daemon.components.drift.evaluations > looks + 8)  # type: ignore[misc]
         assert len(coordinator.migrations) == settled, "no flapping"
         status = daemon.status()
         assert status.drift.ratio is not None
@@ -287,4 +287,4 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
         loop.join(30)
         sink.close()
     assert not loop.is_alive()
-    assert daemon.parts.ingestor.restored.path is None
+    assert daemon.components.ingestor.restored.path is None

@@ -88,7 +88,7 @@ class ShutdownBudget:
         return ended
 
 
-class Parts:
+class DaemonComponents:
     """Call ``start``, then ``tick`` and ``auto.tick`` regularly, then ``stop``.
 
     Args:
