@@ -9,8 +9,8 @@
 
 WAITING (``state.on_unusable: wait``) holds no lock of the directory: an operator runs ``flexd state reset`` meanwhile.
 Nothing is read from the stream before RUNNING: what is published waits in the log. A start with tables in the
-configuration or the state is RUNNING at once, without any rank. Each RUNNING has ``DaemonComponents`` of its own; counters of
-tables that stay are kept, as after a change of ``tables`` in the configuration.
+configuration or the state is RUNNING at once, without any rank. Each RUNNING has ``DaemonComponents`` of its own;
+counters of tables that stay are kept, as after a change of ``tables`` in the configuration.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Daemon:
 
     @property
     def components(self) -> DaemonComponents:
-        """The parts of a running daemon. Raises ApiError (503) while it waits for its state or its tables."""
+        """Those of a running daemon. Raises ApiError (503) while it waits for its state or its tables."""
         components = self._components
         if components is None:
             remedy = "start the training, or list its tables in the configuration"
@@ -121,10 +121,8 @@ class Daemon:
         except BaseException:
             self.stop(self._config.shutdown_seconds)
             raise
-        channel = (
-            f"{self._config.control.listen_host}:{self._components.coordinator.port}" if self._components else "waits"
-        )
-        logger.info("flexd is up: API %s, control channel %s", self.address, channel)
+        port = self._components.coordinator.port if self._components else self._config.control.listen_port
+        logger.info("flexd is up: API %s, control channel %s:%d", self.address, self._config.control.listen_host, port)
 
     def run_until_stopped(self) -> bool:
         """Tick until a stop is requested or a thread cannot go on safely (``supervisor.fatal``), then stop.
