@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flexd.operations.history import MigrationHistory
     from flexd.operations.planning import Planning
     from flexd.operations.step_times import EffectRecorder
-    from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
+    from flexd.operations.training_monitor import TrainingMonitor
     from flexd.sketch.ingestor import Ingestor
     from flexd.sketch.snapshot import SnapshotStore
 
@@ -54,7 +54,6 @@ class Components:
     throttle: Throttle
     history: MigrationHistory
     snapshots: SnapshotStore
-    slow_memory: SlowMemoryMonitor
     effects: EffectRecorder
 
     def status(self, base: Status) -> Status:
@@ -82,7 +81,7 @@ class Components:
                     self.training.phases(),
                     self.training.usage_warnings.totals(),
                 ),
-                "slow_memory": slow_memory_status(self.slow_memory.totals(), self.keyspace.tables),
+                "slow_memory": slow_memory_status(self.training.slow_memory.totals(), self.keyspace.tables),
                 "prices": prices_status(planning.maker.prices),
                 "last_plan": None
                 if last is None

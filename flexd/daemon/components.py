@@ -33,7 +33,7 @@ from flexd.operations.planning import Planning
 from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.state_database import StateDatabase
 from flexd.operations.step_times import EffectRecorder
-from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
+from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.verification import Verifier
 from flexd.sketch.dead_letters import DeadLetterFile
 from flexd.sketch.ingestor import Ingestor
@@ -110,8 +110,7 @@ class DaemonComponents:
         directory = config.state.dir
         cluster = factory.make_cluster(config)
         control = replace(factory.control_options(config), takes_tables=takes_tables)
-        self.training = TrainingMonitor()
-        self._slow_memory = SlowMemoryMonitor(len(keyspace.tables))
+        self.training = TrainingMonitor(len(keyspace.tables))
         self._journal = PlacementJournal(directory / "placement")
         work = OffsetsInWork(directory)
         source = factory.make_source(config, work)
@@ -158,7 +157,7 @@ class DaemonComponents:
         )
         self.inspect = Components(
             config, keyspace, self.ingestor, self.coordinator, planning, self.training, self.drift,
-            self.auto, throttle, self._history, self._snapshots, self._slow_memory, self._effects,
+            self.auto, throttle, self._history, self._snapshots, self._effects,
         )  # fmt: skip
         self._stopping = threading.Event()
         self.planning = PlanCommands(keyspace, planning, self.auto, self.coordinator, self._stopping, self.operator)
@@ -209,7 +208,6 @@ class DaemonComponents:
         self.training.add(rank, report)
         if report.steps == 0:  # of a mistake alone
             return
-        self._slow_memory.add(report)
         self._prices.add(rank, report)
         self._verifier.add(rank, report)
 

@@ -329,15 +329,20 @@ class TrainingTotals:
 class TrainingMonitor:
     """Thread-safe. Totals run since the daemon started; the averages are of the present topology generation.
 
+    Args:
+        tables: number of the daemon's tables.
+
     Attributes:
+        slow_memory: sums of rows in tiered storage.
         timeline: recent traffic in intervals.
         step_times: step seconds by placement version, of the present topology generation.
         usage_warnings: of the ranks' trainers, since the daemon started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tables: int = 0) -> None:
         self._lock = threading.Lock()
         self._ranks: dict[int, RankAverages] = {}
+        self.slow_memory = SlowMemoryMonitor(tables)
         self._exposed: Exposed | None = None
         self.timeline = TrafficTimeline()
         self.step_times = StepTimes()
@@ -351,6 +356,7 @@ class TrainingMonitor:
             return
         self.timeline.add(report)
         self.step_times.add(rank, report)
+        self.slow_memory.add(report)
         with self._lock:
             self._ranks[rank] = RankAverages.of(report, self._ranks.get(rank))
             old = self._totals

@@ -13,7 +13,7 @@ from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.protocol.report import StepReport
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
-from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
+from flexd.operations.training_monitor import TrainingMonitor
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
 
@@ -61,10 +61,10 @@ def components(
     plans = [MigrationRecord(migration_id=f"m{i}", plan_id=f"p{i}", promotions=i) for i in range(200)]
     coordinator = SimpleNamespace(live=lambda: live, placement=lambda: placement or Placement.empty(6))
     return Components(
-        CONFIG, KEYSPACE, CountedAccesses(), coordinator, planning, training or TrainingMonitor(),
+        CONFIG, KEYSPACE, CountedAccesses(), coordinator, planning, training or TrainingMonitor(len(KEYSPACE.tables)),
         SimpleNamespace(newest=None),
         auto=None, throttle=None, history=SimpleNamespace(newest_moves=lambda limit: plans[::-1][:limit]),
-        snapshots=None, slow_memory=SlowMemoryMonitor(len(KEYSPACE.tables)), effects=None,
+        snapshots=None, effects=None,
     )  # fmt: skip
 
 
