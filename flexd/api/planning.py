@@ -213,6 +213,7 @@ def _proposal_report(proposal: Proposal, outdated: str) -> ProposalReport:
     plan = proposal.plan
     return ProposalReport.from_object(
         plan,
+        created_unix_seconds=plan.origin.created_unix_seconds,
         trigger=proposal.trigger.kind.value,
         reason=proposal.trigger.reason,
         dry_run=proposal.dry_run,
