@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from flexd.control.daemon.channel_types import ChannelOptions
+from flexd.control.daemon.channel_events import ChannelOptions
 from flexd.control.protocol.frames import MAX_FRAME_BYTES
 from flexd.control.protocol.handshake import MAX_CLIENT_BYTES
 from flexd.server import access, app, http, protocol

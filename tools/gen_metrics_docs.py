@@ -14,7 +14,7 @@ from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
 from flexd.api.training import SlowMemoryStatus
 from flexd.control.daemon.message_receiver import REFUSED_KINDS
-from flexd.control.daemon.migration_states import FINAL_STATES
+from flexd.control.daemon.migration_record import FINAL_STATES
 from flexd.control.daemon.throttle import ThrottleReason
 from flexd.core.model import MAX_LABEL_VALUES
 from flexd.operations.planning import PLAN_OUTCOMES

@@ -22,14 +22,18 @@ from typing import Any
 
 import flexd.api
 from flexd.api.base import CommandRequest
-from flexd.control.protocol import frames, handshake, messages, versions
-from flexd.control.protocol.report import PhaseReport, StepReport
+from flexd.control.protocol import frames, handshake, messages
+from flexd.control.protocol import report as parts
 from flexd.control.protocol.wire_json import wire_fields
 from flexd.core import tap_counts
 from flexd.core.model import Model, build_models
 
 FOLDER = Path(__file__).parents[1] / "tests" / "control" / "protocol" / "wire"
 OPTIONAL = " (optional)"
+_PARTS = (
+    messages.Fence, parts.RankIdentity, parts.TrainerSettings, parts.PlacementState, parts.StepReport, parts.SentBytes,
+    parts.BatchReport, parts.UsedExchange, parts.PhasesReport, parts.PhaseReport,
+)  # fmt: skip
 
 Fields = dict[str, str]
 """Type by name; optional fields end with ``OPTIONAL``."""
@@ -39,9 +43,9 @@ Schema = dict[str, Any]
 def schema() -> Schema:
     """Return the schema of this source tree."""
     found = {kind: _message_fields(cls) for kind, cls in messages._KINDS.items()}
-    parts = {part.__name__: _message_fields(part) for part in (PhaseReport, StepReport)}
+    of_parts = {part.__name__: _message_fields(part) for part in _PARTS}
     return {
-        "version": versions.VERSION,
+        "version": handshake.VERSION,
         "fixed": {
             "handshake": [handshake.MAGIC.decode("latin-1"), handshake._HEAD.format, handshake._FIELDS.format],
             "frame": [frames.HEAD.format, frames.TAG_BYTES, {kind.name: kind.value for kind in frames.FrameKind}],
@@ -49,7 +53,7 @@ def schema() -> Schema:
         "formats": {
             "tap counts": {"writes": tap_counts.FORMAT, "reads": [tap_counts.OLDEST_FORMAT, tap_counts.NEWEST_FORMAT]}
         },
-        "messages": dict(sorted({**found, **parts}.items())),
+        "messages": dict(sorted({**found, **of_parts}.items())),
         "api": {"responses": _models(Model), "commands": _models(CommandRequest)},
     }
 
@@ -137,7 +141,7 @@ def main() -> int:
     text = json.dumps(schema(), indent=1, sort_keys=True) + "\n"
     if arguments.write:
         FOLDER.mkdir(exist_ok=True)
-        (FOLDER / f"version-{versions.VERSION}.json").write_text(text)
+        (FOLDER / f"version-{handshake.VERSION}.json").write_text(text)
     else:
         print(text, end="")
     return 0

@@ -8,8 +8,7 @@ from pydantic import Field
 
 from flexd.api.base import CommandRequest, Reason, RequestBody
 from flexd.api.plan import PlanReport
-from flexd.control.daemon.migration_record import ActionRecord, MigrationRecord
-from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState
+from flexd.control.daemon.migration_record import FINAL_STATES, ActionRecord, MigrationRecord, MigrationState
 from flexd.core.model import Model, counter, gauge, with_zeros
 
 if TYPE_CHECKING:
@@ -59,13 +58,7 @@ class ThrottleRequest(CommandRequest):
 
 def throttle_status(throttle: Throttle) -> ThrottleStatus:
     """Return the limits on migrations and their state."""
-    now = throttle.snapshot()
-    return ThrottleStatus.from_object(
-        now,
-        **vars(throttle.limits),
-        waits_for=None if now.waits_for is None else now.waits_for.value,
-        waiting_seconds={reason.value: seconds for reason, seconds in now.waiting_seconds.items()},
-    )
+    return ThrottleStatus.from_object(throttle, **vars(throttle.limits))
 
 
 MAX_LISTED = 1000

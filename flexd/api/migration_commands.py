@@ -10,8 +10,7 @@ from flexd.api.migration import AbortOutcome, AbortPreview, AbortResult, Migrati
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 from flexd.core.errors import ApiError
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner

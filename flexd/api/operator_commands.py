@@ -16,7 +16,7 @@ from flexd.api.planning import ProposalList, proposal_list
 from flexd.config.server import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationState
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core.errors import ApiError, FlexdError
 from flexd.core.keyspace import KeySpace

@@ -10,7 +10,7 @@ from pydantic import Field
 from flexd.core.model import FiniteOrNone, Model, Show, counter, gauge, with_zeros
 
 if TYPE_CHECKING:
-    from flexd.control.daemon.channel_types import ChannelCounters
+    from flexd.control.daemon.channel_events import ChannelCounters
     from flexd.control.daemon.coordinator_types import ControlStatus, LiveTopology
     from flexd.core.layout import RankLayout
     from flexd.operations.training_monitor import RankAverages
@@ -198,12 +198,15 @@ def topology_status(
     cluster: str,
 ) -> TopologyStatus:
     """Return the ranks that have registered and the state of the control channel."""
-    from flexd.control.daemon.channel_types import REFUSED_REASONS
+    from flexd.control.daemon.channel_events import REFUSED_REASONS
 
     return TopologyStatus.from_object(
         control,
         refused_ranks=tuple(RefusedRankStatus.from_object(each) for each in control.refused_ranks),
-        attempt=control.attempt or None,
+        attempt=control.presence.attempt or None,
+        ranks=control.presence.expected,
+        ranks_ready=control.presence.present,
+        missing_ranks=control.presence.missing,
         nodes=live.layout.nodes if live else 0,
         local_ranks=live.layout.local_ranks if live else 0,
         ready=live is not None and live.ready,

@@ -97,10 +97,6 @@ class IllegalTransitionError(ControlError):
     """The state table of a migration has no such transition: a fault of flexd."""
 
 
-class ReplayedMessageError(StaleMessageError):
-    """A control message arrived a second time, or after a newer one of the same sender."""
-
-
 class ChunkRefusedError(PlacementError):
     """A rank refused a whole chunk; the placement is unchanged. ``version`` is the chunk's, 0 if not known."""
 

@@ -14,8 +14,8 @@ from flexd.api.operator_commands import OperatorCommands, PlanCommands
 from flexd.api.status import Status
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.migration import MigrationEvent
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.fault_points import fault_point
@@ -139,7 +139,7 @@ class DaemonComponents:
         decisions = DecisionFile(state)
         self.operator = OperatorCommands(config.control, decisions, self._history, self.coordinator, throttle)
         moves = self._history.newest_moves(1)
-        self._executions = Executions(config.control, keyspace, self.coordinator, moves[0].plan_id if moves else "")
+        self._executions = Executions(keyspace, self.coordinator, moves[0].plan_id if moves else "")
         self._prices = LivePrices(cluster, self.training, self.coordinator)
         maker = PlanMaker(keyspace, self._prices, self.ingestor.profile, self.coordinator, self.training)
         self.drift = DriftMonitor(config.planner, maker, self.coordinator, self._executions, supervisor)
@@ -235,6 +235,7 @@ class DaemonComponents:
         self.drift.apply_config(config.planner)
         self.auto.apply_config(config.planner)
         self.operator.apply_config(config.control)
+        self.coordinator.limit_chunks(config.control.chunk_rows, config.control.chunk_bytes)
         self.inspect.settings = config
         self.ingestor.snapshots.interval_seconds = config.state.snapshot_interval_seconds
         self._snapshots.keep = config.state.keep_snapshots

@@ -28,8 +28,8 @@ from flexd.api.daemon import ReloadReport, threads_status
 from flexd.api.status import Status, base_status
 from flexd.config.checks import check_config
 from flexd.config.model import Config
+from flexd.control.daemon.membership import ProposedTables
 from flexd.control.daemon.table_learner import TableLearner
-from flexd.control.daemon.table_proposals import ProposedTables
 from flexd.core.errors import ApiError, FlexdError, StateVersionError, UnusableStateError
 from flexd.core.fast_start import ProcessStart
 from flexd.core.supervision import Supervisor
@@ -248,7 +248,7 @@ class Daemon:
     def _learn(self, problem: str = "") -> None:
         try:
             self._learner = TableLearner(factory.control_options(self._config), self.supervisor)
-            self._learner.problem = problem
+            self._learner.members.problem = problem
             self._learner.start()
         except BaseException:
             self._stop_learning()
@@ -268,7 +268,7 @@ class Daemon:
         except FlexdError as error:
             problem = f"{error.message} (tables of attempt {proposed.attempt!r})"
             if self._learner is not None:
-                self._learner.problem = problem
+                self._learner.members.problem = problem
             if problem != self._problem:
                 self._problem = problem
                 logger.error("the tables of the ranks cannot be taken over: %s", problem)
@@ -315,7 +315,7 @@ class Daemon:
         if self._components is not None:
             self._components.apply_config(config)
         elif self._learner is not None:
-            self._learner.problem = ""
+            self._learner.members.problem = ""
 
     def _record_reload(self, requested_by: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         if self._components is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flexd.config.model import Config
 from flexd.config.stream import FileLogSourceConfig, KafkaSourceConfig, TapSourceConfig
-from flexd.control.daemon.coordinator import ControlOptions
+from flexd.control.daemon.coordinator_types import ControlOptions
+from flexd.control.daemon.pusher import ChunkLimits
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.core.secrets import KeyFile
 from flexd.sketch.types import SketchSettings
@@ -88,5 +89,5 @@ def control_options(config: Config) -> ControlOptions:
         secret=secret,
         tls=tls,
         timeout_seconds=control.timeout_seconds,
-        max_chunk_rows=max(control.chunk_rows, 1),
+        chunks=ChunkLimits(rows=control.chunk_rows, bytes=control.chunk_bytes),
     )

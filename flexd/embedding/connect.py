@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,18 @@ import torch
 
 from flexd.control.agent.agent import Agent
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
-from flexd.control.protocol.report import PhaseReport, RankIdentity, SlowMemoryReport, StepReport
-from flexd.control.protocol.trainer_settings import TrainerSettings, with_pooling
+from flexd.control.protocol.report import (
+    BatchReport,
+    PhasesReport,
+    PlacementState,
+    RankIdentity,
+    SentBytes,
+    SlowMemoryReport,
+    StepReport,
+    TrainerSettings,
+    UsedExchange,
+    with_pooling,
+)
 from flexd.core.errors import ConfigError
 from flexd.core.secrets import KeyFile
 from flexd.core.usage_warnings import USAGE_WARNINGS
@@ -34,6 +45,7 @@ ADDRESS_VARIABLE = "FLEXD_CONTROL"
 SECRET_VARIABLE = "FLEXD_SECRET_FILE"
 TLS_VARIABLES = ("FLEXD_CONTROL_CERT_FILE", "FLEXD_CONTROL_KEY_FILE", "FLEXD_CONTROL_CA_FILE")
 _MAX_RUN_ID_CHARACTERS = 100
+_SENT, _BATCHES = (tuple(item.name for item in fields(part)) for part in (SentBytes, BatchReport))
 
 
 class Connection(StepMoments):
@@ -66,13 +78,16 @@ class Connection(StepMoments):
 
     def _report_usage_warning(self) -> None:
         """Report at once: the step of a mistake may not end."""
-        collection = self._collection
+        exchange = UsedExchange(self._collection.exchange)
         self.agent.report(
             StepReport(
-                collection.steps, 0, collection.placement_version, collection.engine.migrator.digest, 0.0, 0.0,
-                (0, 0, 0), exchange=collection.exchange, usage_warnings=USAGE_WARNINGS.reports(),
+                self._collection.steps, 0, self._placement(), 0.0, 0.0, (0, 0, 0), exchange=exchange,
+                usage_warnings=USAGE_WARNINGS.reports(),
             )
         )  # fmt: skip
+
+    def _placement(self) -> PlacementState:
+        return PlacementState(self._collection.placement_version, self._collection.engine.migrator.digest)
 
     def _totals(self) -> dict[str, Any]:
         """Return what has added up on this rank, by field of a report."""
@@ -92,11 +107,10 @@ class Connection(StepMoments):
         home, node, device = (since.pop(f"{tier}_accesses") for tier in ("home", "node", "device"))
         now = time.monotonic()
         self._phase_steps += 1
-        phases: tuple[PhaseReport, ...] = ()
-        cover_seconds, phase_steps = 0.0, 0
+        phases = PhasesReport()
         if not self.agent.report_waiting:  # a few times per second: adding phases up in each step would cost more
-            phase_steps, self._phase_steps = self._phase_steps, 0
-            phases, cover_seconds = collection.phases.drain()
+            by_phase, cover_seconds = collection.phases.drain()
+            phases, self._phase_steps = PhasesReport(by_phase, self._phase_steps, cover_seconds), 0
         slow_memory: SlowMemoryReport | None = None
         if now - self._slow_memory_at >= SLOW_MEMORY_SECONDS:
             self._slow_memory_at, slow_memory = now, self._slow_memory.drain()
@@ -104,16 +118,14 @@ class Connection(StepMoments):
             StepReport(
                 step=collection.steps,
                 steps=1,
-                placement_version=collection.placement_version,
-                placement_digest=collection.engine.migrator.digest,
+                placement=self._placement(),
                 step_seconds=now - self._last_step_at,
+                apply_seconds=since["apply_seconds"],
                 accesses_by_tier=(home, node, device),
-                exchange=collection.exchange,
-                exchange_reason=collection.engine.exchange.reason or "",
-                **since,
+                sent=SentBytes(**{name: since[name] for name in _SENT}),
+                batches=BatchReport(**{name: since[name] for name in _BATCHES}),
+                exchange=UsedExchange(collection.exchange, collection.engine.exchange.reason or ""),
                 phases=phases,
-                phase_steps=phase_steps,
-                cover_seconds=cover_seconds,
                 slow_memory=slow_memory,
                 usage_warnings=USAGE_WARNINGS.reports(),
             )
@@ -164,12 +176,10 @@ def connect(
         job=job,
         attempt=attempt or _agreed_attempt(collection.engine.groups, collection.device),
         rank=collection.rank,
-        world_size=collection.layout.world_size,
         nodes=collection.layout.nodes,
         local_ranks=collection.layout.local_ranks,
         replica_slots=collection.replica_slots,
         table_digest=collection.keyspace.digest,
-        tables=collection.keyspace.tables,
         trainer=_trainer_settings(collection),
     )
     secret_file = secret_file or os.environ.get(SECRET_VARIABLE)
@@ -183,6 +193,7 @@ def connect(
         timeout_seconds=timeout_seconds,
         placement_lists=collection.engine.migrator.placement,
         outbox=None if tap is None else tap.outbox,
+        tables=collection.keyspace.tables,
     )
     connection = Connection(collection, agent, tap)
     agent.start()

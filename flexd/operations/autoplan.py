@@ -9,7 +9,7 @@ from collections.abc import Callable
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationState
 from flexd.core.errors import FlexdError
 from flexd.core.fault_points import fault_point
 from flexd.core.layout import Tier
@@ -53,7 +53,10 @@ class FailureBackoff:
         elif migration.state is MigrationState.FAILED:
             if migration.record.chunks_applied:
                 self._backoff = Backoff(FIRST_SECONDS, LONGEST_SECONDS)
-            self._failure = (f"migration {migration.migration_id} failed: {migration.reason}", migration.generation)
+            self._failure = (
+                f"migration {migration.migration_id} failed: {migration.record.problem}",
+                migration.record.generation,
+            )
             self._until = now + self._backoff.seconds()
 
     def seconds(self, now: float, generation: int) -> float:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 
-import numpy as np
-
-from flexd.config.server import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
-from flexd.control.daemon.event_log import MigrationEvent
-from flexd.control.daemon.migration import ChunkedDelta, ChunkSource, Migration
+from flexd.control.daemon.migration import Migration, MigrationEvent
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.errors import ApiError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
 from flexd.operations.triggers import Trigger, TriggerKind
-from flexd.planner.delta import delta_chunks, moved_bytes, plan_delta
+from flexd.planner.delta import moved_bytes
 from flexd.planner.plan import Plan
 
 ROLLBACK = ".rollback"
@@ -42,10 +35,7 @@ class Executions:
             applied.
     """
 
-    def __init__(
-        self, control: ControlConfig, keyspace: KeySpace, coordinator: Coordinator, live_plan_id: str = ""
-    ) -> None:
-        self._control = control
+    def __init__(self, keyspace: KeySpace, coordinator: Coordinator, live_plan_id: str = "") -> None:
         self._keyspace = keyspace
         self._coordinator = coordinator
         self._lock = threading.Lock()
@@ -61,28 +51,23 @@ class Executions:
         """True while the ranks move to another placement."""
         return self.last is not None and not self.last.done
 
-    def apply_config(self, control: ControlConfig) -> None:
-        """Use other chunk sizes from the next migration on."""
-        self._control = control
-
-    def start(self, plan: Plan, trigger: Trigger, overridden: tuple[str, ...], live: LiveTopology) -> Migration:
+    def start(self, plan: Plan, trigger: Trigger, overridden: tuple[str, ...]) -> Migration:
         """Start the plan's migration, which supersedes a running one at its next chunk.
 
         Raises:
             ControlError: the coordinator is stopping.
         """
-
-        def chunks(placement: Placement) -> ChunkedDelta:
-            return self._chunked(plan.delta_from(placement, self._keyspace, live.layout), live.layout)
-
-        origin = _of_trigger(plan.plan_id, plan.origin.parent_id, trigger).model_copy(
+        record = _of_trigger(
+            plan.plan_id, plan.origin.parent_id, plan.origin.topology_generation, trigger
+        ).model_copy(
             update={
                 "overridden_gates": overridden, "rows": len(plan.delta), "bytes_to_copy": plan.migration_bytes,
                 "promotions": plan.promotions, "demotions": plan.demotions,
                 "why": tuple(plan.costs.messages()), "predicted_saving_seconds": plan.saved_seconds,
             }
         )  # fmt: skip
-        return self._submit(origin, chunks, plan.origin.topology_generation, plan)
+        with self._lock:
+            return self._submitted(self._coordinator.migrate(record, plan.target, plan.delta, plan.gains), plan)
 
     def abort(
         self, reason: str, requested_by: str, rollback: bool, live: LiveTopology | None
@@ -104,10 +89,11 @@ class Executions:
         stopped = stopped_of(unfinished)
         if not rollback or live is None:
             return stopped, None
-        # Its base is read when the rollback starts: a waiting migration may have started before it was aborted.
+        # Aborted, it does not start any more: without a base by now it has changed nothing.
+        base = self._coordinator.placement() if stopped.base is None else stopped.base
         return stopped, self.start_rollback(
-            f"{stopped.migration_id}{ROLLBACK}", stopped.plan_id, lambda: stopped.base, stopped.generation,
-            rollback_trigger(stopped.migration_id, reason, requested_by), live,
+            f"{stopped.migration_id}{ROLLBACK}", base, stopped.record.generation,
+            rollback_trigger(stopped.migration_id, reason, requested_by), stopped.record.plan_id,
         )  # fmt: skip
 
     def unfinished(self, rollback: bool, live: LiveTopology | None) -> list[Migration]:
@@ -123,35 +109,23 @@ class Executions:
         return unfinished
 
     def start_rollback(
-        self,
-        name: str,
-        plan_id: str,
-        base: Callable[[], Placement | None],
-        generation: int | None,
-        trigger: Trigger,
-        live: LiveTopology,
+        self, name: str, base: Placement, generation: int | None, trigger: Trigger, plan_id: str
     ) -> Migration:
-        """Start a migration to the placement ``base()``.
+        """Start a migration back to the placement ``base``.
 
         Args:
             name: id of the rollback.
-            plan_id: plan of the migration that it reverts.
-            base: called when the rollback starts; None keeps the current placement.
             generation: topology generation; the rollback fails if the ranks have another one by then.
+            plan_id: plan of the migration that it reverts.
 
         Raises:
             ControlError: the coordinator is stopping.
         """
+        record = _of_trigger(name, plan_id, generation, trigger).model_copy(update={"returns_to": base.version})
+        with self._lock:
+            return self._submitted(self._coordinator.migrate(record, base))
 
-        def chunks(placement: Placement) -> ChunkedDelta:
-            to = base()
-            return self._chunked(self._delta_to(to, placement, live), live.layout, None if to is None else to.version)
-
-        return self._submit(_of_trigger(name, plan_id, trigger), chunks, generation)
-
-    def start_move(
-        self, name: str, target: Placement, generation: int, trigger: Trigger, live: LiveTopology
-    ) -> Migration:
+    def start_move(self, name: str, target: Placement, generation: int, trigger: Trigger) -> Migration:
         """Start a migration to a placement. If the daemon ends before it does, it stays at the chunk that it reached.
 
         Args:
@@ -161,40 +135,21 @@ class Executions:
         Raises:
             ControlError: the coordinator is stopping.
         """
-
-        def chunks(placement: Placement) -> ChunkedDelta:
-            return self._chunked(self._delta_to(target, placement, live), live.layout)
-
-        return self._submit(_of_trigger(name, self.live_plan_id, trigger), chunks, generation)
+        record = _of_trigger(name, self.live_plan_id, generation, trigger)
+        with self._lock:
+            return self._submitted(self._coordinator.migrate(record, target))
 
     def rollback_delta(self, base: Placement | None, live: LiveTopology) -> tuple[Delta, int]:
         """Return the rows that a rollback to ``base`` (None: the current placement) would move if it started now, and
         the bytes of values and optimizer state of those that it promotes, each once."""
-        delta = self._delta_to(base, self._coordinator.placement(), live)
+        placement = self._coordinator.placement()
+        delta = placement.delta_to(placement if base is None else base)
         return delta, int(moved_bytes(delta, self._keyspace, live.layout).sum())
 
-    def _delta_to(self, base: Placement | None, placement: Placement, live: LiveTopology) -> Delta:
-        target = placement if base is None else replace(base, version=placement.version)
-        # The gain of rows that the plan demoted is unknown; with equal gains cheap rows move first.
-        return plan_delta(placement, target, np.ones(len(target)), self._keyspace, live.layout, live.replica_slots)
-
-    def _chunked(self, delta: Delta, layout: RankLayout, returns_to: int | None = None) -> ChunkedDelta:
-        control = self._control
-        return ChunkedDelta(
-            delta_chunks(delta, self._keyspace, layout, control.chunk_rows, control.chunk_bytes),
-            rows=len(delta),
-            bytes_to_copy=int(moved_bytes(delta, self._keyspace, layout).sum()),
-            returns_to=returns_to,
-        )
-
-    def _submit(
-        self, origin: MigrationRecord, chunks: ChunkSource, generation: int | None, plan: Plan | None = None
-    ) -> Migration:
-        with self._lock:
-            migration = self._coordinator.migrate(origin.migration_id, chunks, generation, origin)
-            self.last, self.last_plan = migration, plan
-            self._open = [*(each for each in self._open if not each.done), migration][-_KEPT_OPEN:]
-            return migration
+    def _submitted(self, migration: Migration, plan: Plan | None = None) -> Migration:
+        self.last, self.last_plan = migration, plan
+        self._open = [*(each for each in self._open if not each.done), migration][-_KEPT_OPEN:]
+        return migration
 
     def on_migration(self, event: MigrationEvent) -> None:
         """Count a migration whose figures are final. Called in the coordinator's thread."""
@@ -209,10 +164,10 @@ class Executions:
             self.live_plan_id = record.plan_id
 
 
-def _of_trigger(name: str, parent_plan_id: str, trigger: Trigger) -> MigrationRecord:
+def _of_trigger(name: str, parent_plan_id: str, generation: int | None, trigger: Trigger) -> MigrationRecord:
     return MigrationRecord(
-        migration_id=name, parent_plan_id=parent_plan_id, trigger=trigger.kind.value, requested_by=trigger.requested_by,
-        reason=trigger.reason,
+        migration_id=name, plan_id=name, parent_plan_id=parent_plan_id, generation=generation,
+        trigger=trigger.kind.value, requested_by=trigger.requested_by, reason=trigger.reason,
     )  # fmt: skip
 
 

@@ -8,9 +8,16 @@ import time
 from collections import deque
 from typing import Literal
 
-from flexd.control.daemon.event_log import MigrationEvent
-from flexd.control.daemon.migration_record import ActionRecord, MigrationRecord, Transition, VerificationReport
-from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, TransitionEvent
+from flexd.control.daemon.migration import MigrationEvent
+from flexd.control.daemon.migration_record import (
+    FINAL_STATES,
+    ActionRecord,
+    MigrationRecord,
+    MigrationState,
+    Transition,
+    TransitionEvent,
+    VerificationReport,
+)
 from flexd.core.errors import SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.core.supervision import Supervisor

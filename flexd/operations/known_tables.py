@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flexd.config.load import load_config
 from flexd.config.model import Config, TableConfig
-from flexd.control.daemon.table_proposals import ProposedTables
+from flexd.control.daemon.membership import ProposedTables
 from flexd.core.errors import ConfigError, SnapshotError
 from flexd.core.keyspace import TableSpec, table_from_document
 from flexd.operations.state_database import NAME, StateDatabase

@@ -11,7 +11,7 @@ import numpy as np
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
-from flexd.control.protocol.trainer_settings import TrainerSettings
+from flexd.control.protocol.report import TrainerSettings
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier

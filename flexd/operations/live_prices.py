@@ -122,7 +122,7 @@ class LivePrices:
 
     def add(self, rank: int, report: StepReport) -> None:
         """Add the steps of one report; learn once every rank has enough of them."""
-        if report.phase_steps < 1:
+        if report.phases.steps < 1:
             return
         live = self._live.live()
         if live is None or not 0 <= rank < live.layout.world_size:
@@ -131,13 +131,13 @@ class LivePrices:
         with self._lock:
             if live.generation != self._generation:
                 self._forget(live.generation)
-            sums = self._ranks.setdefault(rank, _RankSums(report.exchange))
-            if report.exchange != sums.exchange:
+            sums = self._ranks.setdefault(rank, _RankSums(report.exchange.name))
+            if report.exchange.name != sums.exchange:
                 # Steps of two exchanges may be in this report.
-                self._ranks[rank] = _RankSums(report.exchange)
+                self._ranks[rank] = _RankSums(report.exchange.name)
                 return
             sums.values = sums.values + phase_values(report)
-            sums.steps += report.phase_steps
+            sums.steps += report.phases.steps
             sums.seconds += report.step_seconds
             if len(self._ranks) == layout.world_size and all(
                 one.steps >= MIN_STEPS and one.seconds >= MIN_SECONDS for one in self._ranks.values()

@@ -89,7 +89,6 @@ class Planning:
     def apply_config(self, config: Config) -> None:
         """Use other settings from the next plan on."""
         self._settings = config.planner
-        self.executions.apply_config(config.control)
 
     def profile_age_seconds(self) -> float:
         """Seconds since the newest profile was made; NaN before the first."""
@@ -220,7 +219,7 @@ class Planning:
             self.outcomes["unchanged"] += 1
             return None
         overridden = tuple(gate.name for gate in proposal.closed_gates)
-        migration = self.executions.start(plan, trigger, overridden, self.maker.topology())
+        migration = self.executions.start(plan, trigger, overridden)
         self.proposals.remove(plan.plan_id)
         self._on_executed()
         self.outcomes["changed"] += 1

@@ -8,10 +8,8 @@ from itertools import count
 
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
-from flexd.control.daemon.journal_frames import JournalledMigration
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 from flexd.core.errors import ApiError, FlexdError, SnapshotError
 from flexd.core.placement import Placement
 from flexd.operations.decisions import DecisionFile
@@ -49,7 +47,7 @@ class RollbackRecovery:
         self._decisions = decisions
 
     @property
-    def interrupted(self) -> JournalledMigration | None:
+    def interrupted(self) -> MigrationRecord | None:
         """The migration that an earlier daemon left partially applied, or whose requested rollback had not started.
 
         None once this daemon has started a migration, or if the ranks have changed since.
@@ -93,8 +91,8 @@ class RollbackRecovery:
         if not self._was_requested(interrupted):
             self._decisions.update(rollback=(interrupted.migration_id,))
         started = self._executions.start_rollback(
-            self._unused_id(interrupted), interrupted.plan_id, lambda: base, live.generation,
-            rollback_trigger(interrupted.migration_id, reason, requested_by), live,
+            self._unused_id(interrupted), base, live.generation,
+            rollback_trigger(interrupted.migration_id, reason, requested_by), interrupted.plan_id,
         )  # fmt: skip
         return stopped, started
 
@@ -107,7 +105,7 @@ class RollbackRecovery:
         interrupted, base, _ = self._target()
         return self._stopped(interrupted), base
 
-    def _target(self) -> tuple[JournalledMigration, Placement, LiveTopology]:
+    def _target(self) -> tuple[MigrationRecord, Placement, LiveTopology]:
         interrupted, live = self.interrupted, self._coordinator.live()
         if interrupted is None:
             raise no_migration_running()
@@ -123,17 +121,15 @@ class RollbackRecovery:
                 remedy="flexd replan makes a plan from what the ranks have now",
             ) from error
 
-    def _stopped(self, interrupted: JournalledMigration) -> MigrationRecord:
-        return self._recorded(interrupted.migration_id) or MigrationRecord(
-            migration_id=interrupted.migration_id, plan_id=interrupted.plan_id, state=MigrationState.FAILED,
-            problem=ENDED_UNSEEN, base_version=interrupted.base_version,
-        )  # fmt: skip
+    def _stopped(self, interrupted: MigrationRecord) -> MigrationRecord:
+        lost = interrupted.model_copy(update={"state": MigrationState.FAILED, "problem": ENDED_UNSEEN})
+        return self._recorded(interrupted.migration_id) or lost
 
-    def _was_requested(self, interrupted: JournalledMigration) -> bool:
+    def _was_requested(self, interrupted: MigrationRecord) -> bool:
         """Return whether a user requested the rollback of this migration."""
         return interrupted.migration_id in self._decisions.current.rollback
 
-    def _unused_id(self, interrupted: JournalledMigration) -> str:
+    def _unused_id(self, interrupted: MigrationRecord) -> str:
         """Return an id that neither the history nor the interrupted rollback has: every attempt stays visible."""
         base = interrupted.migration_id
         base = f"{base}{ROLLBACK}" if interrupted.returns_to is None else _AGAIN.sub("", base)

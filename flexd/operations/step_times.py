@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.daemon.event_log import MigrationEvent
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.control.daemon.migration_states import TransitionEvent
+from flexd.control.daemon.migration import Migration, MigrationEvent
+from flexd.control.daemon.migration_record import MigrationRecord, TransitionEvent
 from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase, StepReport
 from flexd.topology.cluster import Cluster, Exposed
 
@@ -81,7 +79,7 @@ def phase_values(report: StepReport) -> Float64Array:
     """Return float64[phase, quantity] sums of a report, phases as in ``StepPhase``, quantities as in
     ``PHASE_QUANTITIES``; unknown phases are left out."""
     values = np.zeros((len(PHASES), len(PHASE_QUANTITIES)))
-    for phase in report.phases:
+    for phase in report.phases.by_phase:
         if phase.phase in PHASES:
             values[PHASES[phase.phase]] = [getattr(phase, name) for name in PHASE_QUANTITIES]
     return values
@@ -102,13 +100,13 @@ class PhaseAverages:
     @staticmethod
     def of(report: StepReport, known: PhaseAverages | None) -> PhaseAverages | None:
         """Return the averages with a report; a report without phases changes nothing."""
-        if report.phase_steps < 1:
+        if report.phases.steps < 1:
             return known
-        values = phase_values(report) / report.phase_steps
-        cover = report.cover_seconds / report.phase_steps
+        values = phase_values(report) / report.phases.steps
+        cover = report.phases.cover_seconds / report.phases.steps
         if known is None:
             return PhaseAverages(values, cover)
-        weight = min(1.0, report.phase_steps / PHASE_STEPS)
+        weight = min(1.0, report.phases.steps / PHASE_STEPS)
         return PhaseAverages(
             known.values + weight * (values - known.values),
             known.cover_seconds + weight * (cover - known.cover_seconds),
@@ -174,11 +172,11 @@ class StepBlocks:
         with self._lock:
             known = self._ranks.setdefault(rank, _Rank())
             known.steps += report.steps
-            if report.apply_seconds > 0 or report.placement_version != known.version:
-                known.version, known.clean = report.placement_version, 0
+            if report.apply_seconds > 0 or report.placement.version != known.version:
+                known.version, known.clean = report.placement.version, 0
                 return
             known.clean += 1
-            if known.clean > 1 and report.placement_version == self._version and report.step_seconds > 0:
+            if known.clean > 1 and report.placement.version == self._version and report.step_seconds > 0:
                 known.block.append((report.steps, report.step_seconds))
 
     def seconds(self, world_size: int) -> float | None:
@@ -250,7 +248,7 @@ class StepTimes:
         """Add one report of a rank."""
         with self._lock:
             before = self._reported.get(rank)
-            version = self._reported[rank] = report.placement_version
+            version = self._reported[rank] = report.placement.version
             if report.steps <= 0 or report.step_seconds <= 0 or report.apply_seconds > 0 or before != version:
                 return
             sums = self._versions.setdefault(version, _Sums())

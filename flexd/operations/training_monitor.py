@@ -112,10 +112,12 @@ class TrafficInterval:
             steps=self.steps + report.steps,
             step_seconds=self.step_seconds + report.step_seconds,
             accesses_by_tier=(home, node, device),
-            intra_bytes=self.intra_bytes + report.all_to_all_intra_bytes + report.sync_intra_bytes,
-            all_to_all_inter_bytes=self.all_to_all_inter_bytes + report.all_to_all_inter_bytes,
-            sync_inter_bytes=self.sync_inter_bytes + report.sync_inter_bytes,
-            migration_bytes=self.migration_bytes + report.migration_intra_bytes + report.migration_inter_bytes,
+            intra_bytes=self.intra_bytes + report.sent.all_to_all_intra_bytes + report.sent.sync_intra_bytes,
+            all_to_all_inter_bytes=self.all_to_all_inter_bytes + report.sent.all_to_all_inter_bytes,
+            sync_inter_bytes=self.sync_inter_bytes + report.sent.sync_inter_bytes,
+            migration_bytes=self.migration_bytes
+            + report.sent.migration_intra_bytes
+            + report.sent.migration_inter_bytes,
         )
 
 
@@ -267,13 +269,14 @@ class RankAverages:
         def average(total: float, before: float) -> float:
             return before + weight * (total / steps - before)
 
-        intra = report.all_to_all_intra_bytes + report.sync_intra_bytes + report.migration_intra_bytes
-        inter = report.all_to_all_inter_bytes + report.sync_inter_bytes + report.migration_inter_bytes
+        sent = report.sent
+        intra = sent.all_to_all_intra_bytes + sent.sync_intra_bytes + sent.migration_intra_bytes
+        inter = sent.all_to_all_inter_bytes + sent.sync_inter_bytes + sent.migration_inter_bytes
         return RankAverages(
-            version=report.placement_version,
+            version=report.placement.version,
             step=report.step,
             accesses_per_step=average(sum(report.accesses_by_tier), known.accesses_per_step if known else 0.0),
-            passes_per_step=average(report.passes, known.passes_per_step if known else 0.0),
+            passes_per_step=average(report.batches.passes, known.passes_per_step if known else 0.0),
             replica_accesses_per_step=average(
                 sum(report.accesses_by_tier[1:]), known.replica_accesses_per_step if known else 0.0
             ),
@@ -281,8 +284,8 @@ class RankAverages:
             intra_bytes=average(intra, known.intra_bytes if known else 0.0),
             inter_bytes=average(inter, known.inter_bytes if known else 0.0),
             heard_at=time.monotonic(),
-            exchange=report.exchange,
-            exchange_reason=report.exchange_reason,
+            exchange=report.exchange.name,
+            exchange_reason=report.exchange.reason,
             phases=PhaseAverages.of(report, known.phases if known else None),
         )
 
@@ -367,15 +370,15 @@ class TrainingMonitor:
                     old.accesses_by_tier[2] + report.accesses_by_tier[2],
                 ),
                 sent_bytes={
-                    (kind, link): sent + int(getattr(report, f"{kind}_{link}_bytes"))
+                    (kind, link): sent + int(getattr(report.sent, f"{kind}_{link}_bytes"))
                     for (kind, link), sent in old.sent_bytes.items()
                 },
                 steps=old.steps + report.steps,
                 step_seconds=old.step_seconds + report.step_seconds,
                 apply_seconds=old.apply_seconds + report.apply_seconds,
                 newest_step=max(old.newest_step, report.step),
-                unused_prefetches=old.unused_prefetches + report.unused_prefetches,
-                prefetches=old.prefetches + report.prefetches,
+                unused_prefetches=old.unused_prefetches + report.batches.unused_prefetches,
+                prefetches=old.prefetches + report.batches.prefetches,
             )
 
     def new_generation(self) -> None:

@@ -32,8 +32,7 @@ from flexd.config.planner import PlannerConfig, VerifyConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import VerificationReport
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationState, VerificationReport
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import SnapshotError
 from flexd.core.keyspace import KeySpace
@@ -255,7 +254,7 @@ class Verifier:
         self._seen = migration
         if plan is None or migration.state is not MigrationState.COMMITTED or migration.base is None:
             return None
-        if not self.settings.enabled or self._settings.pins or migration.generation != live.generation:
+        if not self.settings.enabled or self._settings.pins or migration.record.generation != live.generation:
             return None
         placement, base = self._coordinator.placement(), migration.base
         if placement.version != migration.record.last_version:
@@ -285,7 +284,7 @@ class Verifier:
         if not self.settings.enabled:
             return "planner.verify.enabled is false"
         if run.moving and run.newest.done and run.newest.state is not MigrationState.COMMITTED:
-            return f"migration {run.newest.migration_id}: {run.newest.reason}"
+            return f"migration {run.newest.migration_id}: {run.newest.record.problem}"
         if self._clock() - run.progressed_at > STALLED_SECONDS:
             return f"no block of steps was complete within {STALLED_SECONDS:.0f} s"
         return ""
@@ -331,7 +330,7 @@ class Verifier:
         reason = f"verification of {migration_id}: a block {'with' if run.at_plan else 'without'} it"
         run.newest = self._executions.start_move(
             f"{migration_id}.verify-{run.moves}", target, run.ranks.generation,
-            Trigger(TriggerKind.VERIFY, reason, DAEMON_ACTOR), live,
+            Trigger(TriggerKind.VERIFY, reason, DAEMON_ACTOR),
         )  # fmt: skip
         run.moving = True
 
@@ -349,10 +348,10 @@ class Verifier:
         else:
             self.held.hold(run.kind, f"{migration_id} measured {message}", HOLD_SECONDS, time.time())
             run.newest = self._executions.start_rollback(
-                f"{migration_id}{ROLLBACK}", migration_id, lambda: run.changes.base, run.ranks.generation,
+                f"{migration_id}{ROLLBACK}", run.changes.base, run.ranks.generation,
                 replace(
                     rollback_trigger(migration_id, f"measured {message}", DAEMON_ACTOR), kind=TriggerKind.VERIFY
-                ), live,
+                ), migration_id,
             )  # fmt: skip
         self._end(run, VerificationState(verdict.value), message, rolled_back=not stays)
 

@@ -143,16 +143,6 @@ class Plan:
     def demotions(self) -> int:
         return len(self.delta) - self.promotions
 
-    def delta_from(self, placement: Placement, keyspace: KeySpace, layout: RankLayout) -> Delta:
-        """Return the changes to the target from the placement that the ranks have when the migration starts.
-
-        They are the plan's ``delta`` unless rows have moved since the plan was made: a migration that this one
-        supersedes.
-        """
-        if placement.version == self.target.version:
-            return self.delta
-        return plan_delta(placement, self.target, self.gains, keyspace, layout, self.slots)
-
     def summary(self) -> dict[str, Any]:
         """Return everything but the rows, JSON-able, with units in the names."""
         costs = self.costs

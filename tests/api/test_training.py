@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flexd.api.training import training_status
-from flexd.control.protocol.report import PhaseReport
+from flexd.control.protocol.report import PhaseReport, PhasesReport, UsedExchange
 from flexd.operations.training_monitor import TrainingMonitor
 from tests.support.components import report
 
@@ -38,10 +38,8 @@ def test_phases_are_the_mean_over_the_ranks_and_unknown_before_any_report() -> N
             rank,
             replace(
                 report(3, steps=2),
-                phases=(rows,),
-                phase_steps=2,
-                exchange="chain",
-                exchange_reason=("" if rank else "priced"),
+                phases=PhasesReport((rows,), 2),
+                exchange=UsedExchange("chain", "" if rank else "priced"),
             ),
         )
     shown = training_status(monitor.totals(), monitor.ranks(), monitor.phases())

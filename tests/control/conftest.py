@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from flexd.control.daemon.coordinator import ControlOptions, Coordinator
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.coordinator_types import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.throttle import Throttle
 from flexd.stream.tap_source import TapSource

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationState
 from flexd.core.layout import RankLayout
 from tests.support.certificates import Authority
-from tests.support.ranks_in_threads import Ranks, target
+from tests.support.ranks_in_threads import Ranks, migrate, target
 from tests.support.until import until
 
 
@@ -18,7 +18,7 @@ def test_a_migration_over_certificates_alone(host: Callable[..., Any], tmp_path:
     hosted = host(secret=None, tls=authority.issue("daemon", "127.0.0.1"))
     with Ranks(hosted.port, RankLayout(2, 1), secret=None, tls=authority.issue("rank")) as ranks:
         until(hosted.ready, what=ranks.state)
-        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(100))
+        migration = migrate(hosted.coordinator, "p1", target(1), 100)
         assert migration.wait(30) is MigrationState.COMMITTED
         assert ranks.all_at(target(1))
     with Ranks(hosted.port, RankLayout(1, 1), attempt="a2", secret=None) as ranks:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationState
 from flexd.core.layout import RankLayout
-from tests.support.ranks_in_threads import Ranks, same_content, target
+from tests.support.ranks_in_threads import Ranks, migrate, same_content, target
 from tests.support.until import until
 
 
@@ -45,7 +45,7 @@ def test_a_daemon_killed_in_the_middle_of_migrations_continues_from_its_journal(
                 assert daemon.events("placement_listed") == []
         final = host(tmp_path / "state", port=port)
         until(final.ready, what=ranks.state())
-        migration = final.coordinator.migrate("final", lambda p: p.delta_to(target(5)).chunks(100))
+        migration = migrate(final.coordinator, "final", target(5), 100)
         assert migration.wait(20) is MigrationState.COMMITTED
         assert final.coordinator.live().generation == 1
         assert ranks.all_at(target(5))

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from flexd.control.daemon.channel_types import ChannelOptions
+from flexd.control.daemon.channel_events import ChannelOptions
 from flexd.control.protocol.frames import HEAD, MAX_BODY_BYTES
-from flexd.control.protocol.handshake import MAGIC, NONCE_BYTES, PROOF_BYTES, encode_hello
-from flexd.control.protocol.versions import OWN, Versions
+from flexd.control.protocol.handshake import MAGIC, NONCE_BYTES, OWN, PROOF_BYTES, Versions, encode_hello
 from tests.support.channel import RawPeer, raw_connection
 from tests.support.ranks_in_threads import SECRET
 from tests.support.until import until

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from flexd.control.daemon.event_log import EventLog
-from flexd.core.log_fields import format_fields, set_up_logging
+from flexd.core.log_fields import format_fields, log_event, set_up_logging
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,8 @@ def _restore_logging() -> Any:
 
 def test_a_text_line_of_an_event_holds_no_python_dict(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("ads", "info", "text")
-    EventLog().emit("epoch_live", epoch=3, ranks=4, layout={"nodes": 2, "local": 2}, reason="a rank joined")
+    fields = {"epoch": 3, "ranks": 4, "layout": {"nodes": 2, "local": 2}, "reason": "a rank joined"}
+    log_event(logging.getLogger("flexd"), logging.INFO, "control channel: epoch_live", fields)
     line = capsys.readouterr().err
     assert line.endswith(
         'control channel: epoch_live epoch=3 ranks=4 layout.nodes=2 layout.local=2 reason="a rank joined"\n'
@@ -55,7 +55,8 @@ def test_a_text_line_of_an_event_holds_no_python_dict(capsys: pytest.CaptureFixt
 
 def test_a_json_line_of_an_event_keeps_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("ads", "info", "json")
-    EventLog().emit("epoch_live", epoch=3, layout={"nodes": 2}, error=ValueError("x"))
+    fields = {"epoch": 3, "layout": {"nodes": 2}, "error": ValueError("x")}
+    log_event(logging.getLogger("flexd"), logging.INFO, "control channel: epoch_live", fields)
     entry = json.loads(capsys.readouterr().err)
     assert entry["message"] == "control channel: epoch_live epoch=3 layout.nodes=2 error=x"
     assert (entry["job"], entry["level"]) == ("ads", "info")

@@ -13,7 +13,7 @@ from flexd.cli.exit_codes import ExitCode, exit_code_of
 from flexd.cli.main import app
 from flexd.config.load import parse_config
 from flexd.config.model import Config
-from flexd.control.daemon.table_proposals import ProposedTables
+from flexd.control.daemon.membership import ProposedTables
 from flexd.core.errors import ControlError, UnusableStateError
 from flexd.core.keyspace import TableSpec
 from flexd.daemon import Daemon

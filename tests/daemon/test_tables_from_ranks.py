@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flexd.control.daemon.table_proposals import ProposedTables
+from flexd.control.daemon.membership import ProposedTables
 from flexd.control.protocol.report import RankIdentity
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -36,12 +36,17 @@ def settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
 
 
 def of_job(tables: KeySpace) -> Callable[[RankIdentity], RankIdentity]:
-    return lambda it: replace(it, job="test", tables=tables.tables, table_digest=tables.digest)
+    return lambda it: replace(it, job="test", table_digest=tables.digest)
 
 
 def ranks_of(daemon: RunningDaemon, tables: KeySpace, attempt: str = "a1") -> Ranks:
     return Ranks(
-        daemon.config.control.listen_port, RankLayout(1, 2), attempt, identities=of_job(tables), timeout_seconds=4.0
+        daemon.config.control.listen_port,
+        RankLayout(1, 2),
+        attempt,
+        identities=of_job(tables),
+        timeout_seconds=4.0,
+        tables=tables,
     )
 
 

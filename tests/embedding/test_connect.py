@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import flexd
-from flexd.control.daemon.coordinator import ControlOptions, Coordinator
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.coordinator_types import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.migration import MigrationState
+from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
+from flexd.control.daemon.pusher import ChunkLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -102,7 +104,7 @@ def test_reports_of_the_steps_add_up_to_the_totals() -> None:
     collection.optimizer.step()
     assert [report.step for report in agent.reports] == [1, 2, 3, 4]
     assert [report.accesses_by_tier for report in agent.reports] == [(1, 0, 0), (2, 0, 0), (3, 0, 0), (4, 0, 0)]
-    assert [(report.sync_intra_bytes, report.sync_inter_bytes) for report in agent.reports] == [
+    assert [(report.sent.sync_intra_bytes, report.sent.sync_inter_bytes) for report in agent.reports] == [
         (step, 10 * step) for step in range(4)
     ]
     assert before["home_accesses"] == 3
@@ -135,7 +137,9 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
     """Run two migrations, the second over the first: the final tables equal those without migrations."""
     specs = [TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in tables()]
     journal = PlacementJournal(tmp_path)
-    coordinator = Coordinator(ControlOptions("job", timeout_seconds=5.0), KeySpace(specs), journal)
+    coordinator = Coordinator(
+        ControlOptions("job", timeout_seconds=5.0, chunks=ChunkLimits(rows=7)), KeySpace(specs), journal
+    )
     coordinator.set_priced_exchange("direct")
     coordinator.start()
     layout = RankLayout(2, 2)
@@ -144,8 +148,8 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
 
     def push() -> None:
         for number, planned in enumerate((random_placement(11, moves_on=layout), final)):
-            chunks = lambda live, planned=planned: live.delta_to(planned).chunks(7)  # noqa: E731
-            states.append(coordinator.migrate(f"plan-{number}", chunks).wait(60))
+            record = MigrationRecord(migration_id=f"plan-{number}")
+            states.append(coordinator.migrate(record, planned).wait(60))
 
     pusher = threading.Thread(target=push, daemon=True)
     pusher.start()

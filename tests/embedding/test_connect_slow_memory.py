@@ -14,7 +14,7 @@ from flexd.embedding.connect import Connection
 from flexd.operations.training_monitor import SlowMemoryMonitor
 
 TABLES = [flexd.EmbeddingTable("item", 60, 4), flexd.EmbeddingTable("shop", 30, 4)]
-FENCE = ("job", "a1", 2, 7, "token")
+FENCE = m.Fence("job", "a1", 2, 7, "token")
 
 
 class Daemon:
@@ -26,7 +26,7 @@ class Daemon:
         self.monitor = SlowMemoryMonitor(len(TABLES))
 
     def report(self, report: StepReport) -> None:
-        arrived = m.decode(m.encode(m.Progress(*FENCE, 0, 1, 0, 0, report)))
+        arrived = m.decode(m.encode(m.Progress(FENCE, 0, 0, report)))
         assert isinstance(arrived, m.Progress)
         assert arrived.report is not None
         self.monitor.add(arrived.report)

@@ -20,8 +20,9 @@ from tests.support.report_values import reports
 
 
 def with_known_phases(report: StepReport) -> StepReport:
-    phases = zip(report.phases, StepPhase, strict=False)
-    return replace(report, phases=tuple(replace(phase, phase=name.value) for phase, name in phases))
+    known = zip(report.phases.by_phase, StepPhase, strict=False)
+    by_phase = tuple(replace(phase, phase=name.value) for phase, name in known)
+    return replace(report, phases=replace(report.phases, by_phase=by_phase))
 
 
 ANY_REPORT = reports().map(with_known_phases)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexd.api.planning import planning_status
-from flexd.control.daemon.migration_states import TransitionEvent
+from flexd.control.daemon.migration_record import TransitionEvent
 from flexd.operations.autoplan import FIRST_SECONDS, AutoPlanner
 from flexd.operations.triggers import Trigger, TriggerKind
 from tests.support.planning_harness import PlanningHarness, filled_harness

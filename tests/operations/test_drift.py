@@ -14,7 +14,7 @@ import pytest
 
 from flexd.config.load import parse_config
 from flexd.control.daemon.coordinator_types import LiveTopology
-from flexd.control.protocol.trainer_settings import TrainerSettings
+from flexd.control.protocol.report import TrainerSettings
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.daemon import Daemon

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from flexd.control.daemon.event_log import MigrationEvent
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationRecord, Transition
-from flexd.control.daemon.migration_states import TransitionEvent
-from flexd.control.protocol.report import StepReport
-from flexd.core.placement import Delta, Placement
+from flexd.control.daemon.migration import Migration, MigrationEvent
+from flexd.control.daemon.migration_record import MigrationRecord, TransitionEvent
+from flexd.control.protocol.report import PlacementState, StepReport
+from flexd.core.placement import Placement
 from flexd.operations.history import MigrationHistory
 from flexd.operations.state_database import NAME, StateDatabase
 from flexd.operations.step_times import EffectRecorder, StepTimes
@@ -34,13 +31,12 @@ class Recorded:
 
     def steps(self, version: int, *seconds: float) -> None:
         for each in (seconds[0], *seconds):
-            self.times.add(0, StepReport(1, 1, version, 0, each, 0.0, (1, 0, 0)))
+            self.times.add(0, StepReport(1, 1, PlacementState(version, 0), each, 0.0, (1, 0, 0)))
 
     def start(self, name: str, base: int = 0) -> Migration:
-        chunks = [Delta(np.arange(3), np.zeros(3, np.uint8), np.ones(3, np.uint8))]
-        migration = Migration(name, chunks)
+        migration = Migration(MigrationRecord(migration_id=name, plan_id=name), Placement.empty())
         migration.observe(self._on_transition)
-        migration.begin(Placement.empty(base))
+        migration.start_from(Placement.empty(base))
         migration.fire(E.START, "")
         return migration
 
@@ -64,8 +60,7 @@ class Recorded:
         assert self.history.stop(FLUSH_SECONDS)
         self.file.close()
 
-    def _on_transition(self, migration: Migration, transition: Transition) -> None:
-        event = MigrationEvent(migration, transition)
+    def _on_transition(self, event: MigrationEvent) -> None:
         self.history.record_migration(event)
         self.recorder.on_migration(event)
 

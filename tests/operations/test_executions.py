@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flexd.control.daemon import journal as journal_module
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationState
 from flexd.core.errors import ApiError
 from flexd.operations.state_database import NAME
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
@@ -40,8 +40,8 @@ def test_an_abort_stops_at_a_chunk_and_reports_the_applied_rows(harness: Executi
         assert result.placement_version == progress.last_version == progress.chunks_applied
         applied = f"{progress.rows_applied} of 600 rows applied"
         assert applied in result.message
-        assert applied in execution.reason
-        assert f"version {progress.last_version}" in execution.reason
+        assert applied in execution.record.problem
+        assert f"version {progress.last_version}" in execution.record.problem
         until(lambda: all(len(each) == progress.rows_applied for each in ranks.placements), SECONDS)
         # A prefix of the plan: every row that moved is at its planned tier.
         assert all(np.array_equal(p.tiers, target(1).tiers_of(p.keys)) for p in ranks.placements)

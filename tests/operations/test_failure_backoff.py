@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_states import TransitionEvent
+from flexd.control.daemon.migration_record import MigrationRecord, TransitionEvent
+from flexd.core.placement import Placement
 from flexd.operations.autoplan import FIRST_SECONDS, FailureBackoff
 
 
 def ended(event: TransitionEvent | None, generation: int | None = 3, chunks_applied: int = 0) -> Migration:
-    migration = Migration("p", [], generation)
+    migration = Migration(MigrationRecord(migration_id="p", generation=generation), Placement.empty())
     migration.fire(TransitionEvent.START)
     migration.count(chunks_applied=chunks_applied)
     if event is TransitionEvent.APPLIED:

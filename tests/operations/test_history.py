@@ -6,16 +6,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from flexd.control.daemon import migration as migration_module
-from flexd.control.daemon.event_log import MigrationEvent
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationRecord, Transition, VerificationReport
-from flexd.control.daemon.migration_states import MigrationState, TransitionEvent
+from flexd.control.daemon.migration import Migration, MigrationEvent
+from flexd.control.daemon.migration_record import (
+    MigrationRecord,
+    MigrationState,
+    TransitionEvent,
+    VerificationReport,
+)
 from flexd.core.errors import SnapshotError
-from flexd.core.placement import Delta
+from flexd.core.placement import Placement
 from flexd.operations import history as history_module
 from flexd.operations.history import ENDED_UNSEEN, MigrationHistory
 from flexd.operations.state_database import NAME, StateDatabase, Statement
@@ -38,14 +40,13 @@ class RunningHistory:
         self, name: str, *events: TransitionEvent, requested_by: str = "ada", settle: bool = True
     ) -> Migration:
         """Record a migration of 30 rows through ``events``; 20 rows are pushed and 10 applied before the second one."""
-        chunks = [Delta(np.arange(30), np.zeros(30, np.uint8), np.ones(30, np.uint8))]
         origin = MigrationRecord(
-            migration_id=name, parent_plan_id="parent", trigger="manual", requested_by=requested_by,
-            reason=f"reason of {name}",
+            migration_id=name, plan_id=f"plan-{name}", generation=3, parent_plan_id="parent", trigger="manual",
+            requested_by=requested_by, reason=f"reason of {name}",
             predicted_saving_seconds=0.5,
         )  # fmt: skip
-        migration = Migration(f"plan-{name}", chunks, 3, origin)
-        migration.observe(self._on_transition)
+        migration = Migration(origin, Placement.empty())
+        migration.observe(self.history.record_migration)
         for number, event in enumerate(events):
             if number == 1:
                 migration.count(rows_pushed=20, chunks_pushed=1, pushed_bytes=100, last_version=8)
@@ -55,9 +56,6 @@ class RunningHistory:
             migration.settle()
             self.history.record_migration(MigrationEvent(migration, None))
         return migration
-
-    def _on_transition(self, migration: Migration, transition: Transition) -> None:
-        self.history.record_migration(MigrationEvent(migration, transition))
 
     def action(self, reason: str) -> None:
         self.history.record_action("pause", "ann", reason, "d" * 5_000)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flexd.api.placement import prices_status
-from flexd.control.protocol.report import PhaseReport, StepReport
+from flexd.control.protocol.report import PhaseReport, PhasesReport, StepReport, UsedExchange
 from flexd.operations.live_prices import MIN_STEPS, LivePrices
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.planner.model.prices import MIN_REPORTS
@@ -39,7 +39,7 @@ def step_report(factor: float, *, steps: int = 10, exchange: str = "chain", intr
         )
         for name, size in MEGABYTES.items()
     ]  # fmt: skip
-    return replace(report(1, steps=steps), phases=tuple(phases), phase_steps=steps, exchange=exchange)
+    return replace(report(1, steps=steps), phases=PhasesReport(tuple(phases), steps), exchange=UsedExchange(exchange))
 
 
 def teach(prices: LivePrices, factor: float, times: int = 2 * MIN_REPORTS, world: int = 4, **more: Any) -> None:
@@ -87,7 +87,9 @@ def test_plans_and_their_drift_are_priced_with_them(tmp_path: Path) -> None:
         for rank in range(4):
             seconds = 4 * rows.seconds(1e4)
             phases = (PhaseReport("rows", inter_seconds=10 * seconds, inter_bytes=100_000, inter_collectives=10),)
-            harness.prices.add(rank, replace(report(1, steps=10), phases=phases, phase_steps=10, exchange="chain"))
+            harness.prices.add(
+                rank, replace(report(1, steps=10), phases=PhasesReport(phases, 10), exchange=UsedExchange("chain"))
+            )
     after = harness.propose("corrected", dry_run=True).plan
     assert after.costs.cluster.name.startswith(f"{probed.name} (corrected: between nodes x")
     for link, factor in ((INTRA, 1.0), (INTER, 4.0)):

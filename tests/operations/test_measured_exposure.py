@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flexd.control.protocol.report import PhaseReport
+from flexd.control.protocol.report import PhaseReport, PhasesReport
 from flexd.operations.step_times import priced_by
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.topology.cluster import Exposed
@@ -31,7 +31,7 @@ def add(
         PhaseReport("push", inter_seconds=steps * push),
     )
     for rank in range(2):
-        training.add(rank, replace(report(1), phases=phases, phase_steps=steps, cover_seconds=steps * cover))
+        training.add(rank, replace(report(1), phases=PhasesReport(phases, steps, steps * cover)))
 
 
 def test_shares_and_cover_are_what_ranks_measured() -> None:
@@ -68,9 +68,7 @@ def test_plans_use_the_measured_exposure(tmp_path: Path) -> None:
     names = ("ids", "rows", "push", "sync")
     phases = tuple(PhaseReport(name, inter_seconds=1.0, overlapped_seconds=1.0) for name in names)
     for rank in range(4):
-        harness.training.add(
-            rank, replace(report(2, tiers=(200_000, 0, 0)), phases=phases, phase_steps=1, cover_seconds=1000.0)
-        )
+        harness.training.add(rank, replace(report(2, tiers=(200_000, 0, 0)), phases=PhasesReport(phases, 1, 1000.0)))
     plan = harness.propose("after them").plan
     assert plan.promotions == 0
     assert plan.costs.before.exposed_seconds == 0

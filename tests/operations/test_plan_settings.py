@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flexd.config.planner import PlannerConfig
-from flexd.control.protocol.trainer_settings import TrainerSettings, with_pooling
+from flexd.control.protocol.report import TrainerSettings, with_pooling
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import Tier
 from flexd.operations.live_plan import TrainingJob, plan_limits

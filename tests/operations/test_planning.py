@@ -10,8 +10,8 @@ import pytest
 
 from flexd.api.explanation import explanation
 from flexd.control.daemon.coordinator_types import LiveTopology
-from flexd.control.daemon.migration_states import MigrationState
-from flexd.control.protocol.trainer_settings import TrainerSettings
+from flexd.control.daemon.migration_record import MigrationState
+from flexd.control.protocol.report import TrainerSettings
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
 from flexd.planner.plan import Plan

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, StepReport, merge_reports
+from flexd.control.protocol.report import (
+    PlacementState,
+    SlowMemoryReport,
+    SlowTableReport,
+    StepReport,
+    merge_reports,
+)
 from flexd.operations.training_monitor import SlowMemoryMonitor
 
-STEP = StepReport(1, 1, 0, 0, 2.0, 0.0, (1, 0, 0))
+STEP = StepReport(1, 1, PlacementState(0, 0), 2.0, 0.0, (1, 0, 0))
 
 
 class Clock:

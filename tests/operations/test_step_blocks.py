@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.report import PlacementState, StepReport
 from flexd.operations.step_times import StepBlocks, trimmed_mean
 
 
 def report(version: int, seconds: float, steps: int = 2, apply_seconds: float = 0.0) -> StepReport:
-    return StepReport(1, steps, version, 0, seconds * steps, apply_seconds, (1, 0, 0))
+    return StepReport(1, steps, PlacementState(version, 0), seconds * steps, apply_seconds, (1, 0, 0))
 
 
 def test_a_block_has_clean_steps_of_every_rank_and_counts_the_busiest() -> None:

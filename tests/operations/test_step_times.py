@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.report import PlacementState, StepReport
 from flexd.operations import step_times
 from flexd.operations.step_times import StepTimes
 
 
 def report(version: int, seconds: float, steps: int = 1, apply_seconds: float = 0.0) -> StepReport:
-    return StepReport(1, steps, version, 0, seconds, apply_seconds, (0, 0, 0))
+    return StepReport(1, steps, PlacementState(version, 0), seconds, apply_seconds, (0, 0, 0))
 
 
 def test_steps_count_at_the_version_that_they_ran_at_and_without_chunks() -> None:

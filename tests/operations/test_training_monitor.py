@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.report import PlacementState, SentBytes, StepReport
 from flexd.operations.training_monitor import TrainingMonitor
 
 
 def report(step: int, steps: int = 1, accesses: tuple[int, int, int] = (60, 30, 10), version: int = 0) -> StepReport:
     return StepReport(
-        step=step, steps=steps, placement_version=version, placement_digest=7, step_seconds=0.5 * steps,
-        apply_seconds=0.1, accesses_by_tier=accesses, all_to_all_intra_bytes=1, all_to_all_inter_bytes=2,
-        sync_intra_bytes=3, sync_inter_bytes=4, migration_intra_bytes=5, migration_inter_bytes=6,
+        step=step, steps=steps, placement=PlacementState(version, 7), step_seconds=0.5 * steps,
+        apply_seconds=0.1, accesses_by_tier=accesses, sent=SentBytes(1, 2, 3, 4, 5, 6),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from flexd.config.planner import PinConfig
 from flexd.control.daemon.migration_record import VerificationReport
-from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.report import PlacementState, StepReport
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner
@@ -81,7 +81,7 @@ class VerifiedJob:
         seconds = STEP_SECONDS * self.load(self.step) * (1 + self.effect * copied)
         seconds *= 1 + 0.01 * float(self.rng.standard_normal())
         for rank in range(4):
-            self.verifier.add(rank, StepReport(self.step, 1, now.version, 0, seconds, 0.0, (1, 0, 0)))
+            self.verifier.add(rank, StepReport(self.step, 1, PlacementState(now.version, 0), seconds, 0.0, (1, 0, 0)))
 
     @property
     def most_copies(self) -> int:

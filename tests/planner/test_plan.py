@@ -138,13 +138,3 @@ def test_the_cheaper_direct_exchange_is_named_where_it_is_cheaper() -> None:
     messages, _ = messages_of(zipf(50, 1.0, 50.0), Tier.HOME, latency=1e-3)
     assert any("exchange 'direct'" in sentence for sentence in messages)
     assert "no row is replicated" in messages[0]
-
-
-def test_a_plan_gives_its_delta_and_anew_only_where_rows_have_moved_since() -> None:
-    made = plan(profile(KEYSPACE, ACCESSES, hot=300))
-    live = Placement.empty(made.target.version)
-    assert made.delta_from(live, KEYSPACE, LAYOUT) is made.delta
-    moved = live.apply(made.delta.select(slice(0, 20)))
-    rest = made.delta_from(moved, KEYSPACE, LAYOUT)
-    assert len(rest) == len(made.delta) - 20
-    assert np.array_equal(moved.apply(rest).keys, made.target.keys)

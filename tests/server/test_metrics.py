@@ -19,8 +19,7 @@ from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
 from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
 from flexd.api.training import TrainingStatus
-from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 from flexd.core.model import MAX_LABEL_VALUES
 from flexd.server.app import Metrics
 from tests.support.fake_daemon import FakeDaemon

@@ -20,8 +20,7 @@ from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
 from flexd.api.training import SlowMemoryStatus, SlowTableStatus
 from flexd.config.server import ServerConfig
-from flexd.control.daemon.migration_record import MigrationRecord, VerificationReport
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationRecord, MigrationState, VerificationReport
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
 from tests.support.api_requests import COMMAND_HEADERS

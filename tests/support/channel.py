@@ -8,12 +8,11 @@ import threading
 from collections.abc import Iterator
 
 from flexd.control.agent.channel_client import ChannelClient
+from flexd.control.daemon.channel_events import ChannelOptions, Closed, Event, Received
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.daemon.channel_types import ChannelOptions, Closed, Event, Received
-from flexd.control.protocol import versions
 from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.frames import FrameKey, SealedPayload
-from flexd.control.protocol.handshake import Session, client_steps
+from flexd.control.protocol.handshake import OWN, Session, client_steps
 from tests.support.until import until
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -184,7 +183,7 @@ class RawPeer:
         self.sock.sendall(data)
 
     def _prove(self, secret: bytes) -> Session:
-        steps = client_steps(versions.OWN, (secret,))
+        steps = client_steps(OWN, (secret,))
         try:
             output, needed = next(steps)
             while True:

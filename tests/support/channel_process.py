@@ -13,8 +13,8 @@ import sys
 import threading
 import tracemalloc
 
+from flexd.control.daemon.channel_events import ChannelOptions, Opened, Received
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.daemon.channel_types import ChannelOptions, Opened, Received
 from flexd.control.protocol.frames import MAX_BODY_BYTES
 from tests.support.channel import CREDENTIALS
 

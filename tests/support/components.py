@@ -10,7 +10,7 @@ from flexd.api.components import Components
 from flexd.config.load import parse_config
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.report import PlacementState, SentBytes, StepReport
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.operations.training_monitor import TrainingMonitor
@@ -46,9 +46,8 @@ class CountedAccesses:
 
 def report(step: int, *, steps: int = 1, inter: int = 1000, tiers: tuple[int, int, int] = (30, 20, 10)) -> StepReport:
     return StepReport(
-        step=step, steps=steps, placement_version=5, placement_digest=0, step_seconds=0.5 * steps, apply_seconds=0.0,
-        accesses_by_tier=tiers, all_to_all_intra_bytes=10, all_to_all_inter_bytes=inter, sync_intra_bytes=1,
-        sync_inter_bytes=2, migration_intra_bytes=3, migration_inter_bytes=4,
+        step=step, steps=steps, placement=PlacementState(5, 0), step_seconds=0.5 * steps, apply_seconds=0.0,
+        accesses_by_tier=tiers, sent=SentBytes(10, inter, 1, 2, 3, 4),
     )  # fmt: skip
 
 

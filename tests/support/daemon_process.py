@@ -13,10 +13,12 @@ import sys
 import time
 from pathlib import Path
 
-from flexd.control.daemon.coordinator import ControlOptions, Coordinator
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.coordinator_types import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.migration_states import MigrationState
-from tests.support.ranks_in_threads import SECRET, TABLES, target
+from flexd.control.daemon.migration_record import MigrationState
+from flexd.control.daemon.pusher import ChunkLimits
+from tests.support.ranks_in_threads import SECRET, TABLES, migrate, target
 
 
 def main(port: int, directory: Path, seed: int, rows: int, timeout_seconds: float) -> None:
@@ -24,14 +26,16 @@ def main(port: int, directory: Path, seed: int, rows: int, timeout_seconds: floa
         # One write a line: events come from several threads.
         os.write(1, (json.dumps([name, fields], default=str) + "\n").encode())
 
-    options = ControlOptions("job", listen_port=port, secret=SECRET, timeout_seconds=timeout_seconds, window_chunks=2)
+    options = ControlOptions(
+        "job", listen_port=port, secret=SECRET, timeout_seconds=timeout_seconds, chunks=ChunkLimits(2)
+    )
     coordinator = Coordinator(options, TABLES, PlacementJournal(directory), on_event=print_event)
     coordinator.listen()
     print(coordinator.port, flush=True)
     coordinator.start()
     while True:
         wanted = target(seed)
-        migration = coordinator.migrate(f"p{seed}", lambda p, wanted=wanted: p.delta_to(wanted).chunks(rows))
+        migration = migrate(coordinator, f"p{seed}", wanted, rows)
         while migration.wait(1) is not MigrationState.COMMITTED:
             if migration.done:
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.api.migration_commands import MigrationCommands
-from flexd.config.server import ControlConfig
-from flexd.control.daemon.coordinator import ControlOptions, Coordinator
-from flexd.control.daemon.event_log import MigrationEvent
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.coordinator_types import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration import Migration, MigrationEvent
+from flexd.control.daemon.pusher import ChunkLimits
 from flexd.control.daemon.throttle import Throttle
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
@@ -28,7 +29,6 @@ from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.state_database import NAME, StateDatabase
 from flexd.operations.step_times import EffectRecorder, StepTimes
 from flexd.operations.triggers import Trigger, TriggerKind
-from flexd.planner.delta import plan_delta
 from flexd.planner.plan import PlanOrigin
 from tests.support.ranks_in_threads import SECRET, TABLES
 from tests.support.until import until
@@ -81,8 +81,9 @@ class ExecutionsHarness:
         self.history.start()
         self.journal = PlacementJournal(directory / "placement")
         options = ControlOptions(
-            "job", listen_port=port, secret=SECRET, timeout_seconds=timeout_seconds, tick_seconds=0.005, window_chunks=1
-        )
+            "job", listen_port=port, secret=SECRET, timeout_seconds=timeout_seconds, tick_seconds=0.005,
+            chunks=ChunkLimits(window=1, rows=10, bytes=2**30),
+        )  # fmt: skip
         self.times = StepTimes()
         self.effects = EffectRecorder(self.times, self.history.record_saving)
         self.coordinator = Coordinator(
@@ -90,9 +91,7 @@ class ExecutionsHarness:
         )
         self.coordinator.start()
         moves = self.history.newest_moves(1)
-        self.executions = Executions(
-            ControlConfig(chunk_rows=10, chunk_bytes=2**30), TABLES, self.coordinator, moves[0].plan_id if moves else ""
-        )
+        self.executions = Executions(TABLES, self.coordinator, moves[0].plan_id if moves else "")
         self.record_manual_plan: list[bool] = []
         auto: Any = SimpleNamespace(
             verifier=None, record_manual_plan=lambda executed: self.record_manual_plan.append(executed)
@@ -121,16 +120,14 @@ class ExecutionsHarness:
         return live is not None and live.ready
 
     def start(self, name: str, wanted: Placement, requested_by: str = "ada") -> Migration:
-        live = self.coordinator.live()
-        assert live is not None
+        now = self.coordinator.placement()
+        wanted = replace(wanted, version=now.version)
         plan: Any = SimpleNamespace(
-            plan_id=name, origin=PlanOrigin(name, "before", 1, "", 1.0), delta=range(len(wanted)), migration_bytes=0,
-            saved_seconds=0.002, promotions=len(wanted), demotions=0, costs=SimpleNamespace(messages=list),
-            delta_from=lambda placement, keyspace, layout: plan_delta(
-                placement, wanted, np.ones(len(wanted)), keyspace, layout, live.replica_slots
-            ),
+            plan_id=name, origin=PlanOrigin(name, "before", 1, "", 1.0), target=wanted, gains=np.ones(len(wanted)),
+            delta=now.delta_to(wanted), migration_bytes=0, saved_seconds=0.002, promotions=len(wanted), demotions=0,
+            costs=SimpleNamespace(messages=list),
         )  # fmt: skip
-        return self.executions.start(plan, Trigger(TriggerKind.MANUAL, f"reason of {name}", requested_by), (), live)
+        return self.executions.start(plan, Trigger(TriggerKind.MANUAL, f"reason of {name}", requested_by), ())
 
     def wait_until_some_applied(self, migration: Migration) -> None:
         until(lambda: migration.record.chunks_applied > 3, SECONDS)

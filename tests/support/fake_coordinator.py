@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
-from flexd.control.daemon.channel_types import ChannelCounters
+import numpy as np
+
+from flexd.control.daemon.channel_events import ChannelCounters
 from flexd.control.daemon.coordinator_types import ControlStatus, LiveTopology
-from flexd.control.daemon.event_log import MigrationEvent, OnMigration
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.control.daemon.migration_states import TransitionEvent
+from flexd.control.daemon.membership import RankPresence
+from flexd.control.daemon.migration import Migration, MigrationEvent
+from flexd.control.daemon.migration_record import MigrationRecord, TransitionEvent
 from flexd.core.errors import ControlError
 from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
+from flexd.core.placement import Delta, Placement
 
 
 class FakeCoordinator:
@@ -33,8 +34,9 @@ class FakeCoordinator:
         self.reason = "no rank is registered"
         self.now = Placement.empty()
         self.migrations: list[Migration] = []
-        self.on_migration: OnMigration = lambda event: None
+        self.on_migration: Callable[[MigrationEvent], None] = lambda event: None
         self.refuses = False
+        self.chunk_rows = 16
         self.obedient = obedient
 
     def set_priced_exchange(self, name: str) -> None:
@@ -48,10 +50,8 @@ class FakeCoordinator:
 
     def status(self) -> ControlStatus:
         return ControlStatus(
-            epoch=1, epochs=1, generation=1, attempt="a", ranks=4, ranks_ready=4, agreed_version=self.now.version,
-            applied_version=self.now.version, paused=False, refused_messages={}, refused_chunks=0,
-            digest_mismatches=0, reason="" if self.topology else self.reason,
-        )  # fmt: skip
+            epochs=1, generation=1, presence=RankPresence("a", 4, 4), reason="" if self.topology else self.reason
+        )
 
     def channel_counters(self) -> ChannelCounters:
         return ChannelCounters()
@@ -63,15 +63,11 @@ class FakeCoordinator:
         """Return None: there is no journal."""
 
     def migrate(
-        self,
-        plan_id: str,
-        chunks: Any,
-        generation: int | None = None,
-        origin: MigrationRecord | None = None,
+        self, record: MigrationRecord, target: Placement, delta: Delta | None = None, gains: object = None
     ) -> Migration:
         if self.refuses:
             raise ControlError("the coordinator is stopping")
-        migration = Migration(plan_id, chunks, generation, origin)
+        migration = Migration(record, target, delta)
         self.migrations.append(migration)
         if self.obedient:
             self.execute(migration)
@@ -79,12 +75,13 @@ class FakeCoordinator:
 
     def execute(self, migration: Migration, chunks: int = 1_000, end: TransitionEvent | None = None) -> None:
         """Apply this number of chunks, then end the migration as the coordinator does."""
+        migration.start_from(self.now)
         migration.fire(TransitionEvent.START)
-        migration.begin(self.now)
-        for _ in range(chunks):
-            delta = migration.next_chunk()
-            if delta is None:
-                break
+        whole = self.now.delta_to(migration.target)
+        row_bytes = np.zeros(len(whole), np.int64)
+        row_bytes[-1:] = migration.record.bytes_to_copy
+        migration.set_delta(whole, row_bytes)
+        for delta in list(whole.chunks(self.chunk_rows))[:chunks]:
             self.now = self.now.apply(delta)
             migration.count(
                 chunks_pushed=1, rows_pushed=len(delta), chunks_applied=1, rows_applied=len(delta),
@@ -97,6 +94,9 @@ class FakeCoordinator:
         migration.fire(end, "" if end is TransitionEvent.APPLIED else "by the test")
         migration.settle()
         self.on_migration(MigrationEvent(migration, None))
+
+    def limit_chunks(self, rows: int, nbytes: int) -> None:
+        self.chunk_rows = rows
 
     def start(self) -> None:
         """Start no thread."""

@@ -18,8 +18,13 @@ from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
 from flexd.api.table import HotRow, HotRowPage, TableOrder, TablePage, TableReport
 from flexd.api.training import Timeline, TrafficSample
-from flexd.control.daemon.migration_record import ActionRecord, MigrationRecord, Transition, VerificationReport
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import (
+    ActionRecord,
+    MigrationRecord,
+    MigrationState,
+    Transition,
+    VerificationReport,
+)
 from flexd.core.errors import ApiError
 
 OK = ProbeResult(ok=True)

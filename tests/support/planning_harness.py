@@ -11,7 +11,7 @@ import numpy as np
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.control.daemon.migration import Migration
-from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.report import PlacementState, StepReport
 from flexd.core.layout import RankLayout
 from flexd.daemon.factory import make_cluster
 from flexd.operations.executions import Executions
@@ -53,7 +53,7 @@ class PlanningHarness:
         self.training = TrainingMonitor()
         self.profiles: list[Profile] = []
         self.profile: Callable[[float], Profile] = lambda per_step: self.sketches.profile(per_step, 1)
-        executions = Executions(self.config.control, keyspace, self.coordinator)  # type: ignore[arg-type]
+        executions = Executions(keyspace, self.coordinator)  # type: ignore[arg-type]
         self.coordinator.on_migration = executions.on_migration
         cluster = scale_model(make_cluster(self.config), 1e6)
         self.prices = LivePrices(cluster, self.training, self.coordinator)
@@ -92,7 +92,7 @@ class PlanningHarness:
         return proposal.plan, self.planning.execute(proposal)
 
     def report(self, per_rank: int = 200_000) -> None:
-        report = StepReport(1, 1, 0, 0, 0.1, 0.0, (per_rank, 0, 0), 0, 0, 0, 0, 0, 0)
+        report = StepReport(1, 1, PlacementState(0, 0), 0.1, 0.0, (per_rank, 0, 0))
         for rank in range(4):
             self.training.add(rank, report)
 

@@ -11,8 +11,13 @@ import numpy as np
 
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox, Prepare
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.membership import Topology
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.protocol.credentials import TlsFiles
-from flexd.control.protocol.report import RankIdentity, StepReport
+from flexd.control.protocol.messages import Hello
+from flexd.control.protocol.report import PlacementState, RankIdentity, SentBytes, StepReport
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
@@ -31,9 +36,24 @@ def target(seed: int, rows: int = 600, version: int = 0) -> Placement:
 
 
 def identity(rank: int, layout: RankLayout, attempt: str = "a1", slots: int = 20_000) -> RankIdentity:
-    return RankIdentity(
-        "job", attempt, rank, layout.world_size, layout.nodes, layout.local_ranks, (slots, slots), TABLES.digest
-    )
+    return RankIdentity("job", attempt, rank, layout.nodes, layout.local_ranks, (slots, slots), TABLES.digest)
+
+
+def migrate(
+    coordinator: Coordinator, name: str, planned: Placement, rows: int = 4096, generation: int | None = None
+) -> Migration:
+    """Start a migration in chunks of ``rows``."""
+    coordinator.limit_chunks(rows, 2**30)
+    return coordinator.migrate(MigrationRecord(migration_id=name, plan_id=name, generation=generation), planned)
+
+
+def topology_of(layout: RankLayout, slots: int = 20_000) -> Topology:
+    """Return the registered ranks of a job."""
+    placement = PlacementState(0, 0)
+    return Topology(tuple(
+        Hello(identity(rank, layout, slots=slots), "i", f"s{rank}", f"n{rank}", placement)
+        for rank in range(layout.world_size)
+    ))  # fmt: skip
 
 
 def no_rows() -> tuple[np.ndarray, np.ndarray]:
@@ -64,6 +84,7 @@ class Ranks:
         secret: Secret = SECRET,
         timeout_seconds: float = 4.0,
         identities: Callable[[RankIdentity], RankIdentity] = lambda it: it,
+        tables: KeySpace = TABLES,
         prepare_of_rank: dict[int, Prepare] | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
@@ -83,7 +104,7 @@ class Ranks:
             state = _Rank(inbox, None, Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(
                 inbox, who, port if isinstance(port, str) else f"127.0.0.1:{port}", secret=secret,
-                timeout_seconds=timeout_seconds, tls=tls,
+                timeout_seconds=timeout_seconds, tls=tls, tables=tables.tables,
                 placement_lists=lambda state=state, rank=rank: self._listed(state, rank),
             )  # fmt: skip
             self.ranks.append(state)
@@ -144,13 +165,16 @@ class Ranks:
             self.steps += 1
             for number, rank in enumerate(self.ranks):
                 report = step_report(self.steps, rank.placement)
-                digest = self.false_digests.get(number, report.placement_digest)
-                rank.agent.report(replace(report, placement_digest=digest))
+                digest = self.false_digests.get(number, report.placement.digest)
+                rank.agent.report(replace(report, placement=replace(report.placement, digest=digest)))
             time.sleep(0.002)
 
 
 def step_report(step: int, placement: Placement) -> StepReport:
-    return StepReport(step, 1, placement.version, placement.digest(), 0.002, 0.0, (3, 2, 1), 10, 20, 1, 2, 0, 0)
+    return StepReport(
+        step, 1, PlacementState(placement.version, placement.digest()), 0.002, 0.0, (3, 2, 1),
+        SentBytes(10, 20, 1, 2),
+    )  # fmt: skip
 
 
 def same_content(history: list[list[tuple[int, bytes]]]) -> bool:

@@ -6,7 +6,7 @@ from types import TracebackType
 
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.protocol.credentials import ChannelCredentials
-from flexd.control.protocol.messages import DaemonNotice, Message, decode, encode
+from flexd.control.protocol.messages import ControlMessage, DaemonNotice, decode, encode
 from flexd.core.secrets import Secret
 from tests.support.ranks_in_threads import SECRET
 
@@ -31,10 +31,10 @@ class RawRank:
     ) -> None:
         self.client.close()
 
-    def send(self, message: Message | bytes, body: bytes = b"") -> None:
+    def send(self, message: ControlMessage | bytes, body: bytes = b"") -> None:
         self.client.send(message if isinstance(message, bytes) else encode(message), body)
 
-    def receive(self) -> Message:
+    def receive(self) -> ControlMessage:
         frame = self.client.receive(self._timeout)
         assert frame is not None, "no message"
         return decode(frame.message)

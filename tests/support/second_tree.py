@@ -10,16 +10,16 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from flexd.control.protocol import versions
+from flexd.control.protocol import handshake
 from tests.support.repository import ROOT
 
-VERSION = versions.VERSION + 1
+VERSION = handshake.VERSION + 1
 ADDED = "added_by_the_next_version"
 NEW_KIND = "greeting"
 REMOVED: Mapping[str, tuple[str, ...]] = {
     "Hello": ("address",),
     "HelloRefused": ("remedy",),
-    "StepReport": ("migration_inter_bytes",),
+    "SentBytes": ("migration_inter_bytes",),
 }
 """Optional fields, by class, that the next version neither sends nor reads."""
 
@@ -74,8 +74,8 @@ def write_second_tree(directory: Path) -> Path:
         AssertionError: this version does not have what the next one changes.
     """
     shutil.copytree(ROOT / "flexd", directory / "flexd", ignore=_unfinished)
-    _replace(directory / "flexd/control/protocol/versions.py", {
-        f"VERSION = {versions.VERSION}\n": f"VERSION = {VERSION}\n",
+    _replace(directory / "flexd/control/protocol/handshake.py", {
+        f"\nVERSION = {handshake.VERSION}\n": f"\nVERSION = {VERSION}\n",
     })  # fmt: skip
     messages = directory / _MESSAGES
     _add_field(messages, _messages(messages), f"{ADDED}: tuple[int, ...] = (1, 2)")

@@ -10,8 +10,7 @@ from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
 from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
 from flexd.api.training import SlowMemoryStatus, SlowTableStatus
-from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 
 _PLAN = PlanReport(plan_id="p7", reason="drift", promotions=1200, demotions=300)
 _COMMITTED = MigrationRecord(

@@ -11,14 +11,14 @@ import logging
 import threading
 import time
 
-from flexd.control.agent.agent_context import AgentContext, PlacementLists
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.agent.rank_connection import RankConnection
+from flexd.control.agent.rank_connection import AgentContext, AgentSettings, PlacementLists, RankConnection
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.protocol.credentials import ChannelCredentials, TlsFiles
 from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, parse_address, reconnect_backoff
 from flexd.control.protocol.report import RankIdentity, StepReport
 from flexd.core.errors import AuthenticationError, StaleMessageError, TopologyError
+from flexd.core.keyspace import TableSpec
 from flexd.core.secrets import Secret
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class Agent:
             after which the daemon is given up.
         outbox: counted accesses to send (``flexd.Tap``), if any.
         tls: certificates of this rank, for a daemon with ``control.tls``.
+        tables: of the trainer, in the order of the key space.
 
     Raises:
         ControlError: the address is malformed.
@@ -59,11 +60,13 @@ class Agent:
         timeout_seconds: float = 15.0,
         outbox: TapOutbox | None = None,
         tls: TlsFiles | None = None,
+        tables: tuple[TableSpec, ...] = (),
     ) -> None:
-        self._context = AgentContext(
-            inbox, identity, parse_address(address), ChannelCredentials(secret, tls), timeout_seconds, placement_lists,
-            outbox,
-        )  # fmt: skip
+        settings = AgentSettings(
+            identity, tables, parse_address(address), ChannelCredentials(secret, tls), placement_lists, timeout_seconds
+        )
+        self._context = AgentContext(settings, inbox, outbox)
+        self._rank = identity.rank
         inbox.on_change = self._context.wake
         if outbox is not None:
             outbox.on_change = self._context.wake
@@ -118,14 +121,14 @@ class Agent:
             except Exception as error:
                 # This thread must outlive every unexpected error, also of placement_lists.
                 if first_line(error) != self._context.last_logged:
-                    logger.exception("rank %d: control agent: unexpected error", self._context.identity.rank)
+                    logger.exception("rank %d: control agent: unexpected error", self._rank)
                 self._record_failure("connecting", error)
             self._context.stopping.wait(max(wait, backoff.seconds()))
         self._context.state = "stopped"
 
     def _record_failure(self, state: str, error: Exception) -> None:
         context, text = self._context, first_line(error)
-        context.count("stale" if isinstance(error, StaleMessageError) else _error_kind(error))
+        context.counters[_error_kind(error)] += 1
         context.state = f"{state}: {text}"
         if state == "connecting" and context.counters["connects"] and isinstance(error, CHANNEL_ERRORS):
             self._log_lost(text)
@@ -133,23 +136,25 @@ class Agent:
         # The same failure is logged once, not at every retry.
         level = logging.DEBUG if text == context.last_logged else logging.WARNING
         context.last_logged = text
-        logger.log(level, "rank %d: control channel: %s", context.identity.rank, text)
+        logger.log(level, "rank %d: control channel: %s", self._rank, text)
 
     def _log_lost(self, text: str) -> None:
         """Log that the daemon is away: what a restart causes is no fault of this rank, and needs no advice."""
         context, now = self._context, time.monotonic()
         if context.lost_at is None:
             context.lost_at = now
-            logger.info("rank %d: the daemon is away (%s); training goes on", context.identity.rank, text)
+            logger.info("rank %d: the daemon is away (%s); training goes on", self._rank, text)
         elif now - context.lost_at > QUIET_SECONDS and not context.warned_of_loss:
             context.warned_of_loss = True
             logger.warning(
                 "rank %d: control channel: no daemon for %.0f s: %s; training goes on, with the placement that it has",
-                context.identity.rank, now - context.lost_at, text,
+                self._rank, now - context.lost_at, text,
             )  # fmt: skip
 
 
 def _error_kind(error: Exception) -> str:
     if isinstance(error, AuthenticationError):
         return "forged"
+    if isinstance(error, StaleMessageError):
+        return "stale"
     return "identity_refused" if isinstance(error, TopologyError) else "errors"

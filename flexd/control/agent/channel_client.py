@@ -8,7 +8,6 @@ import socket
 import ssl
 import time
 
-from flexd.control.protocol import versions
 from flexd.control.protocol.credentials import ChannelCredentials, TlsContext
 from flexd.control.protocol.frames import (
     READ_BYTES,
@@ -20,7 +19,7 @@ from flexd.control.protocol.frames import (
     FrameReader,
     SealedPayload,
 )
-from flexd.control.protocol.handshake import Session, Steps, client_steps
+from flexd.control.protocol.handshake import OWN, Session, Steps, client_steps
 from flexd.core.errors import AuthenticationError, ControlError
 from flexd.core.secrets import accepted_keys
 
@@ -72,7 +71,7 @@ class ChannelClient:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock = _with_tls(sock, host, credentials, deadline)
-            session = _prove(sock, client_steps(versions.OWN, accepted_keys(credentials.secret)), deadline)
+            session = _prove(sock, client_steps(OWN, accepted_keys(credentials.secret)), deadline)
             return ChannelClient(sock, session, timeout_seconds)
         except TimeoutError as error:
             sock.close()

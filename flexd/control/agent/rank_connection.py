@@ -13,36 +13,39 @@ thread or the tap wakes it), or the earliest of its deadlines passes.
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import threading
 import time
-from dataclasses import replace
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from flexd.control.agent.agent_context import AgentContext
 from flexd.control.agent.channel_client import ChannelClient
-from flexd.control.agent.inbox import cannot_prepare
-from flexd.control.agent.tap_outbox import TapSender
+from flexd.control.agent.inbox import ChunkInbox, cannot_prepare
+from flexd.control.agent.tap_outbox import TapOutbox, TapSender
+from flexd.control.protocol.bodies import Bytes, RowsAssembly, pieces_of, rows_body, tables_body
+from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.frames import Frame
 from flexd.control.protocol.messages import (
     ChunkHeader,
-    ChunkPiece,
     ChunkRefused,
+    ControlMessage,
     DaemonNotice,
     EpochAnnouncement,
     EpochEnd,
     EpochGo,
     EpochMessage,
+    Fence,
     Heartbeat,
     Hello,
     HelloRefused,
     Listing,
-    ListingPiece,
     ListRequest,
-    Message,
     Progress,
+    RowsPiece,
     Settled,
     TableList,
     TapState,
@@ -50,16 +53,15 @@ from flexd.control.protocol.messages import (
     encode,
 )
 from flexd.control.protocol.network import CHANNEL_ERRORS, named_error, new_token
-from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly, pieces_of, rows_body
-from flexd.control.protocol.table_lists import tables_body
+from flexd.control.protocol.report import PendingReports, PlacementState, RankIdentity
 from flexd.core.errors import (
-    AuthenticationError,
     ChunkRefusedError,
     ControlError,
     StaleMessageError,
     TopologyError,
     UnknownMessageError,
 )
+from flexd.core.keyspace import TableSpec
 from flexd.core.placement import Delta
 from flexd.core.supervision import Backoff
 
@@ -71,6 +73,60 @@ _HEARD_SHARE = 0.5
 """Of the timeout: the silence after which no report is sent to the daemon."""
 
 
+PlacementLists = Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]]
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """What is fixed for the life of an agent.
+
+    Attributes:
+        tables: sent to a daemon whose digest differs.
+        address: host and port of the daemon's control channel; the host is resolved at every connection.
+        lists, timeout_seconds: see ``Agent``.
+    """
+
+    identity: RankIdentity
+    tables: tuple[TableSpec, ...]
+    address: tuple[str, int]
+    credentials: ChannelCredentials
+    lists: PlacementLists
+    timeout_seconds: float
+
+
+@dataclass
+class AgentContext:
+    """State that a rank keeps from one connection to the next. Shared by the agent's callers and its thread.
+
+    Attributes:
+        session: identifies this process; no two launches of a rank have the same.
+        state: the present activity or problem, in words.
+        last_logged: the newest failure, which is not logged twice.
+        client: the connection in use, if any.
+        lost_at: when the daemon was lost that this rank was connected to; None while there is one.
+        warned_of_loss: a warning of it was logged.
+    """
+
+    settings: AgentSettings
+    inbox: ChunkInbox
+    outbox: TapOutbox | None
+    reports: PendingReports = field(default_factory=PendingReports)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    counters: Counter[str] = field(default_factory=Counter)
+    session: str = field(default_factory=new_token)
+    state: str = "not started"
+    last_logged: str = ""
+    client: ChannelClient | None = None
+    lost_at: float | None = None
+    warned_of_loss: bool = False
+
+    def wake(self) -> None:
+        """Make the agent's thread look for something to do. From any thread; never waits."""
+        client = self.client
+        if client is not None:
+            client.wake()
+
+
 class RankConnection:
     """Registers, waits for an epoch and serves it. Used once, by the agent's thread."""
 
@@ -78,20 +134,21 @@ class RankConnection:
         self._context = context
         self._backoff = backoff
         self._inbox = context.inbox
-        self._me = context.identity
+        self._settings = context.settings
+        self._me = context.settings.identity
         self._nonce = new_token()
-        self._notice: DaemonNotice | None = None
+        self._instance = ""
+        """Of the daemon; empty before its notice."""
         self._epoch: EpochAnnouncement | None = None
         self._last_epoch = 0
         self._refused_epoch = 0
         self._joined = False
-        self._chunk: ChunkHeader | None = None
-        self._assembly: RowsAssembly | None = None
+        self._chunk: tuple[ChunkHeader, RowsAssembly] | None = None
         self._listing: ListRequest | None = None
         """Answered once every agreed chunk is applied; no chunk is pushed meanwhile."""
         self._listing_until = 0.0
         self._tap: TapSender | None = None
-        self._version, self._digest = 0, 0
+        self._agreed = PlacementState(0, 0)
         self._heard_at = 0.0
         self._sent_at = 0.0
         self._reported_at = 0.0
@@ -102,7 +159,7 @@ class RankConnection:
         context = self._context
         context.state = "connecting"
         self._client = context.client = ChannelClient.connect(
-            *context.address, context.credentials, context.timeout_seconds
+            *self._settings.address, self._settings.credentials, self._settings.timeout_seconds
         )
         try:
             self._heard_at = self._sent_at = time.monotonic()
@@ -112,8 +169,8 @@ class RankConnection:
                 if frame is not None:
                     self._heard_at = time.monotonic()
                     self._receive(frame)
-                elif time.monotonic() - self._heard_at > context.timeout_seconds:
-                    raise ControlError(f"the daemon does not answer in {context.timeout_seconds:g} s")
+                elif time.monotonic() - self._heard_at > self._settings.timeout_seconds:
+                    raise ControlError(f"the daemon does not answer in {self._settings.timeout_seconds:g} s")
             if self._joined:
                 self._send_progress(final=True)
         finally:
@@ -122,7 +179,7 @@ class RankConnection:
 
     def _advance(self) -> bool:
         """Do what is due; True if there is more to do at once."""
-        if self._notice is None:
+        if not self._instance:
             return False
         if self._epoch is None:
             if time.monotonic() - self._sent_at >= HEARTBEAT_SECONDS:
@@ -140,11 +197,10 @@ class RankConnection:
 
     def _wait_seconds(self) -> float:
         """Return the time until something is due, if nothing happens before."""
-        context = self._context
-        until = self._heard_at + context.timeout_seconds
-        if self._notice is not None:
+        until = self._heard_at + self._settings.timeout_seconds
+        if self._instance:
             until = min(until, self._sent_at + self._heartbeat_seconds)
-        if self._epoch is not None and context.reports.waiting and self._hears_the_daemon():
+        if self._epoch is not None and self._context.reports.waiting and self._hears_the_daemon():
             until = min(until, self._reported_at + self._epoch.report_seconds)
         if self._listing is not None:
             until = min(until, self._listing_until)
@@ -152,7 +208,7 @@ class RankConnection:
 
     def _hears_the_daemon(self) -> bool:
         """A report waits, merged with those that follow, while the daemon is silent: it may be lost there."""
-        return time.monotonic() - self._heard_at < _HEARD_SHARE * self._context.timeout_seconds
+        return time.monotonic() - self._heard_at < _HEARD_SHARE * self._settings.timeout_seconds
 
     @property
     def _heartbeat_seconds(self) -> float:
@@ -162,16 +218,14 @@ class RankConnection:
         try:
             message = decode(frame.message)
         except UnknownMessageError:
-            self._context.count("unknown_messages")
+            self._context.counters["unknown_messages"] += 1
             return
-        if message.job != self._me.job:
-            raise StaleMessageError(f"the daemon serves job {message.job!r}, not {self._me.job!r}")
         if isinstance(message, Heartbeat):
             return
         if isinstance(message, DaemonNotice):
             self._register(message)
         elif isinstance(message, HelloRefused):
-            if (message.instance, message.nonce) == (self._instance, self._nonce):
+            if message.nonce == self._nonce:
                 raise TopologyError(f"the daemon refuses this rank: {message.reason}", remedy=message.remedy)
         elif isinstance(message, EpochAnnouncement):
             self._begin_epoch(message)
@@ -181,7 +235,7 @@ class RankConnection:
             raise ControlError(f"a {message.kind} message from the daemon")
 
     def _receive_in_epoch(self, message: EpochMessage, body: Bytes) -> None:
-        if self._epoch is None or self._fence_of(message) != self._fence():
+        if self._epoch is None or message.fence != self._epoch.fence:
             raise StaleMessageError(f"a {message.kind} message of another attempt, generation or epoch")
         if isinstance(message, EpochEnd):
             self._end_epoch()
@@ -192,25 +246,23 @@ class RankConnection:
             raise StaleMessageError(f"a {message.kind} message before the ranks have joined the epoch")
         elif isinstance(message, ChunkHeader):
             self._begin_chunk(message, body)
-        elif isinstance(message, ChunkPiece):
-            self._continue_chunk(message, body)
+        elif isinstance(message, RowsPiece):
+            self._add_to_chunk(body)
         elif isinstance(message, ListRequest):
-            self._listing, self._listing_until = message, time.monotonic() + self._context.timeout_seconds
+            self._listing, self._listing_until = message, time.monotonic() + self._settings.timeout_seconds
         elif isinstance(message, TapState) and self._tap is not None:
             self._tap.record_state(message)
         else:
             raise ControlError(f"a {message.kind} message from the daemon")
 
-    @property
-    def _instance(self) -> str:
-        return "" if self._notice is None else self._notice.instance
-
     def _register(self, notice: DaemonNotice) -> None:
         context = self._context
-        if self._notice is not None:
+        if self._instance:
             raise StaleMessageError("a second notice of the daemon")
-        self._notice = notice
-        context.count("connects")
+        if notice.job != self._me.job:
+            raise StaleMessageError(f"the daemon serves job {notice.job!r}, not {self._me.job!r}")
+        self._instance = notice.instance
+        context.counters["connects"] += 1
         if context.lost_at is not None:
             level = logging.WARNING if context.warned_of_loss else logging.INFO
             away = time.monotonic() - context.lost_at
@@ -219,72 +271,53 @@ class RankConnection:
         context.state = "waiting for the other ranks"
         self._settle()
         if notice.table_digest != self._me.table_digest:
-            self._send(TableList(self._me.job, self._instance, self._me.table_digest), tables_body(self._me.tables))
+            self._send(TableList(self._instance, self._me.table_digest), tables_body(self._settings.tables))
         self._hello()
 
     def _settle(self) -> None:
         """Drop the chunks that are not agreed; waits for the exchange of the running step."""
-        self._version, self._digest = self._inbox.settle(self._context.timeout_seconds)
+        self._agreed = PlacementState(*self._inbox.settle(self._settings.timeout_seconds))
         # The daemon's messages wait meanwhile: that is no silence of the daemon.
         self._heard_at = time.monotonic()
 
     def _hello(self) -> None:
-        me = self._me
         self._send(
             Hello(
-                job=me.job, instance=self._instance, attempt=me.attempt, rank=me.rank, world_size=me.world_size,
-                nodes=me.nodes, local_ranks=me.local_ranks, replica_slots=me.replica_slots,
-                table_digest=me.table_digest, session=self._context.session, nonce=self._nonce,
-                sequence=self._next_sequence(), agreed_version=self._version, agreed_digest=self._digest,
-                address=self._client.local_address, trainer=me.trainer,
+                self._me, self._instance, self._context.session, self._nonce, self._agreed, self._client.local_address
             )
-        )  # fmt: skip
-
-    def _is_for_me(self, announcement: EpochAnnouncement) -> bool:
-        notice = self._notice
-        return (
-            notice is not None
-            and announcement.job == self._me.job
-            and announcement.instance == notice.instance
-            and announcement.attempt == self._me.attempt
-            and announcement.epoch > self._last_epoch
-            and announcement.nonce == self._nonce
         )
 
     def _begin_epoch(self, epoch: EpochAnnouncement) -> None:
-        if self._epoch is not None or not self._is_for_me(epoch):
+        fence = epoch.fence
+        if (
+            self._epoch is not None
+            or (fence.job, fence.attempt, epoch.nonce) != (self._me.job, self._me.attempt, self._nonce)
+            or fence.epoch <= self._last_epoch
+        ):
             raise StaleMessageError("an epoch of another daemon or registration")
         self._epoch = epoch
-        self._last_epoch = epoch.epoch
-        self._context.state = f"settling for epoch {epoch.epoch}"
+        self._last_epoch = fence.epoch
+        self._context.state = f"settling for epoch {fence.epoch}"
         self._settle()
-        self._send(
-            Settled(
-                **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), agreed_version=self._version,
-                agreed_digest=self._digest, applied_version=self._inbox.applied_version,
-            )
-        )  # fmt: skip
+        self._send(Settled(fence, self._agreed, self._inbox.applied_version))
 
     def _join(self) -> None:
-        assert self._epoch is not None  # noqa: S101
-        context = self._context
-        context.count("epochs")
-        context.state = f"joined epoch {self._epoch.epoch}"
+        context, fence = self._context, self._fence
+        context.counters["epochs"] += 1
+        context.state = f"joined epoch {fence.epoch}"
         context.last_logged = ""
         self._joined = True
         if context.outbox is not None:
-            self._tap = TapSender(
-                context.outbox, self._fence(), self._me.rank, context.session, self._send, self._next_sequence
-            )
+            self._tap = TapSender(context.outbox, fence, self._me.rank, self._send)
 
     def _end_epoch(self) -> None:
         self._epoch, self._joined, self._tap = None, False, None
-        self._chunk = self._assembly = self._listing = None
+        self._chunk = self._listing = None
         self._context.state = "waiting for the other ranks"
 
     def _answer(self, request: ListRequest) -> None:
         """List the rows if the requested version is applied, or say that it is not once it takes too long."""
-        context, applied = self._context, self._inbox.applied_version
+        applied = self._inbox.applied_version
         if applied != request.version and time.monotonic() < self._listing_until:
             return
         self._listing = None
@@ -293,44 +326,28 @@ class RankConnection:
         if applied == request.version:
             error = ""
             try:
-                keys, tiers = context.lists()
+                keys, tiers = self._settings.lists()
             except Exception as failure:
                 logger.warning("rank %d: its placement cannot be listed", self._me.rank, exc_info=failure)
                 error = named_error(failure)
-        body = rows_body(np.ascontiguousarray(keys, np.int64), np.ascontiguousarray(tiers, np.uint8))
-        first, *others = pieces_of(body)
-        sender = {**self._fence(), "rank": self._me.rank}
-        self._send(
-            Listing(
-                **sender, sequence=self._next_sequence(), version=request.version, rows=len(keys),
-                sha256=hashlib.sha256(body).hexdigest(), error=error,
-            ),
-            first,
-        )  # fmt: skip
-        for number, piece in enumerate(others, start=1):
-            self._send(ListingPiece(**sender, sequence=self._next_sequence(), piece=number), piece)
+        first, *others = pieces_of(rows_body(keys, tiers))
+        self._send(Listing(self._fence, request.version, len(keys), error), first)
+        for piece in others:
+            self._send(RowsPiece(self._fence), piece)
 
     def _begin_chunk(self, header: ChunkHeader, body: Bytes) -> None:
-        if self._assembly is not None:
-            raise ControlError(f"chunk {header.version} before chunk {self._chunk_version} is complete")
-        self._chunk, self._assembly = header, RowsAssembly(header.rows, 2, header.sha256, MAX_ROWS)
+        if self._chunk is not None:
+            raise ControlError(f"chunk {header.version} before chunk {self._chunk[0].version} is complete")
+        self._chunk = header, RowsAssembly(header.rows, 2)
         self._add_to_chunk(body)
-
-    def _continue_chunk(self, piece: ChunkPiece, body: Bytes) -> None:
-        if self._assembly is None or (piece.version, piece.piece) != (self._chunk_version, self._assembly.next_piece):
-            raise ControlError(f"piece {piece.piece} of chunk {piece.version} does not follow what was received")
-        self._add_to_chunk(body)
-
-    @property
-    def _chunk_version(self) -> int:
-        return 0 if self._chunk is None else self._chunk.version
 
     def _add_to_chunk(self, body: Bytes) -> None:
-        header, assembly = self._chunk, self._assembly
-        assert header is not None and assembly is not None  # noqa: S101, PT018
+        if self._chunk is None:
+            raise ControlError("rows of no chunk")
+        header, assembly = self._chunk
         if not assembly.add(body):
             return
-        self._chunk = self._assembly = None
+        self._chunk = None
         try:
             self._offer(header, assembly)
         except ChunkRefusedError as error:
@@ -341,15 +358,11 @@ class RankConnection:
             self._refuse(cannot_prepare(self._me.rank, header.version, error), header.version)
 
     def _offer(self, header: ChunkHeader, assembly: RowsAssembly) -> None:
-        try:
-            keys, tiers = assembly.rows()
-        except AuthenticationError as error:
-            self._context.count("tampered")
-            raise AuthenticationError(f"chunk {header.version}: {error.message}", remedy=error.remedy) from error
-        if self._refused_epoch == header.epoch:
+        if self._refused_epoch == header.fence.epoch:
             return  # The daemon ends this epoch; chunks after a refused one cannot follow.
+        keys, tiers = assembly.rows()
         self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :]))
-        self._context.count("chunks")
+        self._context.counters["chunks"] += 1
 
     def _prepare_next(self) -> bool:
         try:
@@ -361,14 +374,9 @@ class RankConnection:
     def _refuse(self, error: ChunkRefusedError, version: int = 0) -> None:
         """Refuse a chunk by name; the daemon ends the epoch and the migration."""
         self._refused_epoch = self._last_epoch
-        self._context.count("chunks_refused")
+        self._context.counters["chunks_refused"] += 1
         logger.warning("rank %d: %s", self._me.rank, error)
-        self._send(
-            ChunkRefused(
-                **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), version=error.version or version,
-                reason=str(error)[:1000],
-            )
-        )  # fmt: skip
+        self._send(ChunkRefused(self._fence, error.version or version, str(error)[:1000]))
 
     def _send_progress(self, final: bool = False) -> None:
         assert self._epoch is not None  # noqa: S101
@@ -379,10 +387,7 @@ class RankConnection:
         if not (pending or versions != self._sent_versions or now - self._sent_at >= self._heartbeat_seconds):
             return
         report = self._context.reports.drain() if pending else None
-        progress = Progress(
-            **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), agreed_version=versions[0],
-            applied_version=versions[1], report=report,
-        )  # fmt: skip
+        progress = Progress(self._fence, *versions, report)
         try:
             data = encode(progress)
         except ControlError as error:
@@ -402,33 +407,26 @@ class RankConnection:
         self._sent_versions = versions
         if report is not None:
             self._reported_at = self._sent_at
-        self._context.count("reports", 1 if report is not None else 0)
+        self._context.counters["reports"] += report is not None
 
     def _drop_report(self, error: ControlError) -> None:
         """Drop a report that cannot be encoded: kept, it would be merged into the next, and end every connection."""
         context = self._context
-        context.count("reports_dropped")
+        context.counters["reports_dropped"] += 1
         if context.counters["reports_dropped"] == 1:
             logger.warning(
                 "rank %d: a report of training steps is dropped, the daemon lacks these steps: %s (logged once)",
                 self._me.rank, error,
             )  # fmt: skip
 
-    def _send(self, message: Message, body: Bytes = b"") -> None:
+    def _send(self, message: ControlMessage, body: Bytes = b"") -> None:
         self._send_encoded(encode(message), body)
 
     def _send_encoded(self, message: bytes, body: Bytes = b"") -> None:
         self._client.send(message, body)
         self._sent_at = time.monotonic()
 
-    def _next_sequence(self) -> int:
-        self._context.sequence += 1
-        return self._context.sequence
-
-    def _fence(self) -> dict[str, Any]:
+    @property
+    def _fence(self) -> Fence:
         assert self._epoch is not None  # noqa: S101
-        return self._fence_of(self._epoch)
-
-    @staticmethod
-    def _fence_of(message: EpochMessage | EpochAnnouncement) -> dict[str, Any]:
-        return {name: getattr(message, name) for name in ("job", "attempt", "generation", "epoch", "token")}
+        return self._epoch.fence

@@ -7,8 +7,7 @@ import ssl
 import time
 from collections import deque
 
-from flexd.control.daemon.channel_types import EVENT_BYTES, Received
-from flexd.control.daemon.unread_events import UnreadEvents
+from flexd.control.daemon.channel_events import EVENT_BYTES, Received, UnreadEvents
 from flexd.control.protocol.frames import (
     READ_BYTES,
     Body,

@@ -10,27 +10,29 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
+
+from flexd.control.daemon.channel_events import ChannelCounters
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.daemon.channel_types import ChannelCounters, ChannelOptions
-from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
-from flexd.control.daemon.epoch_manager import EpochManager, Hosted, OnReport
-from flexd.control.daemon.event_log import EventLog, OnEvent, OnMigration, dispatch
+from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology, channel_server
+from flexd.control.daemon.epoch_manager import EpochManager, OnReport
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.journal_frames import JournalledMigration
-from flexd.control.daemon.migration import ChunkSource, Migration
+from flexd.control.daemon.membership import ProposedTables
+from flexd.control.daemon.migration import Migration, MigrationEvent
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.rank_channels import RankChannels
-from flexd.control.daemon.table_proposals import ProposedTables
-from flexd.control.daemon.tap_receiver import TapReceiver
 from flexd.control.daemon.throttle import Throttle
-from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.messages import DaemonNotice
 from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, new_token
 from flexd.core.errors import ControlError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
-from flexd.core.placement import Placement
+from flexd.core.log_fields import log_event
+from flexd.core.placement import Delta, Placement
 from flexd.core.supervision import Supervisor
 from flexd.stream.tap_source import TapSource
 
@@ -43,8 +45,6 @@ _TICKS_APART = 0.25
 _MESSAGES_PER_TICK = 4096
 _STOP_SECONDS = 5.0
 """Deadline for what is queued for the ranks when the coordinator stops."""
-
-__all__ = ["ControlOptions", "ControlStatus", "Coordinator", "LiveTopology"]
 
 
 class Coordinator:
@@ -72,10 +72,10 @@ class Coordinator:
         keyspace: KeySpace,
         journal: PlacementJournal,
         on_report: OnReport | None = None,
-        on_event: OnEvent | None = None,
+        on_event: Callable[[str, Mapping[str, object]], None] | None = None,
         tap: TapSource | None = None,
         throttle: Throttle | None = None,
-        on_migration: OnMigration | None = None,
+        on_migration: Callable[[MigrationEvent], None] | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
         self._tap = tap
@@ -84,10 +84,10 @@ class Coordinator:
         self._journal = journal
         self._instance = new_token()
         self._stopping = threading.Event()
-        self._events = EventLog(on_event)
+        self._on_event = on_event
         self._epochs = EpochManager(
-            options, keyspace, journal, self._instance, self._stopping, self._events, on_report, throttle,
-        )  # fmt: skip
+            options, keyspace, journal, self._instance, self._stopping, self._emit, on_report, throttle
+        )
         self._pusher = self._epochs.pusher
         self._on_migration = on_migration
         self._server: ChannelServer | None = None
@@ -102,17 +102,7 @@ class Coordinator:
     def listen(self) -> None:
         """Bind the address; ranks that connect wait until ``start``. Raises ControlError if it cannot be bound."""
         if self._server is None:
-            options = self._options
-            self._server = ChannelServer(
-                ChannelOptions(
-                    options.listen_host,
-                    self.port or options.listen_port,
-                    timeout_seconds=options.timeout_seconds,
-                    max_peers=options.max_ranks,
-                ),
-                ChannelCredentials(options.secret, options.tls),
-                self._supervisor,
-            )
+            self._server = channel_server(self._options, self.port or self._options.listen_port, self._supervisor)
             self.port = self._server.port
 
     def start(self) -> None:
@@ -150,20 +140,22 @@ class Coordinator:
 
     def migrate(
         self,
-        plan_id: str,
-        chunks: ChunkSource,
-        generation: int | None = None,
-        origin: MigrationRecord | None = None,
+        record: MigrationRecord,
+        target: Placement,
+        delta: Delta | None = None,
+        gains: npt.NDArray[np.float64] | None = None,
     ) -> Migration:
         """Submit a migration; it supersedes the one before it at its next chunk and is pushed while ranks are live.
 
         Args:
-            chunks: deltas, in order, each from the placement that the one before leaves; or a function that makes
-                them from the placement at which this migration starts (an older one may still change it until then).
-            generation: the migration fails if the ranks are of another topology generation when it starts.
-            origin: who requested it and why; by default the migration's id is the plan's.
+            record: its ids, who requested it and why. With a ``generation`` it fails if the ranks are of another one
+                when it starts.
+            target: the placement that it leads to.
+            delta: the changes from the placement of ``target.version`` to the target, in the order to push them. They
+                are made when it starts if they are not known, or an older migration has moved rows by then.
+            gains: float64[len(target)], of each row of ``target``, as in ``plan_delta``; by default equal ones.
         """
-        migration = Migration(plan_id, chunks, generation, origin)
+        migration = Migration(record, target, delta, gains)
         if self._stopping.is_set() or self.failure:
             raise ControlError(self.failure or "the coordinator is stopping", remedy="start the daemon again")
         self._pusher.submit(migration)
@@ -171,12 +163,17 @@ class Coordinator:
             self._server.wake()
         return migration
 
+    def limit_chunks(self, rows: int, nbytes: int) -> None:
+        """Set the bounds of one chunk, from the next one on."""
+        self._pusher.limits = replace(self._pusher.limits, rows=rows, bytes=nbytes)
+
     def set_priced_exchange(self, name: str) -> None:
         """Set the exchange with which trainers that choose it themselves begin when they join the next epoch."""
         self._epochs.priced_exchange = name
 
-    def newest_migration(self) -> JournalledMigration | None:
-        """Return the migration of the journal's newest chunk, maybe an earlier daemon's; None if not known."""
+    def newest_migration(self) -> MigrationRecord | None:
+        """Return ids and versions of the migration of the journal's newest chunk, maybe an earlier daemon's; None if
+        it is not known."""
         return self._journal.newest_migration
 
     def placement_at(self, version: int) -> Placement:
@@ -206,10 +203,10 @@ class Coordinator:
         notice = DaemonNotice(options.job, self._instance, self._keyspace.digest)
         channels = RankChannels(server, notice, options.timeout_seconds)
         server.start()
-        self._epochs.open(Hosted(channels, TapReceiver(channels, self._tap, self._events)))
-        self._events.emit("hosting", port=server.port)
+        self._epochs.open(channels, self._tap)
+        self._emit("hosting", port=server.port)
         if self._journal.truncated_bytes:
-            self._events.emit("journal_truncated", bytes=self._journal.truncated_bytes)
+            self._emit("journal_truncated", bytes=self._journal.truncated_bytes)
         return channels
 
     def _close_server(self) -> None:
@@ -243,7 +240,7 @@ class Coordinator:
         while not self._stopping.is_set():
             received = channels.receive(_MESSAGES_PER_TICK, self._tick_seconds())
             now = time.monotonic()
-            self._epochs.excuse_silence(max(now - self._ticked_at - 1.0, 0.0))
+            self._epochs.members.excuse_silence(max(now - self._ticked_at - 1.0, 0.0))
             self._ticked_at = now
             try:
                 fault_point("thread.coordinator")
@@ -263,4 +260,25 @@ class Coordinator:
         return max(self._options.tick_seconds, _IDLE_TICK_SECONDS if self._epochs.has_no_ranks else 0.0)
 
     def _dispatch_migration_events(self) -> None:
-        dispatch(self._pusher.drain_events(), self._events, self._on_migration)
+        for event in self._pusher.drain_events():
+            record, transition = event.migration.record, event.transition
+            if transition is not None:
+                self._emit(
+                    f"migration_{transition.after.value}", migration_id=record.migration_id, plan_id=record.plan_id,
+                    before=transition.before.value if transition.before else "", requested_by=record.requested_by,
+                    reason=transition.reason, rows=record.rows, rows_pushed=transition.rows_pushed,
+                    rows_applied=transition.rows_applied, version=transition.version,
+                )  # fmt: skip
+            if self._on_migration is not None:
+                try:
+                    self._on_migration(event)
+                except Exception:
+                    logger.exception("migration %s: on_migration failed", record.migration_id)
+
+    def _emit(self, name: str, **fields: object) -> None:
+        log_event(logger, logging.INFO, f"control channel: {name}", fields)
+        if self._on_event is not None:
+            try:
+                self._on_event(name, fields)
+            except Exception:
+                logger.exception("control channel: the event callback failed")

@@ -1,15 +1,19 @@
-"""Options and status of the coordinator."""
+"""Options and status of the coordinator, and the channel that the options describe."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flexd.control.daemon.membership import RefusedRank
-from flexd.control.protocol.credentials import TlsFiles
-from flexd.control.protocol.trainer_settings import TrainerSettings
+from flexd.control.daemon.channel_events import ChannelOptions
+from flexd.control.daemon.channel_server import ChannelServer
+from flexd.control.daemon.membership import RankPresence, RefusedRank
+from flexd.control.daemon.pusher import ChunkLimits
+from flexd.control.protocol.credentials import ChannelCredentials, TlsFiles
+from flexd.control.protocol.report import TrainerSettings
 from flexd.core.layout import RankLayout
 from flexd.core.secrets import Secret
+from flexd.core.supervision import Supervisor
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,6 @@ class ControlOptions:
         listen_port: 0 binds a free port (see ``Coordinator.port``).
         secret: the shared secret, or its file (read again when it changes); None on loopback only.
         timeout_seconds: deadline of every wait on the channel, and the silence after which a rank is lost.
-        window_chunks: largest number of chunks pushed but not yet applied by every rank.
-        max_chunk_rows: a larger chunk fails its migration.
         tls: certificates of the daemon; ranks then need certificates of the same authority.
         tick_seconds: longest time between two ticks while ranks are registered.
         max_ranks: of a job; also the largest number of connections that have proven themselves.
@@ -35,8 +37,7 @@ class ControlOptions:
     secret: Secret = None
     tls: TlsFiles | None = None
     timeout_seconds: float = 15.0
-    window_chunks: int = 4
-    max_chunk_rows: int = 2**20
+    chunks: ChunkLimits = field(default_factory=ChunkLimits)
     tick_seconds: float = 0.02
     max_ranks: int = 4096
     takes_tables: bool = False
@@ -68,32 +69,31 @@ class ControlStatus:
     """The channel at one moment, for users and metrics. Counters are since the start.
 
     Attributes:
-        ranks, ranks_ready: expected and registered ranks of the newest attempt.
-        missing_ranks: ranks of the newest attempt that are not registered, or, when none is, all of the last complete
-            attempt; empty while all are live.
+        presence: registered ranks of the newest attempt, or, when none is, all of the last complete attempt as missing.
+        reason: what the coordinator waits for; empty when all ranks are live.
+        attempts_waiting: attempts that are refused because another one holds the job.
         refused_ranks: ranks that were refused lately, newest first, with the reason.
         refused_messages: number by kind, see ``message_receiver.REFUSED_KINDS``.
         malformed_reports: number of refused step reports by the field that was not in order.
-        reason: what the coordinator waits for; empty when all ranks are live.
-        attempts_waiting: attempts that are refused because another one holds the job.
         illegal_transitions: transitions of migrations that their state table refused: a fault of flexd.
     """
 
-    epoch: int
     epochs: int
     generation: int
-    attempt: str
-    ranks: int
-    ranks_ready: int
-    agreed_version: int
-    applied_version: int
-    paused: bool
-    refused_messages: Mapping[str, int]
-    refused_chunks: int
-    digest_mismatches: int
+    presence: RankPresence
     reason: str
-    malformed_reports: Mapping[str, int] = field(default_factory=dict)
-    illegal_transitions: int = 0
     attempts_waiting: int = 0
-    missing_ranks: tuple[int, ...] = ()
     refused_ranks: tuple[RefusedRank, ...] = ()
+    refused_messages: Mapping[str, int] = field(default_factory=dict)
+    malformed_reports: Mapping[str, int] = field(default_factory=dict)
+    refused_chunks: int = 0
+    digest_mismatches: int = 0
+    illegal_transitions: int = 0
+
+
+def channel_server(options: ControlOptions, port: int, supervisor: Supervisor) -> ChannelServer:
+    """Return the channel of these options, bound. Raises ControlError if the address cannot be bound."""
+    channel = ChannelOptions(
+        options.listen_host, port, timeout_seconds=options.timeout_seconds, max_peers=options.max_ranks
+    )
+    return ChannelServer(channel, ChannelCredentials(options.secret, options.tls), supervisor)

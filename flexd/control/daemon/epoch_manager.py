@@ -20,12 +20,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
-from flexd.control.daemon.epoch import Epoch, Phase, RankMessage
-from flexd.control.daemon.event_log import EventLog
+from flexd.control.daemon.epoch import Epoch, EpochPhase
 from flexd.control.daemon.journal import AgreedPlacement, PlacementJournal, Segment
 from flexd.control.daemon.membership import Membership, RankPresence, RefusedRank, Topology
 from flexd.control.daemon.message_receiver import REFUSED_KINDS, MessageReceiver
@@ -33,24 +29,25 @@ from flexd.control.daemon.pusher import ChunkPusher
 from flexd.control.daemon.rank_channels import RankChannels, RankDisconnected, Received
 from flexd.control.daemon.tap_receiver import TapReceiver
 from flexd.control.daemon.throttle import Throttle
+from flexd.control.protocol.bodies import Bytes
 from flexd.control.protocol.messages import (
     ChunkRefused,
+    EpochMessage,
+    Fence,
     Listing,
-    ListingPiece,
     Progress,
+    RowsPiece,
     Settled,
     TapOffer,
     TapPiece,
 )
-from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, reconnect_backoff
+from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, new_token, reconnect_backoff
 from flexd.control.protocol.report import StepReport
-from flexd.control.protocol.rows import Bytes
 from flexd.core.errors import ControlError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
 from flexd.core.log_fields import is_power_of_two
-from flexd.core.placement import Delta
-from flexd.planner.delta import moved_bytes
+from flexd.stream.tap_source import TapSource
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +55,10 @@ OnReport = Callable[[int, StepReport], None]
 
 
 class Hosted(NamedTuple):
-    """The connections of the ranks, and the receiver of the accesses that they have counted."""
+    """The connections of the ranks, and the receivers of what arrives on them."""
 
     channels: RankChannels
+    messages: MessageReceiver
     tap: TapReceiver
 
 
@@ -70,7 +68,7 @@ class EpochManager:
     Args:
         instance: of this daemon, new at every start.
         stopping: set when nothing may be pushed any more.
-        events: receives everything worth a log line or a metric.
+        emit: is called with name and fields of everything worth a log line or a metric.
         on_report, throttle: see ``Coordinator``.
 
     Attributes:
@@ -91,7 +89,7 @@ class EpochManager:
         journal: PlacementJournal,
         instance: str,
         stopping: threading.Event,
-        events: EventLog,
+        emit: Callable[..., None],
         on_report: OnReport | None,
         throttle: Throttle | None,
     ) -> None:
@@ -100,12 +98,11 @@ class EpochManager:
         self._instance = instance
         self._stopping = stopping
         self._on_report = on_report
-        self._events = events
+        self._emit = emit
         self.members = Membership(
             options.job, keyspace, silent_seconds=options.timeout_seconds, max_ranks=options.max_ranks,
             takes_tables=options.takes_tables,
         )  # fmt: skip
-        self._receiver = MessageReceiver(options.job, instance, self.members, events.emit)
         self._hosted: Hosted | None = None
         self._received: deque[Received | RankDisconnected] = deque()
         self._backoff = reconnect_backoff()
@@ -121,7 +118,8 @@ class EpochManager:
         self._generation = segment.generation if segment else 0
         self._topology_identity = segment.topology if segment else ""
         self._applied = 0
-        self.pusher = ChunkPusher(journal, options.window_chunks, options.max_chunk_rows, throttle, self._row_bytes)
+        """Version that all ranks have applied."""
+        self.pusher = ChunkPusher(journal, keyspace, options.chunks, throttle)
         self.agreed = AgreedPlacement(journal)
         self.epoch: Epoch | None = None
         self.live: LiveTopology | None = None
@@ -141,9 +139,10 @@ class EpochManager:
         """True if no rank has registered, or all have left."""
         return self.epoch is None and not self.present.attempt
 
-    def open(self, hosted: Hosted) -> None:
-        """Receive messages of ranks from now on."""
-        self._hosted = hosted
+    def open(self, channels: RankChannels, tap: TapSource | None) -> None:
+        """Receive messages of ranks from now on, and the accesses that they have counted for ``tap``."""
+        messages = MessageReceiver(channels, self._instance, self.members, self._emit)
+        self._hosted = Hosted(channels, messages, TapReceiver(channels, tap, self._emit))
         self.reason = "no rank has registered"
         if self._earlier_attempt:
             self.members.expect(self._earlier_attempt, time.monotonic())
@@ -151,36 +150,31 @@ class EpochManager:
     def close(self) -> None:
         self._hosted = None
 
-    def excuse_silence(self, seconds: float) -> None:
-        """Do not count ``seconds``, during which this process was stopped or starved, as silence of the ranks."""
-        self.members.excuse_silence(seconds)
-
     def status(self) -> ControlStatus:
         """Return the state of the channel at this moment."""
-        live, epoch = self.live, self.epoch
-        attempt, present, expected, missing = self.present
+        live, presence = self.live, self.present
         ready = live is not None and live.ready
-        if not attempt and live is not None:
-            missing = tuple(range(live.layout.world_size))
+        if ready:
+            presence = presence._replace(missing=())
+        elif not presence.attempt and live is not None:
+            presence = presence._replace(missing=tuple(range(live.layout.world_size)))
+        refused: Counter[str] = Counter()
+        malformed: dict[str, int] = {}
+        if self._hosted is not None:
+            refused = self._hosted.messages.refused + self._hosted.tap.refused
+            malformed = dict(self._hosted.messages.malformed_reports)
         return ControlStatus(
-            epoch=epoch.number if epoch else 0,
             epochs=self._epochs,
             generation=self._generation,
-            attempt=attempt,
-            ranks=expected,
-            ranks_ready=present,
-            agreed_version=self.agreed.version,
-            applied_version=self._applied,
-            paused=self.pusher.paused,
-            refused_messages={kind: self._refused_count(kind) for kind in REFUSED_KINDS},
-            malformed_reports=dict(self._receiver.malformed_reports),
-            refused_chunks=self._counters["chunks_refused"],
-            digest_mismatches=self._counters["digest_mismatches"],
+            presence=presence,
             reason="" if ready else self.reason,
-            illegal_transitions=self.pusher.illegal_transitions,
-            missing_ranks=() if ready else missing,
             attempts_waiting=self.members.waiting(),
             refused_ranks=self.refused,
+            refused_messages={kind: refused[kind] for kind in REFUSED_KINDS},
+            malformed_reports=malformed,
+            refused_chunks=self._counters["chunks_refused"],
+            digest_mismatches=self._counters["digest_mismatches"],
+            illegal_transitions=self.pusher.illegal_transitions,
         )
 
     @property
@@ -202,10 +196,10 @@ class EpochManager:
             if isinstance(event, RankDisconnected):
                 self._disconnect(event, now)
             else:
-                self._receiver.receive(event, now, hosted.channels, self.epoch, self._act)
+                hosted.messages.receive(event, now, self.epoch, self._act)
         for hello in self.members.expire(now):
-            hosted.channels.close(hello.nonce, "silent")
-            self._events.emit("rank_lost", attempt=hello.attempt, rank=hello.rank)
+            hosted.channels.close(hello, "silent")
+            self._emit("rank_lost", attempt=hello.identity.attempt, rank=hello.identity.rank)
         hosted.channels.send_heartbeats(now)
         topology = self.members.complete()
         self.present, self.refused = self.members.present(), self.members.refused()
@@ -220,7 +214,7 @@ class EpochManager:
             self.pusher.end_early()
             if topology is not None and now >= self._next_epoch_at:
                 self._begin_epoch(topology)
-        elif epoch.phase is Phase.LIVE:
+        elif epoch.phase is EpochPhase.LIVE:
             self._push(epoch)
             hosted.tap.tick()
         elif epoch.advance(partial(self._continue_from, epoch.topology), now):
@@ -236,42 +230,39 @@ class EpochManager:
 
     def _disconnect(self, left: RankDisconnected, now: float) -> None:
         hello, reason = left
-        if self.members.mark_disconnected(hello.attempt, hello.rank, hello.nonce, now):
-            self._events.emit("rank_disconnected", attempt=hello.attempt, rank=hello.rank, reason=reason)
+        if self.members.mark_disconnected(hello, now):
+            me = hello.identity
+            self._emit("rank_disconnected", attempt=me.attempt, rank=me.rank, reason=reason)
 
-    def _row_bytes(self, delta: Delta) -> npt.NDArray[np.int64]:
-        live = self.live
-        if live is None:
-            raise ControlError("no rank is registered")
-        return moved_bytes(delta, self._keyspace, live.layout)
-
-    def _act(self, epoch: Epoch, message: RankMessage, body: Bytes) -> None:
+    def _act(self, epoch: Epoch, rank: int, message: EpochMessage, body: Bytes) -> None:
         if isinstance(message, Settled):
-            epoch.record_settled(message)
+            epoch.record_settled(rank, message)
         elif isinstance(message, Listing):
-            epoch.record_listing(message, body)
-        elif isinstance(message, ListingPiece):
-            epoch.record_listing_piece(message, body)
+            epoch.record_listing(rank, message, body)
+        elif isinstance(message, RowsPiece):
+            epoch.record_listed_rows(rank, body)
         elif isinstance(message, ChunkRefused):
             self._counters["chunks_refused"] += 1
-            self._events.emit("chunk_refused", rank=message.rank, version=message.version, reason=message.reason)
-            self.pusher.fail_active(f"rank {message.rank} refused chunk {message.version}: {message.reason}")
-            self.end(f"rank {message.rank} refused chunk {message.version}")
+            self._emit("chunk_refused", rank=rank, version=message.version, reason=message.reason)
+            self.pusher.fail_active(f"rank {rank} refused chunk {message.version}: {message.reason}")
+            self.end(f"rank {rank} refused chunk {message.version}")
         elif isinstance(message, Progress):
-            epoch.record_progress(message)
+            epoch.record_progress(rank, message)
             if message.report is not None:
-                self._receive_report(epoch, message.rank, message.report)
+                self._receive_report(epoch, rank, message.report)
         elif isinstance(message, TapOffer):
-            self._hosting.tap.record_offer(message)
+            self._hosting.tap.record_offer(rank, message)
         elif isinstance(message, TapPiece):
-            self._hosting.tap.record_piece(message, body)
+            self._hosting.tap.record_piece(rank, message, body)
+        else:
+            raise ControlError(f"a {message.kind} message from a rank")
 
     def _receive_report(self, epoch: Epoch, rank: int, report: StepReport) -> None:
         # Before an epoch is live, the recorded digests are those of versions that it may give out again.
-        expected = self.pusher.digest_at(report.placement_version) if epoch.phase is Phase.LIVE else None
-        if expected is not None and expected != report.placement_digest:
+        expected = self.pusher.digest_at(report.placement.version) if epoch.phase is EpochPhase.LIVE else None
+        if expected is not None and expected != report.placement.digest:
             self._counters["digest_mismatches"] += 1
-            self._note_divergence(rank, report.placement_version)
+            self._note_divergence(rank, report.placement.version)
         if self._on_report is not None:
             try:
                 self._on_report(rank, report)
@@ -289,14 +280,14 @@ class EpochManager:
             return
         message = f"rank {rank} reports another placement at version {version} than the daemon has recorded"
         self._divergences += 1
-        self._events.emit("placement_digest_mismatch", rank=rank, version=version, times=self._divergences)
+        self._emit("placement_digest_mismatch", rank=rank, version=version, times=self._divergences)
         if self._divergences == 1:
             self._must_list = True
         else:
             message += ", again after the daemon has read the ranks' placement"
             self.divergence = message
             self.pusher.paused = True
-            self._events.emit("pushing_paused", reason=message)
+            self._emit("pushing_paused", reason=message)
         # Its chunks start from a placement that the ranks may not have.
         self.pusher.fail_active(message)
         if self._divergences == 1:
@@ -314,11 +305,12 @@ class EpochManager:
             if again and again != self._last_end:
                 self._last_end = f"{self._last_end}; {again}"
         self._epochs += 1
+        fence = Fence(self._options.job, topology.attempt, self._generation, self._epochs, new_token())
         self.epoch = Epoch(
-            self._hosting.channels, topology, self._options.job, self._instance, self._generation, self._epochs,
-            self._options.timeout_seconds, self._keyspace.total_rows, self.priced_exchange,
+            self._hosting.channels, topology, fence, self._options.timeout_seconds, self._keyspace.total_rows,
+            self.priced_exchange,
         )  # fmt: skip
-        self._hosting.tap.begin_epoch(self.epoch.fence, topology, self.epoch.peers)
+        self._hosting.tap.begin_epoch(fence, topology, self.epoch.peers)
         self.reason = "the ranks are settling"
         self._publish_live(topology, ready=False)
 
@@ -328,14 +320,14 @@ class EpochManager:
     def _go_live(self, epoch: Epoch) -> None:
         if epoch.listed_placement is not None:
             self.agreed.restart_from(epoch.listed_placement, self._segment(epoch.topology))
-            self._events.emit("placement_listed", version=epoch.version, rows=len(epoch.listed_placement))
+            self._emit("placement_listed", version=epoch.version, rows=len(epoch.listed_placement))
             self._must_list = False
-        self.pusher.begin_epoch(epoch.version, epoch.digest, self._last_end)
+        self.pusher.begin_epoch(epoch.version, epoch.digest, epoch.topology, self._last_end)
         fault_point("epoch.live")
         self.reason = ""
         self._publish_live(epoch.topology, ready=True)
-        self._events.emit(
-            "epoch_live", epoch=epoch.number, generation=self._generation, attempt=epoch.topology.attempt,
+        self._emit(
+            "epoch_live", epoch=epoch.fence.epoch, generation=self._generation, attempt=epoch.topology.attempt,
             version=epoch.version,
         )  # fmt: skip
 
@@ -348,7 +340,7 @@ class EpochManager:
         try:
             self.agreed.advance(agreed)
         except SnapshotError as error:
-            self._events.emit("journal_not_compacted", reason=str(error))
+            self._emit("journal_not_compacted", reason=str(error))
         while not self._stopping.is_set():
             chunk = self.pusher.next_chunk(self._generation)
             if chunk is None:
@@ -369,11 +361,13 @@ class EpochManager:
         self._last_end, self._last_topology = reason, epoch.topology
         self._hosting.tap.end_epoch()
         self._not_ready(reason)
-        self._events.emit("epoch_ended", epoch=epoch.number, reason=reason)
+        self._emit("epoch_ended", epoch=epoch.fence.epoch, reason=reason)
         try:
             epoch.close()
         except CHANNEL_ERRORS as error:
-            logger.error("control channel: the end of epoch %d cannot be sent: %s", epoch.number, first_line(error))
+            logger.error(
+                "control channel: the end of epoch %d cannot be sent: %s", epoch.fence.epoch, first_line(error)
+            )
 
     def _incomplete_reason(self) -> str:
         attempt, present, expected, _ = self.present
@@ -396,9 +390,6 @@ class EpochManager:
             self._generation, topology.attempt, topology.layout, topology.replica_slots, ready, self.reason,
             topology.trainer,
         )  # fmt: skip
-
-    def _refused_count(self, kind: str) -> int:
-        return self._receiver.refused[kind] + (0 if self._hosted is None else self._hosted.tap.refused[kind])
 
 
 def _difference(before: Topology, after: Topology | None, present: RankPresence) -> str:

@@ -22,13 +22,13 @@ import numpy.typing as npt
 from flexd.control.daemon.journal_frames import (
     HEADER_BYTES,
     Chunk,
-    JournalledMigration,
     chunk_payload,
     framed,
     frames,
     migration_of,
     payload_of,
 )
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.durable import quarantine_file, sync_directory
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.fault_points import fault_point
@@ -191,7 +191,7 @@ class PlacementJournal:
             return self._chunks[-1].version if self._chunks else self._base.version
 
     @property
-    def newest_migration(self) -> JournalledMigration | None:
+    def newest_migration(self) -> MigrationRecord | None:
         """The migration of the newest chunk; None if it is not known, or no longer."""
         with self._lock:
             return self._chunks[-1].migration if self._chunks else None
@@ -208,13 +208,14 @@ class PlacementJournal:
             self._rewrite(segment, placement, [])
             fault_point("journal.begun")
 
-    def append(self, version: int, delta: Delta, migration: JournalledMigration | None = None) -> None:
-        """Append one chunk of ``migration``, durably; this voids earlier records of this and later versions.
+    def append(self, chunk: Chunk) -> None:
+        """Append one chunk, durably; this voids earlier records of this and later versions.
 
         Raises:
             PlacementError: the chunk does not start from the placement at ``version - 1``, or that is not known.
             SnapshotError: it cannot be written; nothing is recorded.
         """
+        version, delta = chunk.version, chunk.delta
         with self._lock:
             if self._segment is None or not self._base.version < version <= self.last_version + 1:
                 raise PlacementError(
@@ -229,7 +230,6 @@ class PlacementJournal:
                     f"chunk {version} of {len(delta)} rows does not start from the placement before it",
                     remedy="make the delta against the live placement",
                 )
-            chunk = Chunk(version, delta, migration)
             self._drop_dead_bytes(kept)
             fault_point("journal.append")
             self._write_frame(chunk_payload(chunk))

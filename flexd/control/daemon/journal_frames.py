@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.placement import Delta
 
 Int64Array = npt.NDArray[np.int64]
@@ -30,32 +31,16 @@ _MAX_ID_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
-class JournalledMigration:
-    """The migration that a chunk belongs to.
+class Chunk:
+    """Rows that change their tier at a version.
 
     Attributes:
-        base_version: version of the placement it started from, which all ranks had agreed on.
-        returns_to: version of the placement that a rollback restores; None for other migrations.
+        migration: that it belongs to, as of then; of one that was read from the file, ids and versions only.
     """
-
-    migration_id: str
-    plan_id: str
-    base_version: int
-    returns_to: int | None = None
-
-    @property
-    def rollback_version(self) -> int:
-        """The version that its rollback restores; for a rollback, the version that it restores itself."""
-        return self.base_version if self.returns_to is None else self.returns_to
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Rows that change their tier at a version."""
 
     version: int
     delta: Delta
-    migration: JournalledMigration | None = None
+    migration: MigrationRecord | None = None
 
     @property
     def frame_bytes(self) -> int:
@@ -74,14 +59,17 @@ def chunk_payload(chunk: Chunk) -> bytes:
     return payload_of(header, delta.keys, delta.old_tiers, delta.new_tiers)
 
 
-def migration_of(header: dict[str, Any]) -> JournalledMigration | None:
+def migration_of(header: dict[str, Any]) -> MigrationRecord | None:
     """Return the migration of a chunk; None if the header does not name it validly: the chunk can be applied anyway."""
     names, versions = (header.get("migration"), header.get("plan")), (header.get("base"), header.get("returns_to", 0))
     if not all(isinstance(name, str) and len(name) <= _MAX_ID_CHARACTERS for name in names):
         return None
     if not all(isinstance(version, int) and version >= 0 for version in versions):
         return None
-    return JournalledMigration(str(names[0]), str(names[1]), int(header["base"]), header.get("returns_to"))
+    return MigrationRecord(
+        migration_id=str(names[0]), plan_id=str(names[1]), base_version=header["base"],
+        returns_to=header.get("returns_to"),
+    )  # fmt: skip
 
 
 def payload_of(header: dict[str, Any], keys: Int64Array, *tiers: UInt8Array) -> bytes:

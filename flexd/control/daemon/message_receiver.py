@@ -5,27 +5,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from flexd.control.daemon.epoch import Epoch, EpochFailedError, RankMessage
+from flexd.control.daemon.epoch import Epoch, EpochFailedError
 from flexd.control.daemon.membership import Membership
 from flexd.control.daemon.rank_channels import RankChannels, Received
-from flexd.control.protocol.messages import Hello, HelloRefused, MalformedReportError, TableList, decode
-from flexd.control.protocol.rows import Bytes
-from flexd.core.errors import (
-    AuthenticationError,
-    ControlError,
-    ReplayedMessageError,
-    StaleMessageError,
-    TopologyError,
-    UnknownMessageError,
+from flexd.control.protocol.bodies import Bytes
+from flexd.control.protocol.messages import (
+    EpochMessage,
+    Hello,
+    HelloRefused,
+    MalformedReportError,
+    TableList,
+    decode,
 )
+from flexd.core.errors import ControlError, StaleMessageError, TopologyError, UnknownMessageError
 from flexd.core.fault_points import fault_point
 from flexd.core.log_fields import is_power_of_two
 
-REFUSED_KINDS = ("stale", "replayed", "forged", "malformed", "identity", "unknown")
-"""stale: of another attempt, generation, epoch or connection. replayed: not newer than an earlier message of its
-sender. forged: with other bytes than it announces. malformed: no message that belongs here, or one whose report is not
-in order. identity: of a rank that contradicts the daemon or its peers. unknown: of a kind that a newer version may
-have; ignored."""
+REFUSED_KINDS = ("stale", "malformed", "identity", "unknown")
+"""stale: of another attempt, generation, epoch or connection. malformed: no message that belongs here, or one whose
+report is not in order. identity: of a rank that contradicts the daemon or its peers. unknown: of a kind that a newer
+version may have; ignored."""
 
 
 class MessageReceiver:
@@ -41,13 +40,9 @@ class MessageReceiver:
     """
 
     def __init__(
-        self,
-        job: str,
-        instance: str,
-        members: Membership,
-        on_event: Callable[..., None],
+        self, channels: RankChannels, instance: str, members: Membership, on_event: Callable[..., None]
     ) -> None:
-        self._job = job
+        self._channels = channels
         self._instance = instance
         self._members = members
         self._event = on_event
@@ -58,12 +53,11 @@ class MessageReceiver:
         self,
         received: Received,
         now: float,
-        channels: RankChannels,
-        epoch: Epoch | None,
-        act: Callable[[Epoch, RankMessage, Bytes], None],
+        epoch: Epoch | None = None,
+        act: Callable[[Epoch, int, EpochMessage, Bytes], None] | None = None,
     ) -> None:
-        """Check one message and pass those of the epoch to ``act``. A bad one is only counted, and of one with a bad
-        report the rest acts.
+        """Check one message and pass those of the epoch to ``act``, with their rank. A bad one is only counted, and of
+        one with a bad report the rest acts.
 
         Raises:
             EpochFailedError: the message is in order, but ends the epoch.
@@ -74,30 +68,23 @@ class MessageReceiver:
                 message = decode(received.message)
             except MalformedReportError as error:
                 message, malformed = error.rest, error
-            if message.job != self._job:
-                raise StaleMessageError(f"a {message.kind} message of job {message.job!r}")
             if isinstance(message, Hello):
-                self._receive_hello(received.peer, message, now, channels)
+                self._receive_hello(received.peer, message, now)
             elif isinstance(message, TableList):
                 self._members.tables.record_tables(message, received.body)
-            elif isinstance(message, RankMessage):
-                if epoch is None:
+            elif isinstance(message, EpochMessage):
+                if epoch is None or act is None:
                     raise StaleMessageError(f"a {message.kind} message outside of any epoch")
-                epoch.check(message, received.peer)
+                rank = epoch.rank_of(message, received.peer)
                 if malformed is not None:
-                    self._refuse_report(message.rank, malformed)
-                # A message that ``act`` refuses uses up no sequence number and is no sign of life.
-                act(epoch, message, received.body)
-                epoch.accept(message)
-                self._members.mark_heard(message.attempt, message.rank, now)
+                    self._refuse_report(rank, malformed)
+                # A message that ``act`` refuses is no sign of life.
+                act(epoch, rank, message, received.body)
+                self._members.mark_heard(message.fence.attempt, rank, now)
             else:
                 raise ControlError(f"a {message.kind} message from a rank")
         except EpochFailedError:
             raise
-        except AuthenticationError:
-            self._refuse("forged")
-        except ReplayedMessageError:
-            self._refuse("replayed")
         except StaleMessageError:
             self._refuse("stale")
         except UnknownMessageError:
@@ -105,22 +92,22 @@ class MessageReceiver:
         except ControlError:
             self._refuse("malformed")
 
-    def _receive_hello(self, peer: int, hello: Hello, now: float, channels: RankChannels) -> None:
+    def _receive_hello(self, peer: int, hello: Hello, now: float) -> None:
         if hello.instance != self._instance:
             raise StaleMessageError("a hello to another daemon")
-        channels.check_sender(peer, hello)
+        attempt, rank = hello.identity.attempt, hello.identity.rank
+        self._channels.check_sender(peer, hello)
         try:
             if self._members.accept(hello, now):
                 fault_point("hello.accepted")
-                self._event("rank_hello", attempt=hello.attempt, rank=hello.rank, version=hello.agreed_version)
+                self._event("rank_hello", attempt=attempt, rank=rank, version=hello.agreed.version)
         except TopologyError as error:
             self._refuse("identity")
             if not self._members.refusal_is_known:  # It registers again every two seconds.
-                self._event("rank_refused", attempt=hello.attempt, rank=hello.rank, reason=str(error))
-            refusal = HelloRefused(self._job, self._instance, hello.nonce, error.message[:2000], error.remedy)
-            channels.send([peer], refusal)
+                self._event("rank_refused", attempt=attempt, rank=rank, reason=str(error))
+            self._channels.send([peer], HelloRefused(hello.nonce, error.message[:2000], error.remedy))
         else:
-            channels.register(peer, hello)
+            self._channels.register(peer, hello)
 
     def _refuse(self, kind: str) -> None:
         self.refused[kind] += 1

@@ -1,17 +1,25 @@
-"""One migration: the execution of a plan's delta. Its states are those of ``migration_states``."""
+"""One migration: the execution of a plan's delta. Its states are those of ``migration_record``."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flexd.control.daemon.migration_record import MigrationRecord, Transition
-from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, TransitionEvent, next_state
-from flexd.core.errors import ControlError
+import numpy as np
+import numpy.typing as npt
+
+from flexd.control.daemon.migration_record import (
+    FINAL_STATES,
+    MigrationRecord,
+    MigrationState,
+    Transition,
+    TransitionEvent,
+    next_state,
+)
 from flexd.core.placement import Delta, Placement
 
 KEPT_TRANSITIONS = 256
@@ -22,83 +30,64 @@ _RATE_SPACING_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
-class ChunkedDelta:
-    """A delta in chunks, with its totals.
+class MigrationEvent:
+    """A transition of a migration, or the completion of its figures.
 
     Attributes:
-        chunks: deltas, in order, each from the placement that the one before leaves.
-        rows: number of rows of all chunks.
-        bytes_to_copy: bytes of values and optimizer state of all promoted rows, each once.
-        returns_to: the version whose placement a rollback restores; None if it is no rollback.
+        transition: None means that every chunk of an ended migration is applied or void: its figures are final.
     """
 
-    chunks: Iterable[Delta]
-    rows: int
-    bytes_to_copy: int = 0
-    returns_to: int | None = None
-
-
-Chunks = ChunkedDelta | Iterable[Delta]
-ChunkSource = Chunks | Callable[[Placement], Chunks]
-"""The chunks, or a function that makes them from the placement at which the migration starts."""
+    migration: Migration
+    transition: Transition | None
 
 
 class Migration:
     """Handle of one ``Coordinator.migrate``. Thread-safe; the coordinator alone changes it.
 
     Args:
-        origin: who requested it and why; by default the migration's id is the plan's.
+        record: who requested it and why.
+        target, delta, gains: see ``Coordinator.migrate``.
         clock: monotonic seconds.
 
     Attributes:
         record: it at this moment.
+        target: the placement that it leads to.
+        delta: the changes to it, in the order to push them. Until it starts, those from the placement of
+            ``target.version``, if they are known.
+        copied: int64[len(delta) + 1], bytes that the first rows of ``delta`` copy.
         base: the placement it started from; None before it started.
-        returns_to: the version whose placement a rollback restores; None for other migrations, and before it started.
         abort_reason: the reason given to ``abort``; empty before.
     """
 
     def __init__(
         self,
-        plan_id: str,
-        source: ChunkSource,
-        generation: int | None = None,
-        origin: MigrationRecord | None = None,
+        record: MigrationRecord,
+        target: Placement,
+        delta: Delta | None = None,
+        gains: npt.NDArray[np.float64] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._source: ChunkSource | None = source
         self._clock = clock
-        self._chunks: Iterator[Delta] = iter(())
+        self.target = target
+        self.delta = delta
+        self.gains = gains
+        self.copied = np.zeros(1, dtype=np.int64)
         self.base: Placement | None = None
-        self.returns_to: int | None = None
         self._changed = threading.Condition()
         self.abort_reason = ""
-        self._observer: Callable[[Migration, Transition], None] | None = None
+        self._observer: Callable[[MigrationEvent], None] | None = None
         self._rate: deque[tuple[float, int]] = deque()
         now = time.time()
-        self.record = origin or MigrationRecord(migration_id=plan_id)
-        self._update(plan_id=plan_id, generation=generation, created_unix_seconds=now)
-        self._record_transition(None, None, self.record.reason, now)
+        self.record = record.model_copy(update={"created_unix_seconds": now})
+        self._record_transition(None, None, record.reason, now)
 
     @property
     def migration_id(self) -> str:
         return self.record.migration_id
 
     @property
-    def plan_id(self) -> str:
-        return self.record.plan_id
-
-    @property
-    def generation(self) -> int | None:
-        return self.record.generation
-
-    @property
     def state(self) -> MigrationState:
         return self.record.state
-
-    @property
-    def reason(self) -> str:
-        """Why it ended early; empty otherwise."""
-        return self.record.problem
 
     @property
     def done(self) -> bool:
@@ -113,18 +102,19 @@ class Migration:
             return self.state
 
     def abort(self, reason: str = "aborted") -> None:
-        """Stop at the next chunk; chunks pushed already are applied. No effect once it has ended."""
+        """Stop at the next chunk; chunks pushed already are applied. One that has not started does not start any more.
+        No effect once it has ended."""
         with self._changed:
             self.abort_reason = self.abort_reason or reason or "aborted"
 
-    def observe(self, observer: Callable[[Migration, Transition], None]) -> None:
+    def observe(self, observer: Callable[[MigrationEvent], None]) -> None:
         """Call ``observer`` with every transition, earlier ones included. Coordinator only.
 
         It is called with the migration's lock held, so it must only record.
         """
         with self._changed:
             for transition in self.record.transitions:
-                observer(self, transition)
+                observer(MigrationEvent(self, transition))
             self._observer = observer
 
     def fire(self, event: TransitionEvent, reason: str = "") -> None:
@@ -139,30 +129,25 @@ class Migration:
                 self._rate.append((self._clock(), 0))
             if after in FINAL_STATES:
                 stamps["ended_unix_seconds"] = now
-                self._source, self._chunks = None, iter(())
+                self.delta = self.gains = None
             self._update(state=after, problem=reason or self.record.problem, **stamps)
             self._record_transition(event, before, reason, now)
             self._changed.notify_all()
 
-    def begin(self, placement: Placement) -> None:
-        """Make the chunks from the placement at the start. Coordinator only. Raises what the chunk source raises."""
-        source = self._source
-        if source is None:
-            raise ControlError(f"migration {self.migration_id} has ended")
-        chunks = source(placement) if callable(source) else source
-        rows = bytes_to_copy = 0
-        if isinstance(chunks, ChunkedDelta):
-            rows, bytes_to_copy, self.returns_to = chunks.rows, chunks.bytes_to_copy, chunks.returns_to
-            chunks = chunks.chunks
-        elif isinstance(chunks, Sequence):
-            rows = sum(len(delta) for delta in chunks)
+    def start_from(self, placement: Placement) -> bool:
+        """Set the placement that it starts from; False if it was aborted before. Coordinator only."""
         with self._changed:
-            self._chunks, self.base = iter(chunks), placement
-            self._update(rows=rows, bytes_to_copy=bytes_to_copy, base_version=placement.version)
+            if not self.abort_reason:
+                self.base = placement
+                self._update(base_version=placement.version)
+            return not self.abort_reason
 
-    def next_chunk(self) -> Delta | None:
-        """Return the next chunk that is not empty. Coordinator only. Raises what the chunk source raises."""
-        return next((delta for delta in self._chunks if len(delta)), None)
+    def set_delta(self, delta: Delta, row_bytes: npt.NDArray[np.int64]) -> None:
+        """Set the changes from its base to the target. Coordinator only."""
+        with self._changed:
+            self.delta = delta
+            self.copied = np.concatenate([np.zeros(1, np.int64), np.cumsum(row_bytes)])
+            self._update(rows=len(delta), bytes_to_copy=int(self.copied[-1]))
 
     def count(self, **changes: int) -> None:
         """Add to the counters (``last_version`` is set). Coordinator only."""
@@ -201,7 +186,7 @@ class Migration:
         kept = (*before_it[:1], *before_it[1:][2 - KEPT_TRANSITIONS :], transition)
         self._update(transitions=kept)
         if self._observer is not None:
-            self._observer(self, transition)
+            self._observer(MigrationEvent(self, transition))
 
     def _measure_rate(self) -> None:
         now = self._clock()

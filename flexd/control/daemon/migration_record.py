@@ -1,16 +1,95 @@
-"""The record of a migration: whoever changes it writes here; history, API and metrics have the same."""
+"""The record of a migration, and the table of the transitions between its states.
+
+Whoever changes a migration writes its record; history, API and metrics have the same.
+
+::
+
+    PENDING --start--> PUSHING --exhausted--> APPLYING --applied--> COMMITTED
+       |                |   ^                    |
+       |                |   `------voided--------'       (an epoch ended: chunks not agreed are pushed again)
+       |                |                        |
+       |                `--abort--> ABORTING <---'--stopped (every pushed chunk is applied or void)--> ABORTED
+       |
+       `-- supersede / abort / fail --> SUPERSEDED / ABORTED / FAILED   (PUSHING: supersede; all but final: fail)
+
+A migration that ends early leaves a prefix of its delta applied, which is a valid placement.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
 from typing import Annotated
 
 from pydantic import computed_field
 
-from flexd.control.daemon.migration_states import MigrationState, TransitionEvent
 from flexd.core import units
+from flexd.core.errors import IllegalTransitionError
 from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, Show, gauge
 
 _Parts = Annotated[dict[str, float], Show(unit=units.share, detail=True)]
+
+
+class MigrationState(StrEnum):
+    PENDING = "pending"
+    PUSHING = "pushing"
+    APPLYING = "applying"
+    COMMITTED = "committed"
+    ABORTING = "aborting"
+    ABORTED = "aborted"
+    SUPERSEDED = "superseded"
+    FAILED = "failed"
+
+
+class TransitionEvent(StrEnum):
+    START = "start"
+    EXHAUSTED = "exhausted"
+    VOIDED = "voided"
+    APPLIED = "applied"
+    ABORT = "abort"
+    STOPPED = "stopped"
+    SUPERSEDE = "supersede"
+    FAIL = "fail"
+
+
+_S, _E = MigrationState, TransitionEvent
+
+TRANSITIONS: Mapping[tuple[MigrationState, TransitionEvent], MigrationState] = MappingProxyType(
+    {
+        (_S.PENDING, _E.START): _S.PUSHING,
+        (_S.PENDING, _E.SUPERSEDE): _S.SUPERSEDED,
+        (_S.PENDING, _E.ABORT): _S.ABORTED,
+        (_S.PENDING, _E.FAIL): _S.FAILED,
+        (_S.PUSHING, _E.EXHAUSTED): _S.APPLYING,
+        (_S.PUSHING, _E.SUPERSEDE): _S.SUPERSEDED,
+        (_S.PUSHING, _E.ABORT): _S.ABORTING,
+        (_S.PUSHING, _E.FAIL): _S.FAILED,
+        (_S.APPLYING, _E.VOIDED): _S.PUSHING,
+        (_S.APPLYING, _E.APPLIED): _S.COMMITTED,
+        (_S.APPLYING, _E.ABORT): _S.ABORTING,
+        (_S.APPLYING, _E.FAIL): _S.FAILED,
+        (_S.ABORTING, _E.STOPPED): _S.ABORTED,
+        (_S.ABORTING, _E.FAIL): _S.FAILED,
+    }
+)
+
+FINAL_STATES = frozenset({_S.COMMITTED, _S.ABORTED, _S.SUPERSEDED, _S.FAILED})
+
+
+def next_state(state: MigrationState, event: TransitionEvent, what: str = "migration") -> MigrationState:
+    """Return the state after ``event``.
+
+    Args:
+        what: names the migration in the error.
+
+    Raises:
+        IllegalTransitionError: the table has no such transition.
+    """
+    after = TRANSITIONS.get((state, event))
+    if after is None:
+        raise IllegalTransitionError(f"{what}: no {event.value} in state {state.value}")
+    return after
 
 
 class Transition(Model):
@@ -125,6 +204,8 @@ class MigrationRecord(Model):
     """When its first chunk was made."""
     ended_unix_seconds: Annotated[FiniteOrNone, DETAIL] = None
     """When it ended."""
+    returns_to: Annotated[int | None, HIDDEN] = None
+    """Version whose placement it restores; null if it is no rollback."""
     settled: Annotated[bool, DETAIL] = False
     """True if no chunk of it is in flight any more after its end, so that rows and bytes are final."""
     eta_seconds: FiniteOrNone = None
@@ -147,6 +228,11 @@ class MigrationRecord(Model):
             ("kind",),
         ),
     )  # fmt: skip
+
+    @property
+    def rollback_version(self) -> int:
+        """The version that its rollback restores; for a rollback, the version that it restores itself."""
+        return self.base_version if self.returns_to is None else self.returns_to
 
     @computed_field  # type: ignore[prop-decorator]
     @property

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flexd.control.daemon.channel_events import Closed, Opened, Received
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.daemon.channel_types import Closed, Opened, Received
 from flexd.control.daemon.membership import Topology
-from flexd.control.protocol.messages import DaemonNotice, Heartbeat, Hello, Message, encode
-from flexd.control.protocol.rows import Bytes
+from flexd.control.protocol.bodies import Bytes
+from flexd.control.protocol.messages import ControlMessage, DaemonNotice, Heartbeat, Hello, encode
 from flexd.core.errors import StaleMessageError
 
 __all__ = ["RankChannels", "RankDisconnected", "Received"]
@@ -39,13 +39,13 @@ class RankChannels:
     def __init__(self, server: ChannelServer, notice: DaemonNotice, timeout_seconds: float) -> None:
         self._server = server
         self._notice = encode(notice)
-        self._heartbeat = encode(Heartbeat(notice.job))
+        self._heartbeat = encode(Heartbeat())
         self._longest_heartbeat_seconds = timeout_seconds / _HEARTBEATS_PER_TIMEOUT
         self._next_heartbeat_at = 0.0
         self._hello_of: dict[int, Hello] = {}
         """By peer: the newest hello that it sent and that was accepted."""
         self._peer_of: dict[str, int] = {}
-        """By nonce."""
+        """By session: the newest connection of each process."""
 
     def receive(self, limit: int, timeout_seconds: float) -> list[Received | RankDisconnected]:
         """Return what has arrived, at most ``limit``; waits until there is something or the timeout."""
@@ -57,42 +57,39 @@ class RankChannels:
                 self._server.send([event.peer], self._notice)
             elif isinstance(event, Closed):
                 hello = self._hello_of.pop(event.peer, None)
-                if hello is not None and self._peer_of.get(hello.nonce) == event.peer:
-                    del self._peer_of[hello.nonce]
+                if hello is not None and self._peer_of.get(hello.session) == event.peer:
+                    del self._peer_of[hello.session]
                     found.append(RankDisconnected(hello, event.reason))
         return found
 
     def check_sender(self, peer: int, hello: Hello) -> None:
-        """Raises StaleMessageError: the connection speaks for another rank; each rank has its own."""
+        """Raises StaleMessageError: the connection speaks for another rank, or the rank has a newer one."""
         known = self._hello_of.get(peer)
-        if known is not None and (known.session, known.attempt, known.rank) != (
-            hello.session, hello.attempt, hello.rank,
-        ):  # fmt: skip
-            raise StaleMessageError(f"a hello of rank {hello.rank} on the connection of rank {known.rank}")
+        if known is not None and (known.session, known.identity) != (hello.session, hello.identity):
+            raise StaleMessageError(f"a hello of rank {hello.identity.rank} on another rank's connection")
+        if self._peer_of.get(hello.session, peer) > peer:
+            raise StaleMessageError(f"a hello of rank {hello.identity.rank} on a connection that it has given up")
 
     def register(self, peer: int, hello: Hello) -> None:
-        """Record an accepted hello of a peer; an older connection of the same registration is closed."""
-        before = self._peer_of.get(hello.nonce)
+        """Record an accepted hello of a peer; an older connection of the same process is closed."""
+        before = self._peer_of.get(hello.session)
         if before is not None and before != peer:
             self._hello_of.pop(before, None)
             self._server.close(before, "replaced")
-        older = self._hello_of.get(peer)
-        if older is not None and older.nonce != hello.nonce:
-            self._peer_of.pop(older.nonce, None)
         self._hello_of[peer] = hello
-        self._peer_of[hello.nonce] = peer
+        self._peer_of[hello.session] = peer
 
     def peers_of(self, topology: Topology) -> tuple[int, ...]:
         """Return the peer of each rank; -1 for one that has left."""
-        return tuple(self._peer_of.get(nonce, -1) for nonce in topology.nonces)
+        return tuple(self._peer_of.get(hello.session, -1) for hello in topology.hellos)
 
-    def send(self, peers: Sequence[int], message: Message, body: Bytes = b"") -> None:
+    def send(self, peers: Sequence[int], message: ControlMessage, body: Bytes = b"") -> None:
         """Queue a message; never waits."""
         self._server.send(peers, encode(message), body)
 
-    def close(self, nonce: str, reason: str) -> None:
+    def close(self, hello: Hello, reason: str) -> None:
         """Close the connection of a registration, if it has one."""
-        peer = self._peer_of.get(nonce)
+        peer = self._peer_of.get(hello.session)
         if peer is not None:
             self._server.close(peer, reason)
 

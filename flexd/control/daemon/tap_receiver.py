@@ -6,21 +6,16 @@ thread.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from flexd.control.agent.tap_outbox import PIECE_BYTES
-from flexd.control.daemon.event_log import EventLog
 from flexd.control.daemon.membership import Topology
 from flexd.control.daemon.rank_channels import RankChannels
-from flexd.control.protocol.messages import TapOffer, TapPiece, TapState
-from flexd.control.protocol.rows import Bytes
-from flexd.core.errors import AuthenticationError, ControlError, StaleMessageError
+from flexd.control.protocol.bodies import PIECE_BYTES, Bytes
+from flexd.control.protocol.messages import Fence, TapOffer, TapPiece, TapState
+from flexd.core.errors import ControlError
 from flexd.core.tap_counts import MAX_PAYLOAD_BYTES, NEWEST_FORMAT, OLDEST_FORMAT
 from flexd.stream.tap_source import TapCountsState, TapSource, partition_of
 
@@ -38,6 +33,7 @@ NO_TAP = "the daemon's stream.source is of another kind than tap"
 class _Transfer:
     """The payload that one rank offers, and its pieces received so far."""
 
+    rank: int
     offer: TapOffer
     partition: str
     granted: bool = False
@@ -51,68 +47,68 @@ class TapReceiver:
 
     Args:
         source: receives complete payloads; None reports to the ranks that the daemon has another source.
-        events: receives ``tap_urgent`` when a rank that is about to end waits for a snapshot.
+        emit: is called with ``tap_urgent`` when a rank that is about to end waits for a snapshot.
     """
 
-    def __init__(self, channels: RankChannels, source: TapSource | None, events: EventLog) -> None:
+    def __init__(self, channels: RankChannels, source: TapSource | None, emit: Callable[..., None]) -> None:
         self._channels = channels
         self._source = source
-        self._events = events
+        self._emit = emit
         self._transfers: dict[int, _Transfer] = {}
         """By rank, in order of their offers, which is the order of requests."""
         self._grants = 0
         self._urgent_at = 0.0
-        self._fence: dict[str, Any] = {}
-        self._sessions: tuple[str, ...] = ()
+        self._fence = Fence("", "", 0, 0, "")
+        self._partitions: tuple[str, ...] = ()
+        """Of each rank's process."""
         self._peers: Sequence[int] = ()
         self.refused: Counter[str] = Counter()
-        """Number of invalid pieces by kind: forged, stale, malformed."""
+        """Number of invalid pieces by kind: stale, malformed."""
 
-    def begin_epoch(self, fence: dict[str, Any], topology: Topology, peers: Sequence[int]) -> None:
+    def begin_epoch(self, fence: Fence, topology: Topology, peers: Sequence[int]) -> None:
         """Drop all offers: in a new epoch the ranks offer again. ``peers``: the connection of each rank."""
         self._transfers.clear()
         self._peers = peers
         self._grants = 0
         self._fence = fence
-        self._sessions = tuple(hello.session for hello in topology.hellos)
+        self._partitions = tuple(
+            partition_of(topology.attempt, rank, hello.session) for rank, hello in enumerate(topology.hellos)
+        )
         if self._source is not None:
-            self._source.set_live([
-                partition_of(topology.attempt, rank, session) for rank, session in enumerate(self._sessions)
-            ])  # fmt: skip
+            self._source.set_live(list(self._partitions))
 
     def end_epoch(self) -> None:
         self._transfers.clear()
 
-    def record_offer(self, offer: TapOffer) -> None:
+    def record_offer(self, rank: int, offer: TapOffer) -> None:
         """Receive an offer, which replaces the rank's earlier one. Raises ControlError: it is not valid."""
-        if self._sessions[offer.rank] != offer.session:
-            raise StaleMessageError(f"an offer of another process than rank {offer.rank}")
-        pieces = max(1, -(-offer.bytes // PIECE_BYTES))
-        if offer.number < 0 or not 0 < offer.bytes <= MAX_PAYLOAD_BYTES or offer.pieces != pieces:
-            raise ControlError(f"rank {offer.rank} offers {offer.bytes} bytes in {offer.pieces} pieces")
-        before = self._transfers.pop(offer.rank, None)
-        transfer = _Transfer(offer, partition_of(offer.attempt, offer.rank, offer.session))
+        if offer.number < 0 or not 0 < offer.bytes <= MAX_PAYLOAD_BYTES:
+            raise ControlError(f"rank {rank} offers {offer.bytes} bytes")
+        before = self._transfers.pop(rank, None)
+        transfer = _Transfer(rank, offer, self._partitions[rank])
         if before is not None:
             transfer.sent = before.sent
             if (before.offer.number, before.offer.bytes) == (offer.number, offer.bytes):
                 transfer.granted, transfer.pieces = before.granted, before.pieces
-        self._transfers[offer.rank] = transfer
+        self._transfers[rank] = transfer
 
-    def record_piece(self, piece: TapPiece, body: Bytes) -> None:
-        """Receive a piece. One of an earlier grant is dropped; an invalid one is counted by kind, and the payload
+    def record_piece(self, rank: int, piece: TapPiece, body: Bytes) -> None:
+        """Receive the next piece. One of an earlier grant is dropped; an invalid one is counted, and the payload
         requested again a little later."""
-        transfer = self._transfers.get(piece.rank)
+        transfer = self._transfers.get(rank)
         if transfer is None or not transfer.granted or piece.grant != self._grant_of(transfer):
             self.refused["stale"] += piece.grant > self._grants
             return
-        try:
-            self._add(transfer, piece, body)
-        except AuthenticationError:
-            self._refuse(transfer, "forged")
-        except StaleMessageError:
-            self._refuse(transfer, "stale")
-        except ControlError:
-            self._refuse(transfer, "malformed")
+        if len(body) != min(PIECE_BYTES, transfer.offer.bytes - len(transfer.pieces) * PIECE_BYTES):
+            self.refused["malformed"] += 1
+            transfer.granted, transfer.pieces = False, []
+            transfer.not_before = time.monotonic() + _RETRY_SECONDS
+            return
+        transfer.pieces.append(body)
+        if len(transfer.pieces) * PIECE_BYTES >= transfer.offer.bytes:
+            payload, transfer.pieces, transfer.granted = b"".join(transfer.pieces), [], False
+            if self._source is not None:
+                self._source.deliver(transfer.partition, transfer.offer.number, payload)
 
     def tick(self) -> None:
         """Grant requests and acknowledge. Raises channel errors."""
@@ -145,44 +141,15 @@ class TapReceiver:
                 self._write_state(transfer, self._source.durable_before(transfer.partition), "", grant=self._grants)
         if urgent and time.monotonic() >= self._urgent_at:
             self._urgent_at = time.monotonic() + _URGENT_SECONDS
-            self._events.emit("tap_urgent")
-
-    def _add(self, transfer: _Transfer, piece: TapPiece, body: Bytes) -> None:
-        offer, number = transfer.offer, len(transfer.pieces)
-        if (piece.number, piece.piece) != (offer.number, number):
-            raise StaleMessageError(f"a piece of rank {offer.rank} that was not requested")
-        if len(body) != min(PIECE_BYTES, offer.bytes - number * PIECE_BYTES):
-            raise ControlError(f"piece {number} of rank {offer.rank} has {len(body)} bytes")
-        if not hmac.compare_digest(hashlib.sha256(body).hexdigest(), piece.sha256):
-            raise AuthenticationError(f"piece {number} of rank {offer.rank} has other bytes than it announces")
-        transfer.pieces.append(body)
-        if len(transfer.pieces) == offer.pieces:
-            self._deliver(transfer)
-
-    def _deliver(self, transfer: _Transfer) -> None:
-        payload, transfer.pieces, transfer.granted = b"".join(transfer.pieces), [], False
-        if len(payload) != transfer.offer.bytes:
-            raise ControlError(
-                f"{len(payload)} bytes of the {transfer.offer.bytes} that rank {transfer.offer.rank} offered"
-            )
-        if self._source is not None:
-            self._source.deliver(transfer.partition, transfer.offer.number, payload)
-
-    def _refuse(self, transfer: _Transfer, kind: str) -> None:
-        self.refused[kind] += 1
-        transfer.granted, transfer.pieces = False, []
-        transfer.not_before = time.monotonic() + _RETRY_SECONDS
+            self._emit("tap_urgent")
 
     @staticmethod
     def _grant_of(transfer: _Transfer) -> int:
         return transfer.sent.grant if transfer.sent is not None else 0
 
     def _write_state(self, transfer: _Transfer, acknowledged: int, problem: str, grant: int | None = None) -> None:
-        state = TapState(
-            **self._fence, rank=transfer.offer.rank, session=transfer.offer.session, acknowledged=acknowledged,
-            grant=self._grant_of(transfer) if grant is None else grant,
-            number=transfer.offer.number, problem=problem,
-        )  # fmt: skip
+        grant = self._grant_of(transfer) if grant is None else grant
+        state = TapState(self._fence, acknowledged, grant, transfer.offer.number, problem)
         if state != transfer.sent:
-            self._channels.send([self._peers[state.rank]], state)
+            self._channels.send([self._peers[transfer.rank]], state)
             transfer.sent = state

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ _LONGEST_WAIT_COUNTED = 1.0
 """Largest time between two calls that counts as waiting: without an epoch there are no calls, and nothing is held."""
 
 
-class ThrottleReason(Enum):
+class ThrottleReason(StrEnum):
     """The limit that a chunk waits for."""
 
     STEP = "bytes_per_step"
@@ -59,22 +59,6 @@ class ThrottleLimits:
                 raise ControlError(f"{name} of {limit}", remedy="at least 1, or none; flexd pause stops a migration")
 
 
-@dataclass(frozen=True)
-class ThrottleSnapshot:
-    """Counters since the start, and the present state.
-
-    Attributes:
-        released_bytes, released_chunks: bytes and chunks released.
-        waiting_seconds: time in which a ready chunk was held, by the limit.
-        waits_for: the limit that the next chunk waits for now; None if it waits for none.
-    """
-
-    released_bytes: int
-    released_chunks: int
-    waiting_seconds: dict[ThrottleReason, float]
-    waits_for: ThrottleReason | None
-
-
 class Throttle:
     """Thread-safe. The pusher calls ``release`` for every chunk; limits may change at any time.
 
@@ -83,6 +67,9 @@ class Throttle:
 
     Attributes:
         limits: change them by ``set_limits``.
+        released_bytes, released_chunks: bytes and chunks released since the start.
+        waiting_seconds: time in which a ready chunk was held, by the limit.
+        waits_for: the limit that the next chunk waits for now; None if it waits for none.
     """
 
     def __init__(self, limits: ThrottleLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,10 +78,10 @@ class Throttle:
         self.limits = limits or ThrottleLimits()
         self._filled_at = clock()
         self._tokens = self._burst
-        self._released_bytes = 0
-        self._released_chunks = 0
-        self._seconds: dict[ThrottleReason, float] = dict.fromkeys(ThrottleReason, 0.0)
-        self._waits_for: ThrottleReason | None = None
+        self.released_bytes = 0
+        self.released_chunks = 0
+        self.waiting_seconds: dict[ThrottleReason, float] = dict.fromkeys(ThrottleReason, 0.0)
+        self.waits_for: ThrottleReason | None = None
         self._looked_at = self._filled_at
 
     def set_limits(self, limits: ThrottleLimits) -> None:
@@ -120,18 +107,14 @@ class Throttle:
             if wait is not None:
                 return 0
             self._tokens -= copied
-            self._released_bytes += copied
-            self._released_chunks += 1
+            self.released_bytes += copied
+            self.released_chunks += 1
             return rows
 
     def idle(self) -> None:
         """Record that there is no chunk to release."""
         with self._lock:
             self._account(None)
-
-    def snapshot(self) -> ThrottleSnapshot:
-        with self._lock:
-            return ThrottleSnapshot(self._released_bytes, self._released_chunks, dict(self._seconds), self._waits_for)
 
     def _fitting(
         self, row_bytes: npt.NDArray[np.int64], outstanding_bytes: int, settled: bool
@@ -168,6 +151,6 @@ class Throttle:
 
     def _account(self, wait: ThrottleReason | None) -> None:
         now = self._clock()
-        if self._waits_for is not None:
-            self._seconds[self._waits_for] += min(max(0.0, now - self._looked_at), _LONGEST_WAIT_COUNTED)
-        self._waits_for, self._looked_at = wait, now
+        if self.waits_for is not None:
+            self.waiting_seconds[self.waits_for] += min(max(0.0, now - self._looked_at), _LONGEST_WAIT_COUNTED)
+        self.waits_for, self._looked_at = wait, now

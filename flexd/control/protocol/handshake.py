@@ -10,7 +10,7 @@
 A proof is an HMAC-SHA256 by the key over the role and both hellos. So a recorded proof is worth nothing (the nonces
 differ), nor is the proof of the other end (the role differs), and versions cannot be changed on the way. All fields
 have fixed or bounded sizes. Each end is a generator without a socket: it yields what to send and the number of bytes
-that it needs next.
+that it needs next. ``docs/upgrading.md`` states the policy of versions.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from flexd.control.protocol.versions import Versions, negotiate
 from flexd.core.errors import AuthenticationError, ControlError, IncompatibleError
+
+VERSION = 1
+"""Raised when the schema of a message changes in any way; ``tests/control/protocol/wire`` has each version's schema."""
+MIN_VERSION = max(1, VERSION - 1)
+"""A peer of the previous version is served; a peer of the next one serves this version."""
 
 MAGIC = b"FLEXD\r\n"
 NONCE_BYTES = PROOF_BYTES = 32
@@ -46,7 +50,37 @@ Steps = Generator[tuple[bytes, int], bytes, "Session"]
 """A handshake: yields (bytes to send, bytes needed), is sent exactly as many as it needs, returns the session."""
 
 
-class Status(IntEnum):
+@dataclass(frozen=True)
+class Versions:
+    """The protocol versions, lowest and highest inclusive, that one side offers in the handshake."""
+
+    lowest: int = MIN_VERSION
+    highest: int = VERSION
+
+    def __str__(self) -> str:
+        return f"version {self.highest}" if self.lowest == self.highest else f"versions {self.lowest} to {self.highest}"
+
+
+OWN = Versions()
+
+
+def negotiate(trainer: Versions, daemon: Versions) -> int:
+    """Return the highest version that both sides speak; both sides compute the same.
+
+    Raises:
+        IncompatibleError: no common version. The text names both offers and the side to upgrade.
+    """
+    version = min(trainer.highest, daemon.highest)
+    if version < max(trainer.lowest, daemon.lowest):
+        older = "trainer" if trainer.highest < daemon.highest else "daemon"
+        raise IncompatibleError(
+            f"the trainer speaks {trainer} of the control protocol, the daemon {daemon}",
+            remedy=f"upgrade the {older}: only adjacent versions work together (docs/upgrading.md)",
+        )
+    return version
+
+
+class HandshakeStatus(IntEnum):
     """A server's verdict on a client."""
 
     OK = 0
@@ -91,7 +125,7 @@ class Session:
         object.__setattr__(self, "to_daemon", _mac(root, _TO_DAEMON))
         object.__setattr__(self, "to_client", _mac(root, _TO_CLIENT))
 
-    def verdict(self, status: Status) -> bytes:
+    def verdict(self, status: HandshakeStatus) -> bytes:
         """Return the server's last bytes of a handshake."""
         return bytes([status]) + _mac(self.to_client, _VERDICT, bytes([status]))[:VERDICT_TAG_BYTES]
 
@@ -117,10 +151,10 @@ def client_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
         raise ControlError(
             f"no flexd daemon answers there: {error.message}", remedy="give the address of the daemon's control channel"
         ) from error
-    if status == Status.VERSION:
+    if status == HandshakeStatus.VERSION:
         negotiate(offer, server_offer)
         raise IncompatibleError(f"the daemon refuses {offer} of the control protocol", remedy="upgrade the older side")
-    if status != Status.OK:
+    if status != HandshakeStatus.OK:
         raise _refusal(status)
     version = negotiate(offer, server_offer)
     proofs = yield b"", PROOFS * PROOF_BYTES
@@ -134,16 +168,16 @@ def client_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
         )
     session = Session(version, key, binding)
     verdict = yield _mac(key, _CLIENT_PROOF, binding), 1 + VERDICT_TAG_BYTES
-    if verdict[0] == Status.WRONG_SECRET:
-        raise _refusal(Status.WRONG_SECRET)
-    if verdict[0] not in Status.__members__.values() or not hmac.compare_digest(
-        verdict, session.verdict(Status(verdict[0]))
+    if verdict[0] == HandshakeStatus.WRONG_SECRET:
+        raise _refusal(HandshakeStatus.WRONG_SECRET)
+    if verdict[0] not in HandshakeStatus.__members__.values() or not hmac.compare_digest(
+        verdict, session.verdict(HandshakeStatus(verdict[0]))
     ):
         raise AuthenticationError(
             "the daemon's verdict is not authentic", remedy="look for a fault or an intruder on the control network"
         )
-    if verdict[0] != Status.OK:
-        raise _refusal(Status(verdict[0]))
+    if verdict[0] != HandshakeStatus.OK:
+        raise _refusal(HandshakeStatus(verdict[0]))
     return session
 
 
@@ -164,7 +198,7 @@ def server_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
         version = negotiate(client_offer, offer)
     except IncompatibleError as error:
         raise HandshakeRefusedError(
-            error.message, reason="version", reply=encode_hello(offer, bytes(NONCE_BYTES), Status.VERSION)
+            error.message, reason="version", reply=encode_hello(offer, bytes(NONCE_BYTES), HandshakeStatus.VERSION)
         ) from error
     hello = encode_hello(offer, os.urandom(NONCE_BYTES))
     binding = _digest(head + fields, hello)
@@ -176,12 +210,12 @@ def server_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
         raise HandshakeRefusedError(
             "the trainer has another secret",
             reason="wrong_secret",
-            reply=bytes([Status.WRONG_SECRET]) + bytes(VERDICT_TAG_BYTES),
+            reply=bytes([HandshakeStatus.WRONG_SECRET]) + bytes(VERDICT_TAG_BYTES),
         )
     return Session(version, made_by[0], binding)
 
 
-def encode_hello(offer: Versions, nonce: bytes, status: Status = Status.OK) -> bytes:
+def encode_hello(offer: Versions, nonce: bytes, status: HandshakeStatus = HandshakeStatus.OK) -> bytes:
     """Return a hello of either end."""
     fields = _FIELDS.pack(offer.lowest, offer.highest, nonce)
     return _HEAD.pack(MAGIC, status, len(fields)) + fields
@@ -202,15 +236,15 @@ def parse_fields(fields: bytes) -> tuple[Versions, bytes]:
     return Versions(lowest, highest), nonce
 
 
-def _parse_head(head: bytes) -> tuple[Status, int]:
+def _parse_head(head: bytes) -> tuple[HandshakeStatus, int]:
     magic, status, length = _HEAD.unpack(head)
     if magic != MAGIC:
         raise HandshakeRefusedError("other bytes than a hello", reason="garbage")
     if length > MAX_FIELDS_BYTES:
         raise HandshakeRefusedError(f"a hello of {length} bytes", reason="oversized")
-    if status not in Status.__members__.values():
+    if status not in HandshakeStatus.__members__.values():
         raise HandshakeRefusedError(f"a hello with status {status}", reason="malformed")
-    return Status(status), length
+    return HandshakeStatus(status), length
 
 
 def _proven_key(keys: tuple[bytes, ...], binding: bytes, proofs: bytes) -> bytes | None:
@@ -222,8 +256,8 @@ def _proven_key(keys: tuple[bytes, ...], binding: bytes, proofs: bytes) -> bytes
     return None
 
 
-def _refusal(status: Status) -> ControlError:
-    if status == Status.TOO_MANY:
+def _refusal(status: HandshakeStatus) -> ControlError:
+    if status == HandshakeStatus.TOO_MANY:
         return ControlError("the daemon has too many connections", remedy="run a daemon for each job")
     return AuthenticationError("the daemon refuses this trainer's secret", remedy="give both the same secret file")
 

@@ -1,9 +1,10 @@
 """The messages between daemon and ranks: small JSON texts, the heads of the frames of an authenticated connection.
 
 Wire form: canonical JSON (sorted keys, no spaces) with the message's ``kind`` and fields. The connection proves who
-sent a message and that it was not changed, repeated or moved. What a message is about is fenced here: a rank's hello
-carries a new nonce, the epoch announcement repeats it and adds a new token, and every message of the epoch carries that
-token; so nothing that an earlier epoch, registration or daemon left on its way acts, on either side.
+sent a message and that it was not changed, repeated, moved or put in another order. What a message is about is fenced
+here: a rank's hello carries a new nonce, the epoch announcement repeats it and adds a new token, and every message of
+the epoch carries that token; so nothing that an earlier epoch, registration or daemon left on its way acts, on either
+side.
 
 Versions: a field with a default is optional: it may be missing in a message that is received. Unknown fields are
 ignored, and so are messages of unknown kinds. ``docs/upgrading.md`` states what may change between two versions.
@@ -16,8 +17,7 @@ import typing
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flexd.control.protocol.report import StepReport
-from flexd.control.protocol.trainer_settings import TrainerSettings
+from flexd.control.protocol.report import PlacementState, RankIdentity, StepReport
 from flexd.control.protocol.wire_json import FieldError, build, parsed, to_json
 from flexd.core.errors import ControlError, UnknownMessageError
 
@@ -26,59 +26,51 @@ MAX_MESSAGE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
-class Message:
-    """Base of all messages. ``job`` is checked by every receiver."""
+class ControlMessage:
+    """Base of all messages."""
 
     kind: ClassVar[str] = ""
-    job: str
 
 
 @dataclass(frozen=True)
-class DaemonNotice(Message):
+class DaemonNotice(ControlMessage):
     """The first message on every connection: the daemon at its other end.
 
     Attributes:
+        job: that the daemon serves.
         instance: new for every start of the daemon.
         table_digest: of its tables; empty if it has none yet. A rank whose digest differs sends its tables.
     """
 
     kind: ClassVar[str] = "daemon"
+    job: str
     instance: str
     table_digest: str
 
 
 @dataclass(frozen=True)
-class Hello(Message):
-    """The registration of a rank; repeated with a higher ``sequence`` while the rank waits for an epoch.
+class Hello(ControlMessage):
+    """The registration of a rank; repeated while the rank waits for an epoch.
 
     Attributes:
         session: new for every training process.
-        nonce: new for every registration.
+        nonce: new for every registration, which has one connection.
+        agreed: the placement that it has agreed on.
         address: local address of the rank's connection to the daemon.
-        trainer: how its collections were constructed; None from a version that does not say so.
     """
 
     kind: ClassVar[str] = "hello"
+    identity: RankIdentity
     instance: str
-    attempt: str
-    rank: int
-    world_size: int
-    nodes: int
-    local_ranks: int
-    replica_slots: tuple[int, ...]
-    table_digest: str
     session: str
     nonce: str
-    sequence: int
-    agreed_version: int
-    agreed_digest: int
+    agreed: PlacementState
     address: str = ""
-    trainer: TrainerSettings | None = None
 
 
 @dataclass(frozen=True)
-class TableList(Message):
-    """All tables of the job, in the body (``table_lists.tables_body``), before the hello of the rank that sends them.
+class TableList(ControlMessage):
+    """All tables of the job, in the body (``bodies.tables_body``), before the hello of the rank that sends them.
 
     Attributes:
         digest: ``KeySpace.digest`` of the tables.
@@ -90,25 +82,42 @@ class TableList(Message):
 
 
 @dataclass(frozen=True)
-class HelloRefused(Message):
+class HelloRefused(ControlMessage):
     """The daemon refuses this rank's registration."""
 
     kind: ClassVar[str] = "hello_refused"
-    instance: str
     nonce: str
     reason: str
     remedy: str = ""
 
 
 @dataclass(frozen=True)
-class Heartbeat(Message):
+class Heartbeat(ControlMessage):
     """The daemon is alive and reads: sent to every rank at intervals."""
 
     kind: ClassVar[str] = "heartbeat"
 
 
 @dataclass(frozen=True)
-class EpochAnnouncement(Message):
+class Fence:
+    """The epoch that a message belongs to. ``token`` is new for every epoch."""
+
+    job: str
+    attempt: str
+    generation: int
+    epoch: int
+    token: str
+
+
+@dataclass(frozen=True)
+class EpochMessage(ControlMessage):
+    """Base of all messages of an epoch. The connection names the rank."""
+
+    fence: Fence
+
+
+@dataclass(frozen=True)
+class EpochAnnouncement(EpochMessage):
     """The daemon opens an epoch for the registration ``nonce`` and for others that this rank need not know.
 
     Attributes:
@@ -116,23 +125,8 @@ class EpochAnnouncement(Message):
     """
 
     kind: ClassVar[str] = "epoch"
-    instance: str
-    attempt: str
-    generation: int
-    epoch: int
-    token: str
     nonce: str
     report_seconds: float = 0.2
-
-
-@dataclass(frozen=True)
-class EpochMessage(Message):
-    """Base of all messages inside an epoch; its fields are the fence."""
-
-    attempt: str
-    generation: int
-    epoch: int
-    token: str
 
 
 @dataclass(frozen=True)
@@ -159,10 +153,7 @@ class Settled(EpochMessage):
     """The rank has left the previous epoch and settled its inbox: it accepts no chunk before this epoch's first."""
 
     kind: ClassVar[str] = "settled"
-    rank: int
-    sequence: int
-    agreed_version: int
-    agreed_digest: int
+    agreed: PlacementState
     applied_version: int
 
 
@@ -171,8 +162,6 @@ class Progress(EpochMessage):
     """The rank is alive, with its agreed and applied version, and a report of the steps since the last one, if any."""
 
     kind: ClassVar[str] = "progress"
-    rank: int
-    sequence: int
     agreed_version: int
     applied_version: int
     report: StepReport | None = None
@@ -183,59 +172,37 @@ class ChunkRefused(EpochMessage):
     """The rank has refused a chunk whole."""
 
     kind: ClassVar[str] = "chunk_refused"
-    rank: int
-    sequence: int
     version: int
     reason: str
 
 
 @dataclass(frozen=True)
 class Listing(EpochMessage):
-    """The response to ``ListRequest``, with the first piece of the rows (``flexd.control.protocol.rows``: int64[rows]
+    """The response to ``ListRequest``, with the first piece of the rows (``flexd.control.protocol.bodies``: int64[rows]
     keys, uint8[rows] tiers), unless ``error`` is set.
     """
 
     kind: ClassVar[str] = "listing"
-    rank: int
-    sequence: int
     version: int
     rows: int
-    sha256: str
     error: str = ""
 
 
 @dataclass(frozen=True)
-class ListingPiece(EpochMessage):
-    """A further piece of the rows of this rank's newest ``Listing``, numbered from 1."""
-
-    kind: ClassVar[str] = "listing_piece"
-    rank: int
-    sequence: int
-    piece: int
-
-
-@dataclass(frozen=True)
 class ChunkHeader(EpochMessage):
-    """A chunk, with the first piece of its rows: int64[rows] keys, uint8[2 rows] old tiers then new tiers.
-
-    Attributes:
-        sha256: of the rows as they travel.
-    """
+    """A chunk, with the first piece of its rows: int64[rows] keys, uint8[2 rows] old tiers then new tiers."""
 
     kind: ClassVar[str] = "chunk"
     plan_id: str
     version: int
     rows: int
-    sha256: str
 
 
 @dataclass(frozen=True)
-class ChunkPiece(EpochMessage):
-    """A further piece of the rows of the chunk ``version``, numbered from 1."""
+class RowsPiece(EpochMessage):
+    """The next piece of the rows of the newest ``ChunkHeader`` or ``Listing`` on this connection."""
 
-    kind: ClassVar[str] = "chunk_piece"
-    version: int
-    piece: int
+    kind: ClassVar[str] = "rows"
 
 
 @dataclass(frozen=True)
@@ -251,19 +218,14 @@ class TapOffer(EpochMessage):
     """The rank holds a payload of counted accesses (``flexd.core.tap_counts``), which it sends on request.
 
     Attributes:
-        session: identifies the rank's process.
         number: of the payload; a process numbers its payloads from 0.
         urgent: the rank is about to end: a snapshot is to be written before the next regular one.
         format: of the payload; a daemon that does not read it requests nothing, and the rank keeps its counts.
     """
 
     kind: ClassVar[str] = "tap_offer"
-    rank: int
-    sequence: int
-    session: str
     number: int
     bytes: int
-    pieces: int
     urgent: bool = False
     format: int = 1
 
@@ -279,8 +241,6 @@ class TapState(EpochMessage):
     """
 
     kind: ClassVar[str] = "tap_state"
-    rank: int
-    session: str
     acknowledged: int
     grant: int
     number: int
@@ -289,23 +249,17 @@ class TapState(EpochMessage):
 
 @dataclass(frozen=True)
 class TapPiece(EpochMessage):
-    """One piece of a granted payload; ``sha256`` is of its bytes, the body of the message."""
+    """The next piece of the payload that ``grant`` requested."""
 
     kind: ClassVar[str] = "tap_piece"
-    rank: int
-    sequence: int
-    number: int
     grant: int
-    piece: int
-    sha256: str
 
 
-_KINDS: dict[str, type[Message]] = {
+_KINDS: dict[str, type[ControlMessage]] = {
     cls.kind: cls
     for cls in (
         DaemonNotice, Hello, TableList, HelloRefused, Heartbeat, EpochAnnouncement, EpochGo, EpochEnd,
-        Settled, Progress, ChunkRefused, Listing, ListingPiece, ChunkHeader, ChunkPiece, ListRequest, TapOffer,
-        TapState, TapPiece,
+        Settled, Progress, ChunkRefused, Listing, ChunkHeader, RowsPiece, ListRequest, TapOffer, TapState, TapPiece,
     )
 }  # fmt: skip
 
@@ -326,7 +280,7 @@ class MalformedReportError(ControlError):
         self.field = error.field
 
 
-def encode(message: Message) -> bytes:
+def encode(message: ControlMessage) -> bytes:
     """Return the wire form of a message. Raises ControlError: too long, or a value that JSON does not have."""
     try:
         text = json.dumps(
@@ -340,7 +294,7 @@ def encode(message: Message) -> bytes:
     return data
 
 
-def decode(data: bytes) -> Message:
+def decode(data: bytes) -> ControlMessage:
     """Parse a message that arrived on an authenticated connection.
 
     Raises:
@@ -360,7 +314,7 @@ def decode(data: bytes) -> Message:
         if kind not in _KINDS:
             raise UnknownMessageError(f"a control message of the unknown kind {kind[:40]!r}")
         report = body.pop(_REPORT, None) if kind == Progress.kind else None
-        message = typing.cast(Message, build(_KINDS[kind], body))
+        message = typing.cast(ControlMessage, build(_KINDS[kind], body))
         return message if report is None else _with_report(message, report)
     except (ValueError, TypeError, RecursionError) as error:
         raise ControlError(
@@ -369,7 +323,7 @@ def decode(data: bytes) -> Message:
         ) from error
 
 
-def _with_report(message: Message, report: Any) -> Progress:
+def _with_report(message: ControlMessage, report: Any) -> Progress:
     progress = typing.cast(Progress, message)
     try:
         if not isinstance(report, dict):

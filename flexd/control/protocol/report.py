@@ -7,21 +7,81 @@ refuses a report that is not (``wire_json.build``), since one value that is not 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.control.protocol.wire_json import clamp
 from flexd.core.bounds import Count, Longest, Name, Range, Seconds
 from flexd.core.keyspace import TableSpec
 from flexd.core.usage_warnings import UsageWarningReport
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 MAX_NAMED_TABLES = 256
 """Tables that a report names, those with the most misses: it is sent a few times a second at most."""
 
-Digest = Annotated[int, Range(0, 2**64 - 1)]
+Part = TypeVar("Part", bound="DataclassInstance")
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """How the collections of a job were constructed; equal on all its ranks.
+
+    Attributes:
+        exchange, comm_dtype: as in ``flexd.EmbeddingCollection``. A rank of another version may have
+            other values.
+        pooled: tables whose look-ups are pooled, as a hexadecimal number whose bit i stands for table i; "" for none.
+        at_owner: those of them that are pooled at the owner, in the same way.
+    """
+
+    exchange: str = ""
+    comm_dtype: str | None = None
+    pooled: str = ""
+    at_owner: str = ""
+
+    def fault(self, table_count: int) -> str:
+        """Return what cannot be; empty if nothing."""
+        for name in ("pooled", "at_owner"):
+            try:
+                bits = _bits(getattr(self, name), table_count)
+            except ValueError:
+                bits = -1
+            if bits < 0 or bits >> table_count:
+                return f"{name} is no set of {table_count} tables"
+        return ""
+
+    def pooling_at_by_table(self, tables: Sequence[TableSpec]) -> dict[str, str]:
+        """Return "requester" or "owner" by name of each pooled table."""
+        pooled, at_owner = _bits(self.pooled, len(tables)), _bits(self.at_owner, len(tables))
+        return {
+            table.name: "owner" if at_owner >> number & 1 else "requester"
+            for number, table in enumerate(tables)
+            if pooled >> number & 1
+        }
+
+
+def table_bits(tables: Sequence[TableSpec], names: Collection[str]) -> str:
+    """Return the tables with these names as ``TrainerSettings`` has them."""
+    bits = sum(1 << number for number, table in enumerate(tables) if table.name in names)
+    return f"{bits:x}" if bits else ""
+
+
+def with_pooling(
+    settings: TrainerSettings, tables: Sequence[TableSpec], pooling_at: Mapping[str, str]
+) -> TrainerSettings:
+    """Return the settings with "requester" or "owner" by name of each pooled table."""
+    at_owner = {name for name, place in pooling_at.items() if place == "owner"}
+    return replace(settings, pooled=table_bits(tables, pooling_at), at_owner=table_bits(tables, at_owner))
+
+
+def _bits(text: str, table_count: int) -> int:
+    """Raises ValueError: no number, or longer than so many tables need."""
+    if len(text) > table_count // 4 + 1:
+        raise ValueError("too long")
+    return int(text, 16) if text else 0
 
 
 @dataclass(frozen=True)
@@ -31,23 +91,24 @@ class RankIdentity:
     Attributes:
         job: name, equal on daemon and ranks.
         attempt: the job attempt (unique per launch, equal on all its ranks).
-        rank, world_size, nodes, local_ranks: see ``RankLayout``.
+        rank, nodes, local_ranks: see ``RankLayout``.
         replica_slots: replica slots of this rank for each dim-group of the key space.
         table_digest: ``KeySpace.digest`` of the trainer's tables.
-        tables: the tables; sent to a daemon whose digest differs.
         trainer: how its collections were constructed; None: the daemon goes by its configuration.
     """
 
     job: str
     attempt: str
     rank: int
-    world_size: int
     nodes: int
     local_ranks: int
     replica_slots: tuple[int, ...]
     table_digest: str
-    tables: tuple[TableSpec, ...] = ()
     trainer: TrainerSettings | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.local_ranks
 
 
 class ExchangeReason(StrEnum):
@@ -110,21 +171,8 @@ class PhaseReport:
     intra_collectives: Count = 0
     inter_collectives: Count = 0
 
-    def plus(self, other: PhaseReport) -> PhaseReport:
-        """Return the sum with a report of the same phase."""
-        return PhaseReport(self.phase, *(getattr(self, name) + getattr(other, name) for name in PHASE_QUANTITIES))
-
 
 PHASE_QUANTITIES = tuple(item.name for item in fields(PhaseReport) if item.name != "phase")
-
-
-def merge_phases(older: Iterable[PhaseReport], newer: Iterable[PhaseReport]) -> tuple[PhaseReport, ...]:
-    """Sum reports by phase."""
-    merged = {report.phase: report for report in older}
-    for report in newer:
-        before = merged.get(report.phase)
-        merged[report.phase] = report if before is None else before.plus(report)
-    return tuple(merged.values())
 
 
 @dataclass(frozen=True)
@@ -146,12 +194,6 @@ class SlowTableReport:
     missed: Count = 0
     evicted: Count = 0
     written: Count = 0
-
-    def plus(self, other: SlowTableReport) -> SlowTableReport:
-        """Return the sum with a report of the same table."""
-        return SlowTableReport(
-            self.table, *(getattr(self, name) + getattr(other, name) for name in SLOW_TABLE_QUANTITIES)
-        )
 
 
 SLOW_TABLE_QUANTITIES = tuple(item.name for item in fields(SlowTableReport) if item.name != "table")
@@ -182,16 +224,72 @@ class SlowMemoryReport:
     bytes_written: Count = 0
     seconds: Seconds = 0.0
 
-    def plus(self, newer: SlowMemoryReport) -> SlowMemoryReport:
-        """Return the sum with a newer report of the same rank."""
-        merged = {report.table: report for report in self.tables}
-        for report in newer.tables:
-            before = merged.get(report.table)
-            merged[report.table] = report if before is None else before.plus(report)
-        return SlowMemoryReport(
-            named_tables(tuple(merged.values())), self.bytes_read + newer.bytes_read,
-            self.bytes_written + newer.bytes_written, self.seconds + newer.seconds,
-        )  # fmt: skip
+
+@dataclass(frozen=True)
+class PlacementState:
+    """The version of a placement, and its digest."""
+
+    version: Count
+    digest: Annotated[int, Range(0, 2**64 - 1)]
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    """Bytes that one rank sent, inside its node and to other nodes.
+
+    Attributes:
+        all_to_all_intra_bytes, all_to_all_inter_bytes: in the exchange (ids and rows).
+        sync_intra_bytes, sync_inter_bytes: in replica synchronisation.
+        migration_intra_bytes, migration_inter_bytes: in applying chunks.
+    """
+
+    all_to_all_intra_bytes: Count = 0
+    all_to_all_inter_bytes: Count = 0
+    sync_intra_bytes: Count = 0
+    sync_inter_bytes: Count = 0
+    migration_intra_bytes: Count = 0
+    migration_inter_bytes: Count = 0
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """The batches of some steps.
+
+    Attributes:
+        unused_prefetches: batches that were located ahead and located again, because the loop changed their ids.
+        prefetches: batches that were given to be located ahead, those included.
+        passes: forward passes whose gradients the steps have applied.
+    """
+
+    unused_prefetches: Count = 0
+    prefetches: Count = 0
+    passes: Count = 0
+
+
+@dataclass(frozen=True)
+class UsedExchange:
+    """The exchange that a rank uses.
+
+    Attributes:
+        reason: value of ``ExchangeReason``; empty on ranks that follow the one which decides.
+    """
+
+    name: Name = ""
+    reason: Name = ""
+
+
+@dataclass(frozen=True)
+class PhasesReport:
+    """Steps by phase (sums). They are other steps than those of the report, because phases are measured with a delay.
+
+    Attributes:
+        steps: steps summed here.
+        cover_seconds: compute that could cover collectives beside the training thread, in these steps.
+    """
+
+    by_phase: Annotated[tuple[PhaseReport, ...], Longest(16)] = ()
+    steps: Count = 0
+    cover_seconds: Seconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -201,78 +299,71 @@ class StepReport:
     Attributes:
         step: the newest step (absolute).
         steps: steps summed here.
-        placement_version, placement_digest: after the newest step.
+        placement: after the newest step.
         step_seconds: wall time of the steps.
         apply_seconds: part of ``step_seconds`` spent in applying chunks.
         accesses_by_tier: lookups served from (HOME, NODE, DEVICE) rows.
-        all_to_all_intra_bytes, all_to_all_inter_bytes: sent by this rank in the exchange (ids and rows).
-        sync_intra_bytes, sync_inter_bytes: sent by this rank in replica synchronisation.
-        migration_intra_bytes, migration_inter_bytes: sent by this rank in applying chunks.
-        unused_prefetches: batches that were located ahead and located again, because the loop changed their ids.
-        prefetches: batches that were given to be located ahead, those included.
-        passes: forward passes whose gradients these steps have applied.
         exchange: used after the newest step.
-        exchange_reason: value of ``ExchangeReason``; empty on ranks that follow the one which decides.
-        phases: the step by phase.
-        phase_steps: steps summed in ``phases``; other ones than ``steps``, because phases are measured with a delay.
-        cover_seconds: compute that could cover collectives beside the training thread, in these steps.
         slow_memory: what slow memory did; None where all rows are in fast memory, and in most reports.
         usage_warnings: those that the process has noted since it began, by kind.
     """
 
     step: Count
     steps: Count
-    placement_version: Count
-    placement_digest: Digest
+    placement: PlacementState
     step_seconds: Seconds
     apply_seconds: Seconds
     accesses_by_tier: tuple[Count, Count, Count]
-    all_to_all_intra_bytes: Count = 0
-    all_to_all_inter_bytes: Count = 0
-    sync_intra_bytes: Count = 0
-    sync_inter_bytes: Count = 0
-    migration_intra_bytes: Count = 0
-    migration_inter_bytes: Count = 0
-    unused_prefetches: Count = 0
-    exchange: Name = ""
-    exchange_reason: Name = ""
-    phases: Annotated[tuple[PhaseReport, ...], Longest(16)] = ()
-    phase_steps: Count = 0
-    cover_seconds: Seconds = 0.0
+    sent: SentBytes = SentBytes()
+    batches: BatchReport = BatchReport()
+    exchange: UsedExchange = UsedExchange()
+    phases: PhasesReport = PhasesReport()
     slow_memory: SlowMemoryReport | None = None
     usage_warnings: Annotated[tuple[UsageWarningReport, ...], Longest(16)] = ()
-    prefetches: Count = 0
-    passes: Count = 0
 
 
 def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
-    """Merge two reports within their bounds: sums, and the newer's step and placement."""
+    """Merge two reports: sums, and the newer's step, placement, exchange and usage warnings."""
     if older is None:
         return newer
-    latest = {
-        "step",
-        "placement_version",
-        "placement_digest",
-        "accesses_by_tier",
-        "exchange",
-        "exchange_reason",
-        "phases",
-        "slow_memory",
-        "usage_warnings",
-    }
+    home, node, device = (a + b for a, b in zip(older.accesses_by_tier, newer.accesses_by_tier, strict=True))
+    by_phase = _joined("phase", older.phases.by_phase, newer.phases.by_phase)
+    slow_memory = newer.slow_memory or older.slow_memory
+    if older.slow_memory is not None and newer.slow_memory is not None:
+        tables = named_tables(_joined("table", older.slow_memory.tables, newer.slow_memory.tables))
+        slow_memory = _sum(older.slow_memory, newer.slow_memory, tables=tables)
+    return _sum(
+        older,
+        newer,
+        step=newer.step,
+        placement=newer.placement,
+        accesses_by_tier=(home, node, device),
+        sent=_sum(older.sent, newer.sent),
+        batches=_sum(older.batches, newer.batches),
+        exchange=newer.exchange,
+        phases=_sum(older.phases, newer.phases, by_phase=by_phase),
+        slow_memory=slow_memory,
+        usage_warnings=newer.usage_warnings,
+    )
+
+
+def _sum(older: Part, newer: Part, **given: Any) -> Part:
+    """Return the sum of two reports, number by number, but for the fields that are ``given``."""
     sums = {
         item.name: getattr(older, item.name) + getattr(newer, item.name)
-        for item in fields(StepReport)
-        if item.name not in latest
+        for item in fields(newer)
+        if item.name not in given
     }
-    home, node, device = (a + b for a, b in zip(older.accesses_by_tier, newer.accesses_by_tier, strict=True))
-    phases = merge_phases(older.phases, newer.phases)
-    slow_memory = _merged(older.slow_memory, newer.slow_memory)
-    return replace(newer, accesses_by_tier=(home, node, device), phases=phases, slow_memory=slow_memory, **sums)
+    return replace(newer, **given, **sums)
 
 
-def _merged(older: SlowMemoryReport | None, newer: SlowMemoryReport | None) -> SlowMemoryReport | None:
-    return older.plus(newer) if older is not None and newer is not None else newer or older
+def _joined(key: str, older: Sequence[Part], newer: Sequence[Part]) -> tuple[Part, ...]:
+    """Sum the reports that are of the same ``key``."""
+    found = {getattr(report, key): report for report in older}
+    for report in newer:
+        of = getattr(report, key)
+        found[of] = _sum(found[of], report, **{key: of}) if of in found else report
+    return tuple(found.values())
 
 
 class PendingReports:

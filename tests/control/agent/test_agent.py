@@ -13,12 +13,12 @@ import pytest
 
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationState
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, no_rows, step_report, target
+from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, migrate, no_rows, step_report, target
 from tests.support.until import until
 
 PAIR = RankLayout(2, 1)
@@ -73,7 +73,7 @@ def test_an_unexpected_error_in_the_coordinator_ends_the_epoch_and_the_next_one_
         epochs = hosted.coordinator.status().epochs
         monkeypatch.setattr(hosted.coordinator._epochs, "tick", failing_once(hosted.coordinator._epochs.tick))
         until(lambda: hosted.coordinator.status().epochs > epochs and hosted.ready(), what=ranks.state())
-        migration = hosted.coordinator.migrate("p", lambda now: now.delta_to(target(1)).chunks(500))
+        migration = migrate(hosted.coordinator, "p", target(1), 500)
         assert migration.wait(20) is MigrationState.COMMITTED, (migration.record, ranks.state())
 
 
@@ -93,7 +93,7 @@ def failing_once(function: Callable[..., Any]) -> Callable[..., Any]:
     ("change", "reason"),
     [
         (
-            lambda own: replace(own, table_digest=LARGER.digest, tables=LARGER.tables),
+            lambda own: replace(own, table_digest=LARGER.digest),
             "the tables differ: item.rows: 60000 in the trainer, 50000 in the daemon's configuration",
         ),
         (lambda own: replace(own, table_digest="other"), "the tables differ: digest other here"),
@@ -104,7 +104,7 @@ def test_a_contradicting_rank_gets_the_reason_and_the_status_shows_it(
     host: Callable[..., Any], change: Any, reason: str
 ) -> None:
     hosted = host()
-    with Ranks(hosted.port, PAIR, identities=change) as ranks:
+    with Ranks(hosted.port, PAIR, identities=change, tables=LARGER) as ranks:
         until(lambda: all(reason in rank.agent.state for rank in ranks.ranks), what=ranks.state())
         assert hosted.coordinator.live() is None
         until(lambda: len(hosted.coordinator.status().refused_ranks) == 2)

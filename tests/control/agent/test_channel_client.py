@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from flexd.control.agent.channel_client import ChannelClient
-from flexd.control.daemon.channel_types import ChannelOptions, Opened
-from flexd.control.protocol import versions
+from flexd.control.daemon.channel_events import ChannelOptions, Opened
 from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.frames import MAX_BODY_BYTES, FrameKey, SealedPayload
-from flexd.control.protocol.handshake import Session, Status, server_steps
+from flexd.control.protocol.handshake import OWN, HandshakeStatus, Session, server_steps
 from flexd.core.errors import AuthenticationError, ControlError
 from tests.support.channel import CREDENTIALS, DEADLINE_SECONDS, SECRET, EchoDaemon, echo_daemon, round_trip
 from tests.support.until import until
@@ -46,7 +45,7 @@ def false_daemon(serve: Callable[[socket.socket], None]) -> Iterator[int]:
 
 
 def accept_client(sock: socket.socket) -> Session:
-    steps = server_steps(versions.OWN, (SECRET,))
+    steps = server_steps(OWN, (SECRET,))
     try:
         output, needed = next(steps)
         while True:
@@ -57,7 +56,7 @@ def accept_client(sock: socket.socket) -> Session:
             output, needed = steps.send(data)
     except StopIteration as done:
         session: Session = done.value
-        sock.sendall(session.verdict(Status.OK))
+        sock.sendall(session.verdict(HandshakeStatus.OK))
         return session
 
 

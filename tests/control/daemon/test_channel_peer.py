@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexd.control.agent.channel_client import ChannelClient
-from flexd.control.daemon.channel_types import ChannelOptions, Closed
+from flexd.control.daemon.channel_events import ChannelOptions, Closed
 from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.frames import (
     HEAD,

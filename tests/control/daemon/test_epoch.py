@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationState
 from flexd.core.layout import RankLayout
-from tests.support.ranks_in_threads import Ranks, target
+from tests.support.ranks_in_threads import Ranks, migrate, target
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 def test_a_lost_journal_is_replaced_by_listings_of_the_ranks(host: Callable[..., Any], tmp_path: Path) -> None:
     hosted = host()
     with Ranks(hosted.port, RankLayout(2, 3)) as ranks:
-        first = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(100))
+        first = migrate(hosted.coordinator, "p1", target(1), 100)
         assert first.wait(20) is MigrationState.COMMITTED
         hosted.close()
         again = host(tmp_path / "empty", port=hosted.port)
@@ -27,7 +27,7 @@ def test_a_lost_journal_is_replaced_by_listings_of_the_ranks(host: Callable[...,
         assert "placement_listed" in again.names()
         assert again.coordinator.placement().digest() == target(1).digest()
         assert again.coordinator.placement().version == 6
-        second = again.coordinator.migrate("p2", lambda p: p.delta_to(target(2)).chunks(100))
+        second = migrate(again.coordinator, "p2", target(2), 100)
         assert second.wait(20) is MigrationState.COMMITTED
         assert ranks.all_at(target(2))
 
@@ -35,7 +35,7 @@ def test_a_lost_journal_is_replaced_by_listings_of_the_ranks(host: Callable[...,
 def test_one_rank_restarted_in_the_same_attempt_receives_no_chunks(host: Callable[..., Any]) -> None:
     hosted = host(timeout_seconds=2.0)
     with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
-        first = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        first = migrate(hosted.coordinator, "p1", target(1, 50), 10)
         assert first.wait(20) is MigrationState.COMMITTED
         ranks.ranks[1].agent.stop(10)
         with Ranks(hosted.port, RankLayout(2, 1)) as fresh:

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationState
+from flexd.control.daemon.pusher import ChunkLimits
 from flexd.core.layout import RankLayout
-from tests.support.ranks_in_threads import Ranks, target
+from tests.support.ranks_in_threads import Ranks, migrate, target
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_new_attempt_starts_from_an_empty_placement(host: Callable[..., Any]) -> None:
-    hosted = host(window_chunks=1)
+    hosted = host(chunks=ChunkLimits(1))
     with Ranks(hosted.port) as ranks:
-        running = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(5))
+        running = migrate(hosted.coordinator, "p1", target(1), 5)
         until(lambda: running.record.chunks_applied > 3)
         ranks.stop()
         with Ranks(hosted.port, RankLayout(1, 2), attempt="a2") as restarted:
@@ -28,7 +29,7 @@ def test_a_new_attempt_starts_from_an_empty_placement(host: Callable[..., Any]) 
             assert hosted.coordinator.live().layout == RankLayout(1, 2)
             assert len(hosted.coordinator.placement()) == 0
             assert hosted.journal.segment.attempt == "a2"
-            migration = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(1)).chunks(50), generation=2)
+            migration = migrate(hosted.coordinator, "p2", target(1), 50, generation=2)
             assert migration.wait(20) is MigrationState.COMMITTED
             assert restarted.all_at(target(1))
 
@@ -58,7 +59,7 @@ def test_a_debug_run_takes_the_job_only_once_the_other_has_ended(host: Callable[
             until(lambda: hosted.coordinator.status().attempts_waiting == 1, what=debug.state)
             until(lambda: "attempt 'prod' holds job 'job': 4 ranks, since" in debug.ranks[0].agent.state)
             assert (holder(), hosted.coordinator.status().epochs) == ("prod", 1)
-            migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(50))
+            migration = migrate(hosted.coordinator, "p1", target(1), 50)
             assert migration.wait(20) is MigrationState.COMMITTED
             prod.stop()
             until(lambda: holder() == "debug", what=debug.state)

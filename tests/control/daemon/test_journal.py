@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.control.daemon.journal import _MAGIC, _MAGIC_OF_ANY, FORMAT, PlacementJournal, Segment
+from flexd.control.daemon.journal_frames import Chunk
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.placement import Delta, Placement
 
@@ -35,7 +36,7 @@ def filled(directory: Path, chunks: int) -> list[Placement]:
     placements = [Placement.empty()]
     for version in range(1, chunks + 1):
         delta = random_delta(placements[-1], version)
-        journal.append(version, delta)
+        journal.append(Chunk(version, delta))
         placements.append(placements[-1].apply(delta))
     journal.close()
     return placements
@@ -53,7 +54,8 @@ def test_a_torn_tail_of_any_length_is_truncated(tmp_path: Path) -> None:
         reached.add(journal.last_version if journal.segment else -1)
         assert same(journal.placement_at(journal.last_version), placements[journal.last_version])
         if journal.segment:
-            journal.append(journal.last_version + 1, random_delta(journal.placement_at(journal.last_version), length))
+            last = journal.placement_at(journal.last_version)
+            journal.append(Chunk(journal.last_version + 1, random_delta(last, length)))
         reopened = PlacementJournal(directory)
         assert reopened.truncated_bytes == 0
         assert reopened.last_version == journal.last_version
@@ -102,7 +104,7 @@ def test_voided_versions_agreement_and_restarts(
             last = max(agreed, len(model) - 1 - back)
             del model[last + 1 :]
             delta = random_delta(model[-1], seed)
-            journal.append(last + 1, delta)
+            journal.append(Chunk(last + 1, delta))
             model.append(model[-1].apply(delta))
             if seed % 3 == 0:
                 agreed = len(model) - 1 - seed % 2
@@ -131,8 +133,8 @@ def test_a_chunk_that_does_not_fit_is_not_recorded(
     journal = PlacementJournal(tmp_path)
     journal.begin(SEGMENT, Placement.empty())
     with pytest.raises(PlacementError):
-        journal.append(version, change(random_delta(Placement.empty(), 1)))
-    journal.append(1, random_delta(Placement.empty(), 1))
+        journal.append(Chunk(version, change(random_delta(Placement.empty(), 1))))
+    journal.append(Chunk(1, random_delta(Placement.empty(), 1)))
     journal.close()
     assert PlacementJournal(tmp_path).last_version == 1
 
@@ -143,11 +145,11 @@ def test_a_failed_write_leaves_the_journal_intact(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(SnapshotError, match="No space left"):
-            journal.append(3, random_delta(placements[2], 77))
+            journal.append(Chunk(3, random_delta(placements[2], 77)))
         with pytest.raises(SnapshotError, match="No space left"):
             journal.begin(Segment("a2", 4, "other"), Placement.empty())
     assert (journal.segment, journal.last_version) == (SEGMENT, 2)
-    journal.append(3, random_delta(placements[2], 78))
+    journal.append(Chunk(3, random_delta(placements[2], 78)))
     journal.close()
     reopened = PlacementJournal(tmp_path)
     assert reopened.truncated_bytes == 0
@@ -172,12 +174,12 @@ def test_many_voided_chunks_leave_a_small_file(tmp_path: Path, monkeypatch: pyte
     base = Placement.of(keys[:1_000], np.full(1_000, 1, np.uint8), 7)
     journal.begin(SEGMENT, base)
     kept = Delta(keys[1_000:2_000], np.zeros(1_000, np.uint8), np.full(1_000, 2, np.uint8))
-    journal.append(8, kept)
+    journal.append(Chunk(8, kept))
     live = (tmp_path / "placement.journal").stat().st_size
     voided = Delta(keys[2_000:], np.zeros(2_000, np.uint8), np.full(2_000, 1, np.uint8))
     largest, tries = 0, 300
     for _ in range(tries):
-        journal.append(9, voided)
+        journal.append(Chunk(9, voided))
         largest = max(largest, (tmp_path / "placement.journal").stat().st_size)
     assert tries * 10 * len(voided) > 5 * 2**20, "bytes written in all"
     assert largest <= 2 * live + 2**20 + 2 * (10 * len(voided) + 400)

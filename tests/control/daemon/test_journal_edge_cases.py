@@ -13,7 +13,8 @@ import pytest
 
 from flexd.control.daemon import journal as journal_module
 from flexd.control.daemon.journal import PlacementJournal, Segment
-from flexd.control.daemon.journal_frames import JournalledMigration, framed, payload_of
+from flexd.control.daemon.journal_frames import Chunk, framed, payload_of
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.errors import SnapshotError
 from flexd.core.placement import Delta, Placement
 
@@ -42,7 +43,8 @@ def watch_disk(patch: pytest.MonkeyPatch) -> list[str]:
 
 SEGMENT = Segment("a1", 3, "topology")
 ROWS = 4
-FIRST, SECOND = JournalledMigration("m1", "p1", 0), JournalledMigration("m2", "p2", 2)
+FIRST = MigrationRecord(migration_id="m1", plan_id="p1", base_version=0)
+SECOND = MigrationRecord(migration_id="m2", plan_id="p2", base_version=2)
 
 
 def step(version: int, before: int | None = None) -> Delta:
@@ -51,12 +53,12 @@ def step(version: int, before: int | None = None) -> Delta:
     return Delta(np.arange(ROWS), np.full(ROWS, old, np.uint8), np.full(ROWS, version % 3, np.uint8))
 
 
-def begun(directory: Path, *migrations: JournalledMigration | None) -> PlacementJournal:
+def begun(directory: Path, *migrations: MigrationRecord | None) -> PlacementJournal:
     """Return a journal with a chunk for each of these migrations."""
     journal = PlacementJournal(directory)
     journal.begin(SEGMENT, Placement.empty())
     for version, migration in enumerate(migrations, 1):
-        journal.append(version, step(version), migration)
+        journal.append(Chunk(version, step(version), migration))
     return journal
 
 
@@ -77,7 +79,7 @@ def test_the_destination_of_a_running_rollback_is_not_compacted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
-    back = JournalledMigration("m2.rollback", "p2", 4, returns_to=2)
+    back = MigrationRecord(migration_id="m2.rollback", plan_id="p2", base_version=4, returns_to=2)
     journal = begun(tmp_path, FIRST, FIRST, SECOND, SECOND, back)
     journal.compact(5)
     assert journal.placement_at(2).version == 2
@@ -158,7 +160,7 @@ def test_a_placement_is_synced_before_its_rename_and_a_chunk_before_it_is_record
     assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
     done = watch_disk(monkeypatch)
     journal.begin(SEGMENT, Placement.empty())
-    journal.append(1, step(1))
+    journal.append(Chunk(1, step(1)))
     assert done == ["sync placement.tmp", "name placement.journal", "sync state", "sync placement.journal"]
     assert stat.S_IMODE((tmp_path / "state" / "placement.journal").stat().st_mode) == 0o600
 
@@ -175,11 +177,11 @@ def test_a_directory_that_cannot_be_synced_loses_no_chunk(tmp_path: Path, monkey
         with pytest.raises(SnapshotError, match="Input/output error"):
             journal.compact(2)
         with pytest.raises(SnapshotError, match="Input/output error"):
-            journal.append(3, step(3))
+            journal.append(Chunk(3, step(3)))
         assert journal.last_version == 2
     done = watch_disk(monkeypatch)
-    journal.append(3, step(3))
-    journal.append(4, step(4))
+    journal.append(Chunk(3, step(3)))
+    journal.append(Chunk(4, step(4)))
     assert done == ["sync placement.journal", f"sync {tmp_path.name}", "sync placement.journal"]
     journal.close()
     reopened = PlacementJournal(tmp_path)

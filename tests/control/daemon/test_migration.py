@@ -1,13 +1,20 @@
-"""Waiting for a migration, and its progress."""
+"""The progress of a migration, and its events."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from flexd.control.daemon.migration import ChunkedDelta, Migration
-from flexd.control.daemon.migration_states import TransitionEvent
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.coordinator_types import ControlOptions
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.migration import Migration, MigrationEvent
+from flexd.control.daemon.migration_record import MigrationRecord, TransitionEvent
 from flexd.core.placement import Placement
-from tests.support.ranks_in_threads import target
+from tests.support.ranks_in_threads import TABLES, target
 
 
 def _applied(migration: Migration, rows: int) -> None:
@@ -16,12 +23,12 @@ def _applied(migration: Migration, rows: int) -> None:
 
 def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
     now = [100.0]
-    chunks = ChunkedDelta(target(1, 50).delta_to(Placement.empty()).chunks(10), rows=50, bytes_to_copy=3200)
-    migration = Migration("p", lambda _: chunks, clock=lambda: now[0])
+    migration = Migration(MigrationRecord(migration_id="p"), target(1, 50), clock=lambda: now[0])
     assert migration.report().eta_seconds is None
     assert set(migration.record.progress_by_part.values()) == {0.0}
+    assert migration.start_from(Placement.empty(7))
     migration.fire(TransitionEvent.START)
-    migration.begin(Placement.empty(7))
+    migration.set_delta(Placement.empty(7).delta_to(target(1, 50)), np.full(50, 64))
     progress = migration.record
     assert (progress.rows, progress.bytes_to_copy, progress.base_version) == (50, 3200, 7)
     assert (progress.progress, migration.report().eta_seconds) == (0.0, None)
@@ -47,3 +54,34 @@ def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
     migration.fire(TransitionEvent.ABORT)
     assert migration.report().eta_seconds is None
     assert migration.record.progress_by_part["stop"] == pytest.approx(30 / 50)
+
+
+def test_one_that_is_aborted_before_it_starts_has_no_base() -> None:
+    migration = Migration(MigrationRecord(migration_id="p"), Placement.empty())
+    migration.abort("too late")
+    assert not migration.start_from(Placement.empty(7))
+    assert (migration.base, migration.record.base_version) == (None, 0)
+
+
+def test_events_are_logged_and_passed_on(tmp_path: Path) -> None:
+    logged: list[tuple[str, Mapping[str, object]]] = []
+    recorded: list[MigrationEvent] = []
+
+    def record(event: MigrationEvent) -> None:
+        recorded.append(event)
+        raise ValueError("a failing history stops nothing")
+
+    coordinator = Coordinator(
+        ControlOptions("job"), TABLES, PlacementJournal(tmp_path), on_migration=record,
+        on_event=lambda name, fields: logged.append((name, fields)),
+    )  # fmt: skip
+    origin = MigrationRecord(migration_id="m", requested_by="ada")
+    migration = coordinator.migrate(origin, Placement.empty())
+    migration.fire(TransitionEvent.START)
+    migration.fire(TransitionEvent.FAIL, "why")
+    coordinator._dispatch_migration_events()
+    assert [(name, fields["migration_id"], fields["requested_by"], fields["reason"]) for name, fields in logged] == [
+        ("migration_pending", "m", "ada", ""), ("migration_pushing", "m", "ada", ""),
+        ("migration_failed", "m", "ada", "why"),
+    ]  # fmt: skip
+    assert [event.transition for event in recorded] == list(migration.record.transitions)

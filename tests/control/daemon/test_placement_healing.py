@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationState
 from flexd.core.layout import RankLayout
-from tests.support.ranks_in_threads import Ranks, same_content, target
+from tests.support.ranks_in_threads import Ranks, migrate, same_content, target
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
@@ -22,24 +22,24 @@ def mismatches(hosted: Any) -> int:
 def test_a_wrong_record_of_the_daemon_is_replaced_by_what_the_ranks_list(host: Callable[..., Any]) -> None:
     hosted = host()
     with Ranks(hosted.port, RankLayout(2, 2)) as ranks:
-        first = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(200))
+        first = migrate(hosted.coordinator, "p1", target(1), 200)
         assert first.wait(20) is MigrationState.COMMITTED
-        running = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(2)).chunks(5))
+        running = migrate(hosted.coordinator, "p2", target(2), 5)
         until(lambda: running.record.chunks_applied > 2)
         pusher = hosted.coordinator._pusher
         for version in list(pusher._digests):
             pusher._digests[version] ^= 1
         until(lambda: mismatches(hosted) > 0)
         assert running.wait(20) is MigrationState.FAILED
-        assert "reports another placement at version" in running.reason
+        assert "reports another placement at version" in running.record.problem
         until(lambda: "placement_listed" in hosted.names() and hosted.ready(), what=lambda: hosted.events)
-        again = hosted.coordinator.migrate("p3", lambda p: p.delta_to(target(3)).chunks(100))
+        again = migrate(hosted.coordinator, "p3", target(3), 100)
         assert again.wait(20) is MigrationState.COMMITTED, hosted.events
         assert ranks.all_at(target(3))
         assert same_content(ranks.history)
         assert hosted.coordinator.placement().digest() == target(3).digest()
         assert mismatches(hosted) == 1
-        assert (hosted.coordinator.divergence, hosted.coordinator.status().paused) == ("", False)
+        assert (hosted.coordinator.divergence, hosted.coordinator._pusher.paused) == ("", False)
 
 
 def test_pushing_pauses_after_a_repeat_until_an_operator_resumes(host: Callable[..., Any]) -> None:
@@ -54,9 +54,9 @@ def test_pushing_pauses_after_a_repeat_until_an_operator_resumes(host: Callable[
         )
         assert hosted.names().count("placement_listed") == 1
         until(hosted.ready)
-        assert hosted.coordinator.status().paused
+        assert hosted.coordinator._pusher.paused
         epochs = hosted.coordinator.status().epochs
-        waiting = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        waiting = migrate(hosted.coordinator, "p1", target(1, 50), 10)
         seen = mismatches(hosted)
         until(lambda: mismatches(hosted) > seen + 2)
         assert waiting.record.chunks_pushed == 0
@@ -67,6 +67,6 @@ def test_pushing_pauses_after_a_repeat_until_an_operator_resumes(host: Callable[
         ranks.false_digests.clear()
         seen = mismatches(hosted)
         hosted.coordinator.resume()
-        good = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(2, 50)).chunks(10))
+        good = migrate(hosted.coordinator, "p2", target(2, 50), 10)
         assert good.wait(20) is MigrationState.COMMITTED, hosted.events
         assert ranks.all_at(target(2, 50))

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_states import MigrationState, TransitionEvent
-from flexd.control.daemon.pusher import ChunkPusher
+from flexd.control.daemon.migration_record import MigrationRecord, MigrationState, TransitionEvent
+from flexd.control.daemon.pusher import ChunkLimits, ChunkPusher
 from flexd.core.errors import IllegalTransitionError
+from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from tests.support.ranks_in_threads import target
+from tests.support.ranks_in_threads import TABLES, target, topology_of
+
+TOPOLOGY = topology_of(RankLayout(2, 2))
+
+
+def planned(name: str, to: Placement) -> Migration:
+    return Migration(MigrationRecord(migration_id=name, plan_id=name), to)
 
 
 class PusherHarness:
@@ -21,8 +29,11 @@ class PusherHarness:
     def __init__(self, directory: Path, window: int = 3) -> None:
         self.journal = PlacementJournal(directory)
         self.journal.begin(Segment("a1", 1, "t"), Placement.empty())
-        self.pusher = ChunkPusher(self.journal, window, 1000)
-        self.pusher.begin_epoch(0, 0)
+        self.pusher = ChunkPusher(self.journal, TABLES, ChunkLimits(window, 10, 2**30))
+        self.begin_epoch(0)
+
+    def begin_epoch(self, version: int) -> None:
+        self.pusher.begin_epoch(version, self.journal.placement_at(version).digest(), TOPOLOGY)
 
     def push_all(self) -> list[int]:
         versions = []
@@ -35,16 +46,13 @@ class PusherHarness:
 
 def test_chunks_are_numbered_journalled_and_bounded(tmp_path: Path) -> None:
     harness = PusherHarness(tmp_path)
-    migration = Migration("p", lambda p: p.delta_to(target(1, 50)).chunks(10))
+    migration = planned("p", target(1, 50))
     harness.pusher.submit(migration)
     assert harness.push_all() == [1, 2, 3]
     harness.pusher.acknowledge(3, 0)
     assert harness.push_all() == []
     harness.pusher.acknowledge(3, 2)
     assert harness.push_all() == [4, 5]
-    assert migration.state is MigrationState.PUSHING
-    harness.pusher.acknowledge(5, 4)
-    assert harness.push_all() == []
     assert migration.state is MigrationState.APPLYING
     harness.pusher.acknowledge(5, 5)
     harness.push_all()
@@ -63,17 +71,18 @@ def test_chunks_are_numbered_journalled_and_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("agreed", range(4))
 def test_an_ended_epoch_voids_unagreed_chunks(tmp_path: Path, agreed: int) -> None:
     harness = PusherHarness(tmp_path)
-    migration = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
+    migration = planned("p", target(1, 30))
     harness.pusher.submit(migration)
     assert harness.push_all() == [1, 2, 3]
-    assert migration.state is MigrationState.PUSHING
-    harness.pusher.begin_epoch(agreed, harness.journal.placement_at(agreed).digest())
+    assert migration.delta is not None
+    chunks = list(migration.delta.chunks(10))
+    harness.begin_epoch(agreed)
+    assert migration.state is MigrationState.PUSHING or agreed == 3
     assert migration.record.chunks_pushed == agreed
     assert migration.record.rows_agreed == 10 * agreed
     harness.pusher.acknowledge(agreed, agreed)
     assert harness.push_all() == list(range(agreed + 1, 4))
     # The order is that of the plan: every version has the placement of the plan, not only the last.
-    chunks = list(Placement.empty().delta_to(target(1, 30)).chunks(10))
     for version in range(4):
         expected = Placement.empty()
         for chunk in chunks[:version]:
@@ -87,13 +96,14 @@ def test_an_ended_epoch_voids_unagreed_chunks(tmp_path: Path, agreed: int) -> No
 
 def test_a_completely_pushed_migration_returns_to_pushing_when_chunks_are_void(tmp_path: Path) -> None:
     harness = PusherHarness(tmp_path, window=4)
-    migration = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
+    migration = planned("p", target(1, 30))
     harness.pusher.submit(migration)
     harness.push_all()
     assert migration.state is MigrationState.APPLYING
-    harness.pusher.begin_epoch(1, harness.journal.placement_at(1).digest())
+    harness.begin_epoch(1)
     assert migration.state is MigrationState.PUSHING
-    newer = Migration("q", lambda p: p.delta_to(target(2, 30)).chunks(100))
+    newer = planned("q", target(2, 30))
+    harness.pusher.limits = replace(harness.pusher.limits, rows=100)
     harness.pusher.submit(newer)
     harness.pusher.acknowledge(1, 1)
     assert harness.push_all() == [2]
@@ -103,7 +113,7 @@ def test_a_completely_pushed_migration_returns_to_pushing_when_chunks_are_void(t
 
 def test_an_illegal_transition_is_counted_and_the_next_migration_runs(tmp_path: Path) -> None:
     harness = PusherHarness(tmp_path)
-    broken = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
+    broken = planned("p", target(1, 30))
     harness.pusher.submit(broken)
     harness.pusher.next_chunk(1)
     # Another component ends the migration.
@@ -112,7 +122,8 @@ def test_an_illegal_transition_is_counted_and_the_next_migration_runs(tmp_path: 
         harness.pusher.fail_active("refused")
     assert harness.pusher.illegal_transitions == 1
     harness.pusher.acknowledge(1, 1)
-    newer = Migration("q", lambda p: p.delta_to(target(2, 30)).chunks(100))
+    newer = planned("q", target(2, 30))
+    harness.pusher.limits = replace(harness.pusher.limits, rows=100)
     harness.pusher.submit(newer)
     assert harness.push_all() == [2]
     harness.pusher.acknowledge(2, 2)
@@ -122,8 +133,8 @@ def test_an_illegal_transition_is_counted_and_the_next_migration_runs(tmp_path: 
 
 def test_an_abort_waits_for_pushed_chunks_and_pushes_no_more(tmp_path: Path) -> None:
     harness = PusherHarness(tmp_path, window=2)
-    migration = Migration("p", lambda p: p.delta_to(target(1, 50)).chunks(10))
-    newer = Migration("q", lambda p: p.delta_to(target(2, 30)).chunks(100))
+    migration = planned("p", target(1, 50))
+    newer = planned("q", target(2, 30))
     harness.pusher.submit(migration)
     assert harness.push_all() == [1, 2]
     migration.abort("enough")
@@ -134,26 +145,27 @@ def test_an_abort_waits_for_pushed_chunks_and_pushes_no_more(tmp_path: Path) -> 
     assert harness.push_all() == []
     assert migration.state is MigrationState.ABORTING
     harness.pusher.acknowledge(2, 2)
+    harness.pusher.limits = replace(harness.pusher.limits, rows=100)
     assert harness.push_all() == [3]
     assert migration.state is MigrationState.ABORTED
-    assert "stopped at version 2, 20 rows applied" in migration.reason
+    assert "stopped at version 2, 20 of 50 rows applied" in migration.record.problem
     assert harness.journal.placement_at(3).digest() == target(2, 30).digest()
 
 
 @pytest.mark.parametrize("agreed", range(3))
 def test_void_chunks_of_an_aborted_migration_are_not_pushed_again(tmp_path: Path, agreed: int) -> None:
     harness = PusherHarness(tmp_path, window=2)
-    migration = Migration("p", list(Placement.empty().delta_to(target(1, 50)).chunks(10)))
+    migration = planned("p", target(1, 50))
     harness.pusher.submit(migration)
     assert harness.push_all() == [1, 2]
     migration.abort("enough")
     harness.pusher.end_early()
     assert migration.state is MigrationState.ABORTING
-    harness.pusher.begin_epoch(agreed, harness.journal.placement_at(agreed).digest())
+    harness.begin_epoch(agreed)
     harness.pusher.acknowledge(agreed, agreed)
     assert harness.push_all() == []
     assert migration.state is MigrationState.ABORTED
     progress = migration.record
     assert (progress.rows_pushed, progress.rows_applied, progress.last_version) == (10 * agreed, 10 * agreed, agreed)
-    assert f"stopped at version {agreed}, {10 * agreed} of 50 rows applied" in migration.reason
+    assert f"stopped at version {agreed}, {10 * agreed} of 50 rows applied" in migration.record.problem
     assert harness.pusher.drain_events()[-1].transition is None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tracemalloc
 
+from flexd.control.daemon.channel_events import EVENT_BYTES
 from flexd.control.daemon.channel_peer import OutputTotal, PeerOutput
-from flexd.control.daemon.channel_types import EVENT_BYTES
 from flexd.control.protocol.frames import FrameKey, SealedPayload
 
 

@@ -7,12 +7,13 @@ from typing import cast
 
 import pytest
 
+from flexd.control.daemon.channel_events import Closed, Event
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.daemon.channel_types import Closed, Event
 from flexd.control.daemon.epoch import Epoch
 from flexd.control.daemon.membership import Topology
 from flexd.control.daemon.rank_channels import RankChannels
-from flexd.control.protocol.messages import DaemonNotice, EpochAnnouncement, Heartbeat, Hello, decode
+from flexd.control.protocol.messages import DaemonNotice, EpochAnnouncement, Fence, Heartbeat, Hello, decode
+from flexd.control.protocol.report import PlacementState, RankIdentity
 from flexd.core.errors import StaleMessageError
 
 RANKS = 3_431
@@ -38,7 +39,8 @@ class _Server:
 
 
 def hello(rank: int, ranks: int = RANKS, nonce: str = "") -> Hello:
-    return Hello("job", "i", "a", rank, ranks, ranks, 1, (1,), "digest", f"s{rank}", nonce or f"{rank:016x}", 1, 0, 0)
+    identity = RankIdentity("job", "a", rank, ranks, 1, (1,), "digest")
+    return Hello(identity, "i", f"s{rank}", nonce or f"{rank:016x}", PlacementState(0, 0))
 
 
 def channels(timeout_seconds: float = 15.0) -> tuple[RankChannels, _Server]:
@@ -51,7 +53,7 @@ def test_no_message_of_an_epoch_grows_with_the_ranks() -> None:
     hellos = tuple(map(hello, range(RANKS)))
     for peer, each in enumerate(hellos):
         made.register(peer, each)
-    Epoch(made, Topology(hellos), "job", "i", 1, 1, 15.0, 100)
+    Epoch(made, Topology(hellos), Fence("job", "a", 1, 1, "token"), 15.0, 100)
     assert len(server.sent) == RANKS
     assert max(len(message) for _, message in server.sent) < 512
     for peers, message in server.sent:
@@ -66,15 +68,17 @@ def test_a_connection_speaks_for_one_rank_and_a_registration_has_one_connection(
     made.check_sender(3, hello(0))
     made.register(3, hello(0))
     made.check_sender(3, hello(0, nonce="again"))
-    with pytest.raises(StaleMessageError, match="rank 1 on the connection of rank 0"):
+    with pytest.raises(StaleMessageError, match="rank 1 on another rank's connection"):
         made.check_sender(3, hello(1))
     made.register(3, hello(0, nonce="again"))
-    assert made.peers_of(Topology((hello(0), hello(0, nonce="again")))) == (-1, 3)
-    made.register(5, hello(0, nonce="again"))
+    assert made.peers_of(Topology((hello(0), hello(1)))) == (3, -1)
+    made.register(5, hello(0, nonce="anew"))
     assert server.closed == [(3, "replaced")]
+    with pytest.raises(StaleMessageError, match="rank 0 on a connection that it has given up"):
+        made.check_sender(3, hello(0))
     server.events = [Closed(3, "replaced")]
     assert made.receive(10, 0.0) == [], "its registration lives on another connection"
-    assert made.peers_of(Topology((hello(0, nonce="again"),))) == (5,)
+    assert made.peers_of(Topology((hello(0),))) == (5,)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,6 @@ def test_heartbeats_are_as_far_apart_as_ranks_and_timeout_allow(
         made.register(rank, hello(rank))
     for now in (100.0, 100.0 + 0.99 * seconds):
         made.send_heartbeats(now)
-    assert [(peers, decode(message)) for peers, message in server.sent] == [(tuple(range(ranks)), Heartbeat("job"))]
+    assert [(peers, decode(message)) for peers, message in server.sent] == [(tuple(range(ranks)), Heartbeat())]
     made.send_heartbeats(100.0 + 1.01 * seconds)
     assert len(server.sent) == 2

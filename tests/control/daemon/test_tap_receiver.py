@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +10,11 @@ import pytest
 
 from flexd.control.agent import tap_outbox as tap_sender
 from flexd.control.agent.rank_connection import RankConnection
-from flexd.control.agent.tap_outbox import PIECE_BYTES, TapOutbox
+from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.daemon import tap_receiver
-from flexd.control.daemon.channel_types import ChannelOptions
-from flexd.control.protocol.messages import Message, TapPiece, encode
+from flexd.control.daemon.channel_events import ChannelOptions
+from flexd.control.protocol.bodies import PIECE_BYTES
+from flexd.control.protocol.messages import ControlMessage, TapPiece, encode
 from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import FORMAT
 from flexd.stream.tap_source import TapSource
@@ -135,24 +135,24 @@ def test_counts_of_a_format_that_the_daemon_does_not_read_stay_in_the_outbox(dae
         second.kill()
 
 
-def test_tampered_pieces_are_counted_and_the_payload_arrives_complete(daemon, monkeypatch):
+def test_a_piece_of_another_length_is_counted_and_the_payload_arrives_complete(daemon, monkeypatch):
     harness = daemon()
     broken = [0]
     send = RankConnection._send
 
-    def tamper(connection: RankConnection, message: Message, body: bytes = b"") -> None:
+    def cut(connection: RankConnection, message: ControlMessage, body: bytes = b"") -> None:
         if isinstance(message, TapPiece) and broken[0] < 2:
             broken[0] += 1
-            body = bytes(body[:-1]) + bytes([body[-1] ^ 1])
+            body = body[:-1]
         send(connection, message, body)
 
-    monkeypatch.setattr(RankConnection, "_send", tamper)
+    monkeypatch.setattr(RankConnection, "_send", cut)
     monkeypatch.setattr("flexd.control.daemon.tap_receiver._RETRY_SECONDS", 0.05)
     with TappedRanks(harness.hosted.port) as ranks:
         ranks.outboxes[0].put(b"the original")
         until(lambda: len(harness.counted) == 1, what=ranks.state())
         assert harness.counted[0][2] == b"the original"
-        until(lambda: harness.hosted.coordinator.status().refused_messages["forged"] == 2)
+        assert harness.hosted.coordinator.status().refused_messages["malformed"] == 2
         assert harness.hosted.coordinator.status().epochs == 1, "no rank was disturbed"
 
 
@@ -161,20 +161,13 @@ def test_pieces_that_were_not_requested_are_dropped(daemon):
     harness = daemon()
     with TappedRanks(harness.hosted.port) as ranks, RawRank(harness.hosted.port) as raw:
         until(harness.hosted.ready)
-        epoch = harness.hosted.coordinator._epochs.epoch
-        data = b"not requested"
-        digest = hashlib.sha256(data).hexdigest()
-
-        def piece(grant: int, sequence: int) -> TapPiece:
-            return TapPiece(**epoch.fence, rank=0, sequence=sequence, number=0, grant=grant, piece=0, sha256=digest)
-
-        raw.send(piece(1, 2**40), data)
-        client, context = ranks.ranks[0].agent._context.client, ranks.ranks[0].agent._context
+        fence = harness.hosted.coordinator._epochs.epoch.fence
+        raw.send(TapPiece(fence, 1), b"not requested")
+        client = ranks.ranks[0].agent._context.client
         ranks.outboxes[0].put(b"authentic")
         until(lambda: len(harness.counted) == 1)
         for grant in (0, 1, 7):
-            context.sequence += 1
-            client.send(encode(piece(grant, context.sequence)), data)
+            client.send(encode(TapPiece(fence, grant)), b"not requested")
         harness.snapshot()
         until(lambda: ranks.outboxes[0].free)
         ranks.outboxes[0].put(b"authentic")

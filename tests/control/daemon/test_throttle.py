@@ -11,13 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.control.daemon.journal import PlacementJournal, Segment
+from flexd.control.daemon.journal_frames import Chunk
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_states import MigrationState
-from flexd.control.daemon.pusher import ChunkPusher
+from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
+from flexd.control.daemon.pusher import ChunkLimits, ChunkPusher
 from flexd.control.daemon.throttle import BURST_SECONDS, Throttle, ThrottleLimits, ThrottleReason
 from flexd.core.errors import ControlError
+from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
-from tests.support.ranks_in_threads import target
+from flexd.planner.delta import moved_bytes
+from tests.support.ranks_in_threads import TABLES, target, topology_of
 
 
 @dataclass
@@ -28,6 +31,10 @@ class Clock:
         return self.now
 
 
+TOPOLOGY = topology_of(RankLayout(2, 2))
+LARGEST_ROW = max(table.row_bytes + table.state_bytes for table in TABLES.tables)
+
+
 def rows(*sizes: int) -> np.ndarray:
     return np.array(sizes, dtype=np.int64)
 
@@ -36,12 +43,12 @@ def test_a_step_limit_splits_the_chunk_and_holds_the_next_until_the_first_is_app
     throttle = Throttle(ThrottleLimits(bytes_per_step=250))
     assert throttle.release(rows(100, 100, 100, 100), 0) == 2
     assert throttle.release(rows(100, 100), 200) == 0
-    assert throttle.snapshot().waits_for is ThrottleReason.STEP
+    assert throttle.waits_for is ThrottleReason.STEP
     assert throttle.release(rows(50, 100), 200) == 0, "a chunk that fits the limit is not split: both rows wait"
     assert throttle.release(rows(50), 200) == 1
     assert throttle.release(rows(100, 100), 0) == 2
-    assert throttle.snapshot().waits_for is None
-    assert throttle.snapshot().released_bytes == 450
+    assert throttle.waits_for is None
+    assert throttle.released_bytes == 450
 
 
 @pytest.mark.parametrize("limits", [{"bytes_per_step": 0}, {"bytes_per_second": 0}, {"bytes_per_second": -5}])
@@ -98,14 +105,17 @@ class PusherHarness:
     def __post_init__(self) -> None:
         self.journal = PlacementJournal(self.directory)
         self.journal.begin(Segment("a1", 1, "t"), Placement.empty())
-        self.pusher = ChunkPusher(self.journal, 4, 1_000, self.throttle, self.row_bytes)
-        self.pusher.begin_epoch(0, 0)
+        self.pusher = ChunkPusher(self.journal, TABLES, ChunkLimits(4, 40, 2**30), self.throttle)
+        self.begin_epoch(0)
         self.applied = 0
         self.held: dict[int, int] = {}
 
+    def begin_epoch(self, version: int) -> None:
+        self.pusher.begin_epoch(version, self.journal.placement_at(version).digest(), TOPOLOGY)
+
     @staticmethod
     def row_bytes(delta: Delta) -> np.ndarray:
-        return np.where(delta.new_tiers > delta.old_tiers, 64, 0).astype(np.int64)
+        return moved_bytes(delta, TABLES, TOPOLOGY.layout)
 
     def push(self) -> None:
         while (chunk := self.pusher.next_chunk(1)) is not None:
@@ -129,7 +139,7 @@ def test_no_step_applies_more_than_the_cap_and_the_migration_completes(
     tmp_path_factory: pytest.TempPathFactory, caps: list[int], epochs: set[int], data: st.DataObject
 ) -> None:
     harness = PusherHarness(tmp_path_factory.mktemp("journal"), Throttle(ThrottleLimits(bytes_per_step=caps[0])))
-    migration = Migration("p", lambda p: p.delta_to(target(1, 300)).chunks(40))
+    migration = Migration(MigrationRecord(migration_id="p"), target(1, 300))
     harness.pusher.submit(migration)
     in_force = caps[0]
     for turn in range(4_000):
@@ -144,11 +154,11 @@ def test_no_step_applies_more_than_the_cap_and_the_migration_completes(
             # The ranks hold, and have agreed on, only some of the pushed chunks.
             agreed = data.draw(st.integers(harness.applied, harness.pusher.version))
             harness.held = {version: size for version, size in harness.held.items() if version <= agreed}
-            harness.pusher.begin_epoch(agreed, harness.journal.placement_at(agreed).digest())
+            harness.begin_epoch(agreed)
             harness.pusher.acknowledge(agreed, harness.applied)
             harness.push()
         harness.step()
-        assert harness.steps[-1] <= max(in_force, 64)
+        assert harness.steps[-1] <= max(in_force, LARGEST_ROW)
         if migration.done:
             break
         harness.push()
@@ -159,11 +169,11 @@ def test_no_step_applies_more_than_the_cap_and_the_migration_completes(
 def test_a_restarted_daemon_waits_until_the_ranks_have_applied_the_agreed_chunks(tmp_path: Path) -> None:
     harness = PusherHarness(tmp_path, Throttle(ThrottleLimits(bytes_per_step=1 << 30)))
     for version, delta in enumerate(Placement.empty().delta_to(target(1, 30)).chunks(10), start=1):
-        harness.journal.append(version, delta)
-    harness.pusher.begin_epoch(3, target(1, 30).digest())
-    harness.pusher.submit(Migration("p", lambda p: p.delta_to(target(2, 30)).chunks(60)))
+        harness.journal.append(Chunk(version, delta))
+    harness.begin_epoch(3)
+    harness.pusher.submit(Migration(MigrationRecord(migration_id="p"), target(2, 30)))
     harness.pusher.acknowledge(3, 2)
     assert harness.pusher.next_chunk(1) is None, "the third chunk may be applied at the next step"
-    assert harness.throttle.snapshot().waits_for is ThrottleReason.STEP
+    assert harness.throttle.waits_for is ThrottleReason.STEP
     harness.pusher.acknowledge(3, 3)
     assert harness.pusher.next_chunk(1) is not None

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from flexd.control.agent.inbox import Prepared
-from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.migration_record import MigrationState
 from flexd.control.daemon.pusher import MAX_TRIES
-from flexd.control.protocol.rows import RowsAssembly
+from flexd.control.protocol.bodies import RowsAssembly
 from flexd.core.errors import ControlError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
-from tests.support.ranks_in_threads import Ranks, same_content, target
+from tests.support.ranks_in_threads import Ranks, migrate, same_content, target
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
@@ -62,17 +62,17 @@ def test_a_chunk_that_a_rank_cannot_prepare_is_refused_by_name(
     prepare = Faulty(error)
     with Ranks(hosted.port, prepare_of_rank={2: prepare}) as ranks:
         until(hosted.ready, what=ranks.state())
-        failed = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(100))
+        failed = migrate(hosted.coordinator, "p1", target(1), 100)
         assert failed.wait(20) is MigrationState.FAILED, (ranks.state(), hosted.events)
-        assert f"rank 2 refused chunk 1: rank 2: chunk 1 cannot be prepared: {words}" in failed.reason
-        assert len(failed.reason) < 1200
-        assert "\n" not in failed.reason
+        assert f"rank 2 refused chunk 1: rank 2: chunk 1 cannot be prepared: {words}" in failed.record.problem
+        assert len(failed.record.problem) < 1200
+        assert "\n" not in failed.record.problem
         assert prepare.calls == 1
         until(hosted.ready, what=ranks.state())
         assert [rank.agent.counters["connects"] for rank in ranks.ranks] == [1, 1, 1, 1]
         assert hosted.coordinator.status().refused_chunks == 1
         prepare.error = None
-        good = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(2)).chunks(100))
+        good = migrate(hosted.coordinator, "p2", target(2), 100)
         assert good.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
         assert ranks.all_at(target(2))
         assert same_content(ranks.history)
@@ -96,12 +96,12 @@ def test_chunks_that_never_arrive_fail_their_migration_after_bounded_tries(
     with Ranks(hosted.port, PAIR) as ranks:
         until(hosted.ready)
         broken.set()
-        failed = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        failed = migrate(hosted.coordinator, "p1", target(1, 50), 10)
         assert failed.wait(60) is MigrationState.FAILED, (ranks.state(), hosted.events)
         assert tries[0] == MAX_TRIES
-        assert f"chunk 1 was pushed {MAX_TRIES} times and not all ranks have agreed on it" in failed.reason
-        assert re.search("rank 1 (left|registered again)", failed.reason), failed.reason
+        assert f"chunk 1 was pushed {MAX_TRIES} times and not all ranks have agreed on it" in failed.record.problem
+        assert re.search("rank 1 (left|registered again)", failed.record.problem), failed.record.problem
         broken.clear()
-        good = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        good = migrate(hosted.coordinator, "p2", target(1, 50), 10)
         assert good.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
         assert ranks.all_at(target(1, 50))

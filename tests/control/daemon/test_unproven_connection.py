@@ -9,16 +9,17 @@ from collections.abc import Callable
 
 import pytest
 
-from flexd.control.daemon.channel_types import REFUSED_REASONS, ChannelOptions
+from flexd.control.daemon.channel_events import REFUSED_REASONS, ChannelOptions
 from flexd.control.protocol.handshake import (
     MAGIC,
     MAX_CLIENT_BYTES,
     MAX_FIELDS_BYTES,
     NONCE_BYTES,
+    OWN,
     PROOF_BYTES,
+    Versions,
     encode_hello,
 )
-from flexd.control.protocol.versions import OWN, Versions
 from tests.support.channel import (
     DEADLINE_SECONDS,
     EchoDaemon,

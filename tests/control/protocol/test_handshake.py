@@ -8,15 +8,16 @@ from hypothesis import strategies as st
 
 from flexd.control.protocol.handshake import (
     MAX_CLIENT_BYTES,
+    OWN,
     PROOF_BYTES,
     HandshakeRefusedError,
+    HandshakeStatus,
     Session,
-    Status,
     Steps,
+    Versions,
     client_steps,
     server_steps,
 )
-from flexd.control.protocol.versions import OWN, Versions
 from flexd.core.errors import AuthenticationError, ControlError, IncompatibleError
 
 OLD, NEW, OTHER = b"o" * 32, b"n" * 32, b"x" * 32
@@ -48,7 +49,7 @@ class End:
         except StopIteration as done:
             self.session = done.value
             if self.verdict:
-                self.sent.append(done.value.verdict(Status.OK))
+                self.sent.append(done.value.verdict(HandshakeStatus.OK))
         except HandshakeRefusedError as error:
             self.error = error
             self.sent.append(error.reply)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.control.protocol.messages import MAX_MESSAGE_BYTES, MalformedReportError, Progress, decode, encode
+from flexd.control.protocol.messages import MAX_MESSAGE_BYTES, Fence, MalformedReportError, Progress, decode, encode
 from flexd.control.protocol.report import (
     MAX_NAMED_TABLES,
     PendingReports,
@@ -25,7 +25,7 @@ from flexd.core.bounds import Longest, Range
 from flexd.core.usage_warnings import MAX_TEXT, UsageWarningKind, UsageWarningReport
 from tests.support.report_values import Leaf, full_report, leaves, reports
 
-FENCE = ("job", "a" * 100, 2, 7, "token")
+FENCE = Fence("job", "a" * 100, 2, 7, "token")
 LEAVES = tuple(leaves())
 NUMBERS = tuple(leaf for leaf in LEAVES if leaf.type.base is not str)
 WRONG: dict[type, tuple[Any, ...]] = {
@@ -36,7 +36,7 @@ WRONG: dict[type, tuple[Any, ...]] = {
 
 
 def progress(report: StepReport | None) -> Progress:
-    return Progress(*FENCE, 1, 9, 4, 3, report)
+    return Progress(FENCE, 4, 3, report)
 
 
 def with_value(leaf: Leaf, value: Any) -> bytes:

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from wire_schema import FOLDER, OPTIONAL, Schema, differences, schema
 
-from flexd.control.protocol.versions import VERSION
+from flexd.control.protocol.handshake import VERSION
 from tests.support.repository import ROOT, child_environment
 from tests.support.second_tree import ADDED, write_second_tree
 
 _HOW = (
     "what travels differs from the schema of version {0}. If version {0} is not released yet, run "
-    "tools/wire_schema.py --write. Otherwise raise VERSION in flexd/control/protocol/versions.py, run it, and add the "
+    "tools/wire_schema.py --write. Otherwise raise VERSION in flexd/control/protocol/handshake.py, run it, and add the "
     "version and its changes to docs/upgrading.md"
 )
 

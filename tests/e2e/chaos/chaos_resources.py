@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from flexd.control.daemon.channel_types import ChannelOptions
+from flexd.control.daemon.channel_events import ChannelOptions
 from tests.e2e.chaos.chaos_world import BALLAST, ChaosWorld
 
 _SECONDS = 0.5

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from flexd.control.daemon.coordinator import ControlOptions, Coordinator
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.coordinator_types import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.migration import MigrationState
+from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import Tier
 from flexd.core.placement import Placement
@@ -106,7 +107,8 @@ def bench_ranks(ranks: int, rows: int) -> Outcome:
             joined = time.perf_counter() - began
             used = time.process_time()
             began = time.perf_counter()
-            migration = coordinator.migrate("big", lambda now: now.delta_to(target).chunks(LISTED_CHUNK_ROWS))
+            coordinator.limit_chunks(LISTED_CHUNK_ROWS, 2**40)
+            migration = coordinator.migrate(MigrationRecord(migration_id="big", plan_id="big"), target)
             committed = migration.wait(4 * _DEADLINE_SECONDS) is MigrationState.COMMITTED
             seconds, used = time.perf_counter() - began, time.process_time() - used
             for pipe in pipes:

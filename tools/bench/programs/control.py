@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.protocol.report import RankIdentity, StepReport
+from flexd.control.protocol.report import PlacementState, RankIdentity, StepReport
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
@@ -52,7 +52,7 @@ def simulated_ranks(
     agents = [
         Agent(
             inbox,
-            RankIdentity(JOB, ATTEMPT, rank, ranks, layout.nodes, layout.local_ranks, (rows,), keyspace.digest),
+            RankIdentity(JOB, ATTEMPT, rank, layout.nodes, layout.local_ranks, (rows,), keyspace.digest),
             f"127.0.0.1:{control_port}", lambda: (np.empty(0, np.int64), np.empty(0, np.uint8)), timeout_seconds=60.0,
         )
         for rank, inbox in zip(mine, inboxes, strict=True)
@@ -73,7 +73,7 @@ def simulated_ranks(
                 digest = (digest + delta.digest_change()) % 2**64 if at == 0 else digest
                 inbox.applied(version)
             version = inbox.applied_version
-            agent.report(StepReport(step, 1, version, digest, 0.01, 0.0, (1, 0, 0), 0, 0, 0, 0, 0, 0))
+            agent.report(StepReport(step, 1, PlacementState(version, digest), 0.01, 0.0, (1, 0, 0)))
         if lowest[1]:
             break
         time.sleep(0.01)

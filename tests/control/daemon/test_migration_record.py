@@ -7,8 +7,15 @@ import itertools
 import pytest
 
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_states import FINAL_STATES, TRANSITIONS, MigrationState, TransitionEvent
+from flexd.control.daemon.migration_record import (
+    FINAL_STATES,
+    TRANSITIONS,
+    MigrationRecord,
+    MigrationState,
+    TransitionEvent,
+)
 from flexd.core.errors import ControlError
+from flexd.core.placement import Placement
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(MigrationState, TransitionEvent)))
@@ -23,7 +30,7 @@ def test_only_transitions_of_the_table_are_possible(state: MigrationState, event
         MigrationState.ABORTED: [TransitionEvent.ABORT],
         MigrationState.FAILED: [TransitionEvent.FAIL],
     }
-    migration = Migration("p", [])
+    migration = Migration(MigrationRecord(migration_id="p"), Placement.empty())
     for step in paths[state]:
         migration.fire(step)
     assert migration.state is state
@@ -34,7 +41,7 @@ def test_only_transitions_of_the_table_are_possible(state: MigrationState, event
         assert migration.state is state
     else:
         migration.fire(event, "why")
-        assert (migration.state, migration.reason) == (after, "why")
+        assert (migration.state, migration.record.problem) == (after, "why")
 
 
 def test_the_table_is_closed() -> None:

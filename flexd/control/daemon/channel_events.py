@@ -1,0 +1,228 @@
+"""Options, events and counters of the daemon's end of the control channel, and the events that nobody has received."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from flexd.control.protocol.frames import MAX_FRAME_BYTES, READ_BYTES, Body
+from flexd.control.protocol.handshake import MAX_CLIENT_BYTES
+
+PEER_SHARE_BYTES = 2**14
+"""Unread bytes that each peer may have whatever the others do, so that nobody's flood stops another one's messages."""
+EVENT_BYTES = 512
+"""Memory of an unread event or a queued frame beside its bytes; each counts for as much."""
+CONNECTION_BYTES = 2**13
+"""Memory of a connection beside its buffers."""
+TLS_BYTES = 2**17
+"""Memory of OpenSSL for a connection."""
+
+
+@dataclass(frozen=True)
+class ChannelOptions:
+    """Where the channel listens, and its bounds.
+
+    Attributes:
+        port: 0 binds a free port.
+        timeout_seconds: deadline of a frame that has begun, and of a peer that has output and reads nothing.
+        handshake_seconds: deadline of a handshake.
+        handshake_grace_seconds: while all places are used by connections younger than this, new ones wait unaccepted.
+        max_unproven: connections in the handshake; one more closes the oldest.
+        max_peers: proven connections; one more is refused.
+        peer_unread_bytes: frames of one peer that nobody has received yet; beyond it the peer is not read.
+        unread_bytes: the same of all peers together, beside the ``PEER_SHARE_BYTES`` of each.
+        partial_bytes: received from all peers together of frames that are not whole yet, or wait for room; beyond it
+            the peer with most is closed.
+        peer_queued_bytes: frames queued for one peer; beyond it the peer is closed (shared bodies count for each).
+        queued_bytes: frames queued for all peers (shared bodies count once); beyond it the slowest peers are closed.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    timeout_seconds: float = 15.0
+    handshake_seconds: float = 5.0
+    handshake_grace_seconds: float = 0.5
+    max_unproven: int = 1024
+    max_peers: int = 4096
+    peer_unread_bytes: int = 4 * 2**20
+    unread_bytes: int = 64 * 2**20
+    partial_bytes: int = 96 * 2**20
+    peer_queued_bytes: int = 64 * 2**20
+    queued_bytes: int = 256 * 2**20
+
+    def memory_bound_bytes(self, with_tls: bool = False) -> int:
+        """Return the most memory that the connections may use, whatever their other ends send."""
+        connection = CONNECTION_BYTES + (TLS_BYTES if with_tls else 0)
+        peer = connection + PEER_SHARE_BYTES
+        # One frame may be added to each total before its bound takes effect.
+        totals = self.unread_bytes + self.partial_bytes + self.queued_bytes + 2 * MAX_FRAME_BYTES + READ_BYTES
+        return self.max_unproven * (connection + MAX_CLIENT_BYTES) + self.max_peers * peer + totals
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A peer has proved itself. ``peer`` is a number that is never used again."""
+
+    peer: int
+    version: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A frame of a peer."""
+
+    peer: int
+    message: bytes
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The connection of a peer has ended; nothing of it follows. ``reason`` is a bounded label for metrics."""
+
+    peer: int
+    reason: str
+
+
+Event = Opened | Received | Closed
+
+REFUSED_REASONS = (
+    "garbage", "malformed", "oversized", "version", "wrong_secret", "tls", "timeout", "disconnected", "too_many",
+    "too_many_peers", "descriptors", "stopping",
+)  # fmt: skip
+"""Reasons why a connection ended before it had proven itself."""
+
+
+@dataclass(frozen=True)
+class ChannelCounters:
+    """The channel at one moment; sums are since the start.
+
+    Attributes:
+        peers, unproven: connections now, proven and not.
+        accepted, proven: connections so far.
+        refused: connections that ended before they had proven themselves, by reason.
+        closed: proven connections that ended, by reason.
+        unread_bytes, queued_bytes: bytes in memory now that wait to be received or sent.
+    """
+
+    peers: int = 0
+    unproven: int = 0
+    accepted: int = 0
+    proven: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    closed: Mapping[str, int] = field(default_factory=dict)
+    bytes_in: int = 0
+    bytes_out: int = 0
+    unread_bytes: int = 0
+    queued_bytes: int = 0
+
+
+class UnreadEvents:
+    """Queues of events by peer, received in turns. The channel's thread adds, any other thread receives.
+
+    Args:
+        on_room: called after a receive that follows a refused ``has_room``, from the receiving thread.
+    """
+
+    def __init__(self, options: ChannelOptions, on_room: Callable[[], None]) -> None:
+        self._options = options
+        self._on_room = on_room
+        self._changed = threading.Condition()
+        self._queues: dict[int, deque[tuple[Event, int]]] = {}
+        self._turns: deque[int] = deque()
+        self._peer_bytes: dict[int, int] = {}
+        self._total = 0
+        self._shared = 0
+        """Bytes beyond the share of each peer."""
+        self._waiting: dict[int, int] = {}
+        """Bytes of the frames that wait for room, by peer, in the order in which they get it."""
+        self.partial_bytes = 0
+        """Received bytes that are no whole frame yet, or wait for room. Changed by the channel's thread."""
+        self._is_short = False
+        self._woken = False
+
+    @property
+    def peers(self) -> int:
+        """Number of peers with unread events."""
+        return len(self._queues)
+
+    @property
+    def nbytes(self) -> int:
+        return self._total
+
+    def has_room(self, peer: int, nbytes: int) -> bool:
+        """Return whether a frame of ``nbytes`` of ``peer`` may be added: it is within the peer's own share, or the
+        peer is below its bound and all are below theirs with it and with the frames that have waited longer: small
+        ones do not take the room that a large one waits for. A frame beyond that bound gets in alone."""
+        with self._changed:
+            own, limit = self._peer_bytes.get(peer, 0), self._options.unread_bytes
+            if own + nbytes <= PEER_SHARE_BYTES:
+                return True
+            if own < self._options.peer_unread_bytes:
+                taken = self._shared
+                for other, waiting in self._waiting.items():
+                    if other == peer or taken > limit:
+                        break
+                    taken += waiting
+                if taken + nbytes <= limit or not taken:
+                    return True
+                self._waiting[peer] = nbytes
+            self._is_short = True
+            return False
+
+    def add(self, event: Event, nbytes: int = 0) -> None:
+        """Add an event of ``nbytes``."""
+        with self._changed:
+            nbytes += EVENT_BYTES
+            self._waiting.pop(event.peer, None)
+            self._count(event.peer, nbytes)
+            queue = self._queues.get(event.peer)
+            if queue is None:
+                queue = self._queues[event.peer] = deque()
+                self._turns.append(event.peer)
+            queue.append((event, nbytes))
+            self._changed.notify()
+
+    def receive(self, limit: int, timeout_seconds: float) -> list[Event]:
+        """Return at most ``limit`` events, one of each peer in turn, each peer's in order."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            while not self._turns and not self._woken:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or not self._changed.wait(remaining):
+                    break
+            self._woken = False
+            events: list[Event] = []
+            while self._turns and len(events) < limit:
+                peer = self._turns.popleft()
+                queue = self._queues[peer]
+                event, nbytes = queue.popleft()
+                events.append(event)
+                self._count(peer, -nbytes)
+                if queue:
+                    self._turns.append(peer)
+                else:
+                    del self._queues[peer]
+            had_short, self._is_short = self._is_short and bool(events), self._is_short and not events
+        if had_short:
+            self._on_room()
+        return events
+
+    def wake(self) -> None:
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def _count(self, peer: int, nbytes: int) -> None:
+        before = self._peer_bytes.get(peer, 0)
+        own = before + nbytes
+        self._total += nbytes
+        self._shared += max(0, own - PEER_SHARE_BYTES) - max(0, before - PEER_SHARE_BYTES)
+        if own:
+            self._peer_bytes[peer] = own
+        else:
+            self._peer_bytes.pop(peer, None)
