@@ -13,8 +13,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from flexd.core.layout import RankLayout
     from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
-    from flexd.embedding.checkpoint.checkpoint import ShardedState
     from flexd.embedding.checkpoint.series import CheckpointSeries
+    from flexd.embedding.checkpoint.sharded_state import ShardedState
     from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
     from flexd.embedding.connect import connect
     from flexd.embedding.dense_adam import DenseAdam
@@ -44,7 +44,7 @@ _HOMES = {
     "RowWiseAdagrad": "flexd.embedding.row_optimizers",
     "RowWiseAdam": "flexd.embedding.row_optimizers",
     "SGD": "flexd.embedding.row_optimizers",
-    "ShardedState": "flexd.embedding.checkpoint.checkpoint",
+    "ShardedState": "flexd.embedding.checkpoint.sharded_state",
     "TableRules": "flexd.embedding.table_rules",
     "Tap": "flexd.embedding.tap.tap",
     "connect": "flexd.embedding.connect",

@@ -7,7 +7,7 @@ import os
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,8 +32,10 @@ from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import StepMoments
-from flexd.embedding.store.slow.slow_memory_meter import SlowMemoryMeter
 from flexd.embedding.tap.tap import Tap
+
+if TYPE_CHECKING:
+    from flexd.embedding.store.slow.tiered_storage import SlowMemoryMeter
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,11 @@ class Connection(StepMoments):
         self._last_totals = self._totals()
         self._last_step_at = time.monotonic()
         self._phase_steps = 0
-        self._slow_memory = SlowMemoryMeter(collection.engine.stores)
+        self._slow_memory: SlowMemoryMeter | None = None
+        if any(store.tier is not None for store in collection.engine.stores):
+            from flexd.embedding.store.slow.tiered_storage import SlowMemoryMeter  # loaded where a job has cold rows
+
+            self._slow_memory = SlowMemoryMeter(collection.engine.stores)
         self._slow_memory_at = self._last_step_at
         collection.phases.drain()
         collection.engine.joined.append(self)
@@ -112,7 +118,7 @@ class Connection(StepMoments):
             by_phase, cover_seconds = collection.phases.drain()
             phases, self._phase_steps = PhasesReport(by_phase, self._phase_steps, cover_seconds), 0
         slow_memory: SlowMemoryReport | None = None
-        if now - self._slow_memory_at >= SLOW_MEMORY_SECONDS:
+        if self._slow_memory is not None and now - self._slow_memory_at >= SLOW_MEMORY_SECONDS:
             self._slow_memory_at, slow_memory = now, self._slow_memory.drain()
         self.agent.report(
             StepReport(

@@ -90,9 +90,7 @@ class RowEngine:
         self.guard = StepGuard(groups.rank, groups.notices, self.passes)
         cache_slots = None if tiered_storage is None else tiered_storage.cache_slots(homes.groups, groups.layout)
         all_slots = [slots + homes.copied_slots(group) for group, slots in enumerate(replica_slots)]
-        self.stores = make_stores(
-            homes.groups, groups.layout, groups.rank, all_slots, device, cache_slots, keep_keys=keep_keys, homes=homes,
-        )  # fmt: skip
+        self.stores = make_stores(homes, groups.rank, all_slots, device, cache_slots, keep_keys=keep_keys)
         self.joined: list[StepMoments] = []
         """Joined in each step, in this order, after ``hooks``."""
         self.look_ups = 0
@@ -165,11 +163,9 @@ class RowEngine:
         ``states``, by ``DimGroup.optimizer``."""
         for number, store in enumerate(self.stores):
             state = states[store.group.optimizer]
-            if self._tiered_storage is not None and store.tier is not None:
-                from flexd.embedding.store.slow.tiered_storage import first_home_slots, initial_rows_of
-
-                make = initial_rows_of(store, self.keyspace, scales, seed, state)
-                self._tiered_storage.begin(self.stores, number, make, *first_home_slots(store, self.homes))
+            if not isinstance(store.state, torch.Tensor):
+                if self._tiered_storage is not None:
+                    self._tiered_storage.begin(self.stores, number, scales, seed, state)
                 continue
             store.state.fill_(state)
             for table in store.group.tables:

@@ -6,18 +6,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
+from flexd.core.layout import RankLayout, Tier
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 if TYPE_CHECKING:
-    from flexd.embedding.checkpoint.blocks import TableHomes
+    from flexd.embedding.checkpoint.table_rows import TableHomes
 
 
 class TableAccess(nn.Module):
@@ -64,7 +65,8 @@ class TableAccess(nn.Module):
             EmbeddingError: on every rank: the values do not fit the table on one, or ranks gave different values,
                 rows or tables. Nothing is loaded. On this rank: the table or the source is unknown.
         """
-        from flexd.embedding.checkpoint.given_rows import agree_on_rows, send_rows
+        from flexd.embedding.checkpoint.given_rows import agree_on_rows
+        from flexd.embedding.checkpoint.table_rows import distribute
 
         if name not in self.keyspace.index:
             raise EmbeddingError(f"no table {name!r}", remedy=f"one of {', '.join(self.keyspace.index)}")
@@ -81,7 +83,8 @@ class TableAccess(nn.Module):
                 self.set_rows(name, first_row, values)
                 return
             self._before_load(store, homes, rows)
-            send_rows(self._groups.world, homes, store.rows, source or 0, rows, values)
+            given = [] if values is None else [values]
+            distribute(self._groups.world, homes, [store.rows], homes.only(source or 0, rows), given)
 
     @torch.no_grad()
     def set_rows(self, name: str, first_row: int, values: torch.Tensor) -> None:
@@ -90,7 +93,7 @@ class TableAccess(nn.Module):
         store, homes = self._homes(self.keyspace.index[name])
         rows = range(first_row, first_row + values.shape[0])
         self._before_load(store, homes, rows)
-        homes.write_table(store.rows, first_row, values)
+        homes.write(store.rows, first_row, values)
 
     def _before_load(self, store: GroupStore, homes: TableHomes, rows: range) -> None:
         """Tell the engine that the rows are about to be replaced."""
@@ -104,27 +107,31 @@ class TableAccess(nn.Module):
         Args:
             device: of the result; default that of the tables. With "cpu" an accelerator holds one window at a time.
         """
-        from flexd.embedding.checkpoint.whole_tables import gather_rows
+        from flexd.embedding.checkpoint.table_rows import gather_table
 
         store, homes = self._homes(self.keyspace.index[name])
         self.engine.settle()
         with self.traffic.uncounted():
-            return gather_rows(self._groups.world, homes, store.rows, device)
+            return gather_table(self._groups.world, homes, store.rows, device)
 
     def _homes(self, table: int) -> tuple[GroupStore, TableHomes]:
-        from flexd.embedding.checkpoint.blocks import TableHomes
+        from flexd.embedding.checkpoint.table_rows import TableHomes
 
         store = next(store for store in self.engine.stores if table in store.group.tables)
         return store, TableHomes(self.engine.homes, table, self.rank)
 
     def replicas_bit_equal(self) -> bool:
         """Collective. Return whether all replicas, with optimizer state, equal their home copies bit for bit."""
-        from flexd.embedding.checkpoint.whole_tables import replicas_bit_equal
-
         self.engine.hooks.wait()
         self.engine.migrator.complete()
+        verdict = torch.ones(1, dtype=torch.int64, device=self.device)
         with self.traffic.uncounted():
-            return replicas_bit_equal(self._groups, self.engine.stores)
+            for number, store in enumerate(self.engine.stores):
+                for tier, holders in ((Tier.NODE, self._groups.rail), (Tier.DEVICE, self._groups.world)):
+                    packed = store.pack(store.directory.slots_at(store.directory.at_tier(number, tier)))
+                    verdict *= all(torch.equal(packed, other) for other in holders.all_gather(packed))
+            self._groups.world.all_reduce(verdict, dist.ReduceOp.MIN)
+        return bool(verdict)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -22,8 +22,7 @@ except ImportError as error:
         "then pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions)",
     ) from error
 
-from flexd.torchrec.collections import FlexEmbeddingBagCollection, FlexEmbeddingCollection
-from flexd.torchrec.replaced_tables import ReplacedTables
+from flexd.torchrec.replaced_tables import FlexEmbeddingBagCollection, FlexEmbeddingCollection, ReplacedTables
 from flexd.torchrec.replacement import replace
 from flexd.torchrec.sharding import sharding_plan
 from flexd.torchrec.state import FusedOptimizerState, ModelState

@@ -200,7 +200,7 @@ def replaced_module(
 
 
 @dataclass(frozen=True)
-class _OneModule:
+class _ModuleInput:
     """The input of a look-up for a single module."""
 
     module: ReplacedModule
@@ -283,7 +283,7 @@ class ReplacedTables(EmbeddingBagCollection):
         if len(self._modules_of_model) == 1:
             return self._look_up([module], given, given)[module.path]
         if not self._one_lookup:
-            return self._look_up([module], _OneModule(module, given), given)[module.path]
+            return self._look_up([module], _ModuleInput(module, given), given)[module.path]
         mode = (torch.is_grad_enabled(), training, self.steps)
         if self._shared is None or not self._shared.serves(module, given, mode):
             self._check_all_taken(module)
@@ -322,7 +322,7 @@ class ReplacedTables(EmbeddingBagCollection):
     def as_features(self, given: Any) -> dict[str, Jagged]:
         """Convert a ``KeyedJaggedTensor`` to ids by feature, of one module or of all."""
         modules = self._modules_of_model
-        if isinstance(given, _OneModule):
+        if isinstance(given, _ModuleInput):
             modules, given = (given.module,), given.given
         kjt = as_keyed_jagged(given, [one.feature for module in modules for one in module.lookups], self.rank)
         by_key = jagged_by_key(kjt)
@@ -334,7 +334,7 @@ class ReplacedTables(EmbeddingBagCollection):
         return features
 
     def weighted_features(self, given: Any) -> frozenset[str]:
-        modules = (given.module,) if isinstance(given, _OneModule) else self._modules_of_model
+        modules = (given.module,) if isinstance(given, _ModuleInput) else self._modules_of_model
         return frozenset(one.name for module in modules if module.is_weighted for one in module.lookups)
 
     def _weights(self, modules: Sequence[ReplacedModule], kjt: Any) -> dict[str, torch.Tensor]:
@@ -365,3 +365,79 @@ class ReplacedTables(EmbeddingBagCollection):
         self.drop_lookup()
         if self._in_state_dict:
             super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _TablesOfModule(ReplacedTables):
+    """The tables of one module, which is this one."""
+
+    def __init__(self, module: ReplacedModule, device: torch.device | str | None, arguments: dict[str, Any]) -> None:
+        self._module = module
+        super().__init__([module], device=device, **arguments)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, features: Any) -> Any:
+        """Return rows [n, dim] or vectors [batch, sum of dims], float32, by embedding name.
+
+        Raises:
+            EmbeddingError: the ids cannot be looked up, or a key is missing, on any rank.
+        """
+        return super().forward(features)[self._module.path]
+
+
+class FlexEmbeddingCollection(_TablesOfModule, RowsOfModule):
+    """Replaces a sharded ``torchrec.EmbeddingCollection``, without ``DistributedModelParallel``.
+
+    The training loop differs in one line: gradients wait for ``optimizer.step()``, where TorchRec's fused optimizers
+    update inside ``backward()``. ``average_gradients`` is TorchRec's ``set_gradient_division``. Outputs are float32 for
+    every data type of a table, as in TorchRec. ``state_dict`` has flexd's keys.
+
+    Args:
+        tables: tables of one ``embedding_dim``. Several tables may read a feature (then its outputs are named
+            "feature@table"). ``init_fn`` is supported: see ``flexd.torchrec.configs``.
+        device, need_indices: arguments of TorchRec's collection.
+        arguments: the keyword arguments of ``flexd.EmbeddingCollection``.
+
+    Raises:
+        EmbeddingError: tables have several dims, or a configuration is not supported.
+        TopologyError: see ``flexd.EmbeddingCollection``.
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        **arguments: Any,
+    ) -> None:
+        dims = sorted({config.embedding_dim for config in tables})
+        if len(dims) != 1:
+            raise EmbeddingError(
+                f"tables of dims {dims} in one collection",
+                remedy="one embedding_dim, as in TorchRec; flexd.EmbeddingCollection takes several",
+            )
+        module = replaced_module("", tables, {}, pooled=False, need_indices=need_indices)
+        super().__init__(module, device, arguments)
+
+
+class FlexEmbeddingBagCollection(_TablesOfModule, BagsOfModule):
+    """Replaces a sharded ``torchrec.EmbeddingBagCollection``; see ``FlexEmbeddingCollection``.
+
+    Args:
+        tables: tables of any dims, pooled by SUM or MEAN.
+        is_weighted: the input's weights are factors of the rows; all tables must pool by SUM (see ``nn.EmbeddingBag``).
+        device: argument of TorchRec's collection.
+        arguments: the keyword arguments of ``flexd.EmbeddingBagCollection``, ``pooling_at`` among them.
+
+    Raises:
+        EmbeddingError: a configuration is not supported, or weights are combined with MEAN.
+        TopologyError: see ``flexd.EmbeddingCollection``.
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(replaced_module("", tables, {}, pooled=True, is_weighted=is_weighted), device, arguments)

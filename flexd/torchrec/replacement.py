@@ -19,7 +19,7 @@ from torchrec.types import DataType
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection as FlexdCollection
 from flexd.embedding.row_optimizers import RowOptimizer
-from flexd.torchrec.optimizers import attached_optimizers
+from flexd.torchrec.configs import attached_optimizers
 from flexd.torchrec.replaced_tables import (
     ReplacedEmbeddingBagCollection,
     ReplacedEmbeddingCollection,

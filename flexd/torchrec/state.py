@@ -7,20 +7,20 @@ for, so no rank has a whole table. A save and a load need the memory of one more
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from flexd.core.errors import CheckpointError
-from flexd.embedding.checkpoint.blocks import from_block, to_block
-from flexd.embedding.checkpoint.checkpoint import as_dtensor, block_of, raise_if_any_rank_refuses
-from flexd.embedding.checkpoint.saved_tables import Column, saved_tables
-from flexd.torchrec.replaced_tables import ReplacedModule, ReplacedTables
+from flexd.embedding.checkpoint.sharded_state import as_dtensor, block_of, raise_if_any_rank_refuses, saved_tables
+from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute
+from flexd.embedding.store.slow.tiered_rows import RowColumn
+from flexd.torchrec.replaced_tables import ReplacedTables
 
 _CPU = torch.device("cpu")
 _NAMES_OF_STATE: dict[str, tuple[tuple[str, bool], ...]] = {
@@ -57,8 +57,8 @@ class ModelState:
         """Collective. Return the dense state, and each table as a DTensor [rows, dim] of blocks of rows."""
         with self._tables.left_out_of_state_dict():
             state: dict[str, Any] = dict(self._model.state_dict())
-        weights = {module.weight_key(config): columns[0] for module, config, columns in _columns(self._tables)}
-        return state | _saved(self._tables, {key: (column, False) for key, column in weights.items()}, self._device)
+        saved = _saved(self._tables, _weights(self._tables), self._device)
+        return state | {weight: value for (weight, _), value in saved.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Collective. Load the dense state and the tables. The optimizer state of the rows does not change.
@@ -66,10 +66,10 @@ class ModelState:
         Raises:
             CheckpointError: on every rank, if a table is missing on any or is of another shape or dtype.
         """
-        weights = {module.weight_key(config): columns[0] for module, config, columns in _columns(self._tables)}
-        _load(self._tables, {key: (column, False) for key, column in weights.items()}, state)
+        weights = _weights(self._tables)
+        _load(self._tables, weights, {key: state[key[0]] for key in weights if key[0] in state})
         with self._tables.left_out_of_state_dict():
-            self._model.load_state_dict({key: value for key, value in state.items() if key not in weights})
+            self._model.load_state_dict({key: value for key, value in state.items() if (key, "") not in weights})
 
 
 class FusedOptimizerState:
@@ -89,12 +89,9 @@ class FusedOptimizerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Collective. Return {"state": {weight: {"<table>.momentum1": DTensor [rows, dim] or [rows], ...}}}."""
-        saved = _saved(self._tables, {key: named for key, named, _, _ in self._entries()}, self._device)
-        state: dict[str, dict[str, torch.Tensor]] = {
-            module.weight_key(config): {} for module, config, _ in _columns(self._tables)
-        }
-        for key, _, weight, name in self._entries():
-            state[weight][name] = saved[key]
+        state: dict[str, dict[str, torch.Tensor]] = {weight: {} for weight, _ in _weights(self._tables)}
+        for (weight, name), value in _saved(self._tables, _states(self._tables), self._device).items():
+            state[weight][name] = value
         return {"state": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -110,59 +107,80 @@ class FusedOptimizerState:
                 f"the state of {counted[0]} without the number of steps, which TorchRec does not save",
                 remedy="FusedOptimizerState(tables, steps=...)",
             )
-        found = state.get("state", {})
-        given = {key: found[weight][name] for key, _, weight, name in self._entries() if name in found.get(weight, {})}
-        _load(self._tables, {key: named for key, named, _, _ in self._entries()}, given)
+        found, states = state.get("state", {}), _states(self._tables)
+        _load(self._tables, states, {(w, name): found[w][name] for w, name in states if name in found.get(w, {})})
         if self._steps is not None:
             self._tables.engine.steps = self._steps
 
-    def _entries(self) -> Iterator[tuple[str, tuple[Column, bool], str, str]]:
-        """Yield (key, (column, one number per row), name of the weight, name of the state)."""
-        for module, config, columns in _columns(self._tables):
-            weight = module.weight_key(config)
-            for (name, by_row), column in zip(_NAMES_OF_STATE[columns[0].spec.optimizer], columns[1:], strict=True):
-                yield f"{weight} {name}", (column, by_row), weight, f"{config.name}.{name}"
+
+_Key = tuple[str, str]
+"""Name of a weight, and of a part of its optimizer's state; "" for the weight itself."""
 
 
-def _columns(tables: ReplacedTables) -> Iterator[tuple[ReplacedModule, BaseEmbeddingConfig, list[Column]]]:
-    of_table = {table.spec.name: table.columns for table in saved_tables(tables)}
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a table, or a part of their optimizer state.
+
+    Attributes:
+        by_row: one number per row.
+    """
+
+    homes: TableHomes
+    held: RowColumn
+    by_row: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.homes.rows,) if self.by_row else (self.homes.rows, self.held.shape[1])
+
+
+def _weights(tables: ReplacedTables) -> dict[_Key, _Part]:
+    return {key: part for key, part in _parts(tables).items() if not key[1]}
+
+
+def _states(tables: ReplacedTables) -> dict[_Key, _Part]:
+    return {key: part for key, part in _parts(tables).items() if key[1]}
+
+
+def _parts(tables: ReplacedTables) -> dict[_Key, _Part]:
+    saved = {table.spec.name: table for table in saved_tables(tables)}
+    found = {}
     for module in tables.replaced:
         for config, table in zip(module.configs, module.tables, strict=True):
-            yield module, config, of_table[table.name]
+            one, weight = saved[table.name], module.weight_key(config)
+            names = [("", False), *_NAMES_OF_STATE[one.spec.optimizer]]
+            for (name, by_row), held in zip(names, one.columns.values(), strict=True):
+                key = weight, f"{config.name}.{name}" if name else ""
+                found[key] = _Part(one.homes, held, by_row)
+    return found
 
 
-def _shape(column: Column, by_row: bool) -> tuple[int, ...]:
-    return column.shape[:1] if by_row else column.shape
-
-
-def _saved(
-    tables: ReplacedTables, columns: Mapping[str, tuple[Column, bool]], device: torch.device
-) -> dict[str, torch.Tensor]:
+def _saved(tables: ReplacedTables, parts: Mapping[_Key, _Part], device: torch.device) -> dict[_Key, torch.Tensor]:
     tables.engine.settle()
     state = {}
     with tables.traffic.uncounted(), torch.no_grad():
-        for key, (column, by_row) in columns.items():
-            block = to_block(tables.engine.groups.world, column.homes, column.held, device)
-            state[key] = as_dtensor(block.view(-1) if by_row else block, _shape(column, by_row))
+        for key, part in parts.items():
+            (block,) = collect(tables.engine.groups.world, part.homes, [part.held], part.homes.blocks(), device)
+            state[key] = as_dtensor(block.view(-1) if part.by_row else block, part.shape)
     return state
 
 
-def _load(tables: ReplacedTables, columns: Mapping[str, tuple[Column, bool]], state: Mapping[str, Any]) -> None:
+def _load(tables: ReplacedTables, parts: Mapping[_Key, _Part], state: Mapping[_Key, Any]) -> None:
     """Collective. Write blocks of rows, in the form of ``_saved``, to their homes."""
     faults = []
-    for key, (column, by_row) in columns.items():
-        expected, value = (_shape(column, by_row), column.held.dtype), state.get(key)
+    for key, part in parts.items():
+        name, expected, value = " ".join(key).strip(), (part.shape, part.held.dtype), state.get(key)
         whole = isinstance(value, DTensor) or (torch.is_tensor(value) and tables.layout.world_size == 1)
         if value is None or not whole:
-            faults.append(f"{key} is {'missing' if value is None else f'a {type(value).__name__}, not a DTensor'}")
+            faults.append(f"{name} is {'missing' if value is None else f'a {type(value).__name__}, not a DTensor'}")
         elif (tuple(value.shape), value.dtype) != expected:
-            faults.append(f"{key} is {tuple(value.shape)} {value.dtype}, not {expected[0]} {expected[1]}")
-        elif block_of(value).shape[0] != len(column.homes.block(tables.rank)):
-            faults.append(f"{key} is not divided into blocks of rows over all ranks")
+            faults.append(f"{name} is {tuple(value.shape)} {value.dtype}, not {expected[0]} {expected[1]}")
+        elif block_of(value).shape[0] != len(part.homes.blocks()[tables.rank]):
+            faults.append(f"{name} is not divided into blocks of rows over all ranks")
     raise_if_any_rank_refuses(tables, faults, remedy="replace a model with the tables and optimizer of the checkpoint")
     tables.engine.before_rows_load()
     tables.drop_lookup()
     with tables.traffic.uncounted(), torch.no_grad():
-        for key, (column, _) in columns.items():
-            block = block_of(state[key]).view(-1, column.shape[1])
-            from_block(tables.engine.groups.world, column.homes, block, column.held)
+        for key, part in parts.items():
+            block = block_of(state[key]).view(-1, part.held.shape[1])
+            distribute(tables.engine.groups.world, part.homes, [part.held], part.homes.blocks(), [block])

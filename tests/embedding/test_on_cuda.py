@@ -17,14 +17,11 @@ import torch
 import flexd
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta
-from flexd.embedding.checkpoint import blocks, checkpoint, whole_tables
-from flexd.embedding.checkpoint.checkpoint import (
-    load_sharded_state_dict,
-    sharded_state_dict,
-    whole_state_dict,
-)
+from flexd.embedding.checkpoint import sharded_state, table_rows
+from flexd.embedding.checkpoint.sharded_state import ShardedState
 from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.row_optimizers import RowOptimizer
+from tests.support.checkpoint_jobs import whole_state_dict
 from tests.support.pretended_cuda import DEVICE, LookupWithoutAutograd, PretendedCuda
 from tools.bench.mirror_ranks import MirrorPeers, mirrored
 from tools.bench.sections.dispatch import MAX_WAITS, Case, batch, keyspace_of, placement, tables_of
@@ -154,7 +151,7 @@ def test_everything_beside_a_step_mixes_no_devices() -> None:
 def test_tables_leave_the_device_window_by_window() -> None:
     """No second copy of a table on the device: neither for ``state_dict`` nor for whole tables."""
     window_bytes = 2**16
-    with job(SMALL, copies=0.0) as made, mock.patch.object(whole_tables, "MAX_WINDOW_BYTES", window_bytes):
+    with job(SMALL, copies=0.0) as made, mock.patch.object(table_rows, "MAX_WINDOW_BYTES", window_bytes):
         collection = made.collection
         assert max(store.rows.nbytes for store in collection.engine.stores) > 2 * window_bytes
         made.cuda.largest_bytes = 0
@@ -185,17 +182,17 @@ def test_checkpoints_communicate_on_the_device_of_the_tables_alone(in_blocks: bo
         for method in ("all_to_all", "all_reduce", "all_gather"):
             stack.enter_context(recorded(method))
         if in_blocks:
-            stack.enter_context(mock.patch.object(blocks, "MAX_WINDOW_BYTES", 2**16))
+            stack.enter_context(mock.patch.object(table_rows, "MAX_WINDOW_BYTES", 2**16))
             # Only DTensors, which need a process group, have the shape of the table.
-            stack.enter_context(mock.patch.object(checkpoint, "_differences", return_value=[]))
-        state = sharded_state_dict(made.collection)
-        on_device = sharded_state_dict(made.collection, DEVICE)
+            stack.enter_context(mock.patch.object(sharded_state, "_differences", return_value=[]))
+        state = ShardedState(made.collection).state_dict()
+        on_device = ShardedState(made.collection, DEVICE).state_dict()
         whole_state_dict(made.collection)
-        load_sharded_state_dict(made.collection, state)
+        ShardedState(made.collection).load_state_dict(state)
         weights = [value.device.type for key, value in on_device.items() if key.endswith(".weight")]
     assert set(weights) == {"cuda"}
     assert {value.device.type for value in state.values()} == {"cpu"}
-    assert set(devices) == {"all_to_all cuda", "all_reduce cuda", "all_gather cuda"}, devices
+    assert set(devices) == {"all_to_all cuda", "all_reduce cuda"}, devices
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import flexd
 from flexd.core.errors import ChunkRefusedError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
-from flexd.embedding.checkpoint import blocks
+from flexd.embedding.checkpoint import table_rows
 from tests.support.exactness import loss_of
 from tests.support.rank_pool import RankPool
 
@@ -54,7 +54,7 @@ def save(rank: int, layout: RankLayout, rules: Rules, directory: str, window_byt
     """Train, save in both forms, train on; return the tables before and after. The second save of the series has the
     rows that changed since the first alone."""
     tables = collection(layout, rules, fast=2_000)
-    with mock.patch.object(blocks, "MAX_WINDOW_BYTES", window_bytes):
+    with mock.patch.object(table_rows, "MAX_WINDOW_BYTES", window_bytes):
         series = flexd.CheckpointSeries(tables, Path(directory, "series"))
         series.save()
         train(tables, 0, 2)
@@ -69,7 +69,7 @@ def save(rank: int, layout: RankLayout, rules: Rules, directory: str, window_byt
 def load(rank: int, layout: RankLayout, rules: Rules, directory: str, form: str, window_bytes: int) -> dict[str, Any]:
     """Load what ``save`` saved into tables of other rules, and train on."""
     tables = collection(layout, rules, seed=5)
-    with mock.patch.object(blocks, "MAX_WINDOW_BYTES", window_bytes):
+    with mock.patch.object(table_rows, "MAX_WINDOW_BYTES", window_bytes):
         if form == "series":
             flexd.CheckpointSeries(tables, Path(directory, "series")).load()
         else:

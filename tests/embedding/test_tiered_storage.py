@@ -14,13 +14,13 @@ import torch.distributed.checkpoint as dcp
 
 from flexd.core.errors import CollectiveError, FlexdError
 from flexd.core.layout import RankLayout
-from flexd.embedding.checkpoint import checkpoint
+from flexd.embedding.checkpoint.sharded_state import ShardedState
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.row_optimizers import SGD, Adam
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.log_rows import LogRows
 from tests.support import prefetch_pipeline_jobs
-from tests.support.checkpoint_jobs import as_numpy, train_steps
+from tests.support.checkpoint_jobs import train_steps, whole
 from tests.support.collection_jobs import tables
 from tests.support.exactness import Scenario
 from tests.support.prefetch_pipeline_jobs import Loop
@@ -48,22 +48,22 @@ def both(rank: int, layout: RankLayout, path: str, dtype: str) -> dict[str, Any]
         ]
         for collection in (slow, fast):
             train_steps(collection, 0, 5)
-        after = [as_numpy(checkpoint.whole_state_dict(each)) for each in (slow, fast)]
-        dcp.save({"tables": checkpoint.ShardedState(slow)}, checkpoint_id=path)
+        after = [whole(each) for each in (slow, fast)]
+        dcp.save({"tables": ShardedState(slow)}, checkpoint_id=path)
         collections = [
             made(layout, None, None, 8, dtype), made(layout, directory + "/again", CACHE_SLOTS_OF_A_FEW, 9, dtype)
         ]  # fmt: skip
         loaded = []
         for collection in collections:
-            dcp.load({"tables": checkpoint.ShardedState(collection)}, checkpoint_id=path)
-            loaded.append(as_numpy(checkpoint.whole_state_dict(collection)))
+            dcp.load({"tables": ShardedState(collection)}, checkpoint_id=path)
+            loaded.append(whole(collection))
         local = {key: value.clone() for key, value in slow.state_dict().items()}
         rows = torch.full((4, slow.tables[0].dim), 2.5)
         for each in (slow, fast):
             each.load_rows(slow.tables[0].name, 10, rows)
         pretrained = [each.gather_table(slow.tables[0].name).double().numpy() for each in (slow, fast)]
         slow.load_state_dict(local)
-        again = as_numpy(checkpoint.whole_state_dict(slow))
+        again = whole(slow)
         memory = slow.memory().home_bytes, fast.memory().home_bytes
         slow.reset_parameters()
         initial = [(slow.gather_table(t.name), slow.initial_table(t.name)) for t in slow.tables]
@@ -136,7 +136,7 @@ def test_slow_rows_are_a_log_where_its_index_fits_and_its_bytes_are_of_the_budge
         )
         tier = collection.engine.stores[0].tier
         assert tier is not None
-        assert isinstance(tier.slow, kind)
+        assert isinstance(tier.cold, kind)
         left = fast_memory_bytes - (5_000 if kind is LogRows else 0)
         assert tier.cache_slots == left // (128 + 64)
         collection.close()

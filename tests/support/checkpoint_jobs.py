@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from flexd.embedding.checkpoint import checkpoint
+from flexd.embedding.checkpoint.given_rows import fingerprint
+from flexd.embedding.checkpoint.sharded_state import CPU, saved_tables
+from flexd.embedding.checkpoint.table_rows import gather_table
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD, Adam, RowOptimizer, RowWiseAdagrad
@@ -44,4 +46,21 @@ def as_numpy(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 def whole(collection: EmbeddingCollection) -> dict[str, np.ndarray]:
     """Return all tables and state as bytes."""
-    return as_numpy(checkpoint.whole_state_dict(collection))
+    return as_numpy(whole_state_dict(collection))
+
+
+def whole_state_dict(collection: EmbeddingCollection) -> dict[str, torch.Tensor]:
+    """Collective. Return the content of ``ShardedState`` as whole tables in host memory on every rank.
+
+    A module with an ``nn.Embedding`` at ``embeddings.<table>`` can load them.
+    """
+    engine = collection.engine
+    engine.settle()
+    state: dict[str, torch.Tensor] = {}
+    with collection.traffic.uncounted(), torch.no_grad():
+        for table in saved_tables(collection):
+            whole = [gather_table(engine.groups.world, table.homes, held, CPU) for held in table.columns.values()]
+            state |= zip(table.columns, whole, strict=True)
+            state[table.fingerprint_key] = fingerprint(0, whole)
+    state[f"optimizer.{collection.keyspace.tables[0].optimizer}.step"] = torch.tensor(engine.steps)
+    return state

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from flexd.core.layout import RankLayout
-from flexd.embedding.checkpoint.checkpoint import whole_state_dict
 from flexd.torchrec import FusedOptimizerState, ModelState, replace
+from tests.support.checkpoint_jobs import whole_state_dict
 from tests.support.rank_pool import RankPool
 from tests.support.torchrec_models import ROWS, Ranker, batch, every_second_row, make
 

@@ -18,8 +18,16 @@ _READ_BLOCKS = 1 << 14
 """Blocks of 64 rows whose changed rows are listed at once."""
 
 
+def _first_blocks(stores: Sequence[GroupStore]) -> list[int]:
+    """Return at which block of 64 bits each dim-group begins, and the number of blocks.
+
+    Replica slots have bits too, which nobody reads: an update does not have to leave them out.
+    """
+    return [0, *accumulate(-(-(store.home_rows + store.replica_slots) // BLOCK) for store in stores)]
+
+
 class ChangedRows(StepMoments):
-    """Home rows of all dim-groups that were changed: a byte a row.
+    """Home rows of all dim-groups that were changed: a byte per row.
 
     Nothing is allocated and nothing is noted before ``begin``. Thread-safe on the host; on an accelerator updates of
     several streams set bytes, in any order.
@@ -27,42 +35,36 @@ class ChangedRows(StepMoments):
 
     def __init__(self, stores: Sequence[GroupStore]) -> None:
         self._stores = list(stores)
-        # Replica slots have bits too, which nobody reads: an update does not have to leave them out.
-        blocks = [-(-(store.home_rows + store.replica_slots) // BLOCK) for store in self._stores]
-        self._first_blocks = [0, *accumulate(blocks)]
+        self._firsts = [block * BLOCK for block in _first_blocks(stores)]
         self._marks: RowBits | None = None
-        self._all = False
-        self._lock = threading.Lock()
+        self.all_changed = False
+        """True if rows were changed in a way that does not tell which."""
+        self._lock = threading.RLock()
         self.working = self
 
     @property
     def active(self) -> bool:
         return self._marks is not None
 
-    @property
-    def all_changed(self) -> bool:
-        """True if rows were changed in a way that does not tell which."""
-        return self._all
-
     def begin(self) -> None:
         """Note changed rows from now on, and forget those noted before."""
         with self._lock:
-            self._marks, self._all = self._none(), False
+            self._marks, self.all_changed = none_set(self._firsts[-1], self._stores[0].rows.device), False
 
     def end(self) -> None:
-        """Note nothing any more."""
+        """Stop noting, and forget the rows noted before."""
         with self._lock:
-            self._marks, self._all = None, False
+            self._marks, self.all_changed = None, False
 
     def changed(self, parts: Sequence[tuple[int, torch.Tensor]], *, all_rows: bool = False) -> None:
         """Note changed rows, with a number of kernels that does not depend on the dim-groups."""
         if self._marks is None:
             return
-        self._all |= all_rows
+        self.all_changed |= all_rows
         if not parts:
             return
         slots = torch.cat([slots for _, slots in parts]) if len(parts) > 1 else parts[0][1]
-        firsts = [self._first_blocks[group] * BLOCK for group, _ in parts]
+        firsts = [self._firsts[group] for group, _ in parts]
         if any(firsts):
             both = torch.tensor([firsts, [len(of_part) for _, of_part in parts]], device=slots.device)
             slots = slots + torch.repeat_interleave(both[0], both[1], output_size=len(slots))
@@ -70,47 +72,41 @@ class ChangedRows(StepMoments):
             if self._marks is not None:
                 mark(self._marks, slots)
 
-    def drain(self) -> DrainedRows:
+    def drain(self) -> HomeRows:
         """Return the changed rows and note further ones anew."""
         with self._lock:
-            if self._marks is None:
-                raise AssertionError("no rows are noted")
-            drained = DrainedRows(self._stores, self._first_blocks, self._marks, self._all)
-            self._marks, self._all = self._none(), False
+            drained = HomeRows(self._stores, None if self.all_changed else self._marks)
+            self.begin()
         return drained
 
-    def restore(self, drained: DrainedRows) -> None:
+    def restore(self, drained: HomeRows) -> None:
         """Note rows again that were drained and could not be saved."""
         with self._lock:
-            if self._marks is not None:
-                self._marks, self._all = union_of([self._marks, drained.marks]), self._all or drained.all_rows
-
-    def _none(self) -> RowBits:
-        return none_set(self._first_blocks[-1] * BLOCK, self._stores[0].rows.device)
+            if drained.marks is None:
+                self.all_changed = True
+            elif self._marks is not None:
+                self._marks = union_of([self._marks, drained.marks])
 
 
 @dataclass(frozen=True)
-class DrainedRows:
-    """Changed rows at one time.
+class HomeRows:
+    """Home rows of this rank.
 
     Attributes:
-        marks: of all dim-groups, whose blocks begin at ``first_blocks``.
-        all_rows: all home rows.
+        marks: of the rows, among the slots of all dim-groups; None: all home rows.
     """
 
     stores: Sequence[GroupStore]
-    first_blocks: Sequence[int]
-    marks: RowBits
-    all_rows: bool
+    marks: RowBits | None
 
     def slots(self, group: int, most: int) -> Iterator[torch.Tensor]:
         """Yield int64 [n] home slots of a dim-group, ascending, at most ``most`` at a time."""
-        home_rows, device = self.stores[group].home_rows, self.marks.device
-        if self.all_rows:
+        home_rows, device = self.stores[group].home_rows, self.stores[group].rows.device
+        if self.marks is None:
             for start in range(0, home_rows, most):
                 yield torch.arange(start, min(home_rows, start + most), device=device)
             return
-        first, end = self.first_blocks[group : group + 2]
+        first, end = _first_blocks(self.stores)[group : group + 2]
         left = torch.empty(0, dtype=torch.int64, device=device)
         for block in range(first, end, _READ_BLOCKS):
             found = positions_of(self.marks, block, min(end, block + _READ_BLOCKS)) - first * BLOCK

@@ -1,7 +1,8 @@
-"""Rows that a caller gives a table: checked to be the same on every rank, or sent by one rank to their homes."""
+"""Rows that a caller gives a table: checked to be the same on every rank, or to fit on the rank that gives them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,16 +10,10 @@ import torch
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import TableSpec
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
-from flexd.embedding import devices
-from flexd.embedding.checkpoint import blocks
-from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.exchange.collectives import Peers
 
 if TYPE_CHECKING:
-    from flexd.embedding.store.slow.tier import RowColumn
-
-
-from collections.abc import Sequence
+    from flexd.embedding.store.slow.tiered_rows import RowColumn
 
 _BLOCK_ROWS = 1 << 13
 # Odd 64-bit constants as int64, from SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
@@ -141,26 +136,3 @@ def agree_on_rows(
             remedy="make the values from one seed or file on every rank, or load those of one rank with source=0",
         )
     return range(first_row, first_row + count)
-
-
-def send_rows(
-    world: Peers, homes: TableHomes, held: RowColumn, source: int, rows: range, values: torch.Tensor | None
-) -> None:
-    """Collective. Write rows of a table that rank ``source`` has to their homes, window by window.
-
-    Args:
-        values: [len(rows), dim] on ``source``; ignored elsewhere.
-    """
-    width = held.shape[1]
-    each = max(1, blocks.MAX_WINDOW_BYTES // (width * held.element_size()))
-    for first in range(rows.start, rows.stop, each):
-        window = range(first, min(rows.stop, first + each))
-        send, counts = held.new_empty(0), [0] * world.size
-        if world.index == source and values is not None:
-            given = values[first - rows.start : window.stop - rows.start].to(held.device, held.dtype)
-            home = homes.home_of(torch.arange(window.start, window.stop, device=held.device))
-            order, of_homes = devices.ordered(home, world.size)
-            send, counts = given.index_select(0, order).view(-1), [count * width for count in of_homes.tolist()]
-        mine = homes.count(world.index, window) * width
-        received = world.all_to_all(send, counts, [mine if rank == source else 0 for rank in range(world.size)])
-        homes.write(held, window, received.view(-1, width))

@@ -1,18 +1,24 @@
-"""Write the home rows of a rank window by window, and bring saved windows to the homes of their rows.
+"""Write the home rows of a rank window by window into a file, and bring saved windows to the homes of their rows.
 
 A rank writes its own rows, so saving exchanges nothing; when they are loaded each file is read by one rank, which sends
-the rows of a window to their homes. So neither needs more memory than a window, and rows in slow memory stay there.
+the rows of a window to their homes. So neither needs more memory than a window, and rows in slow memory stay there. A
+window says which keys its rows have and has a checksum, so damage is found before a row is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+import os
+import struct
+import zlib
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -21,47 +27,138 @@ from flexd.core.homes import NO_KEY
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.sharding_types import ROW_WISE
 from flexd.embedding import devices
-from flexd.embedding.checkpoint import blocks
-from flexd.embedding.checkpoint.changed_rows import DrainedRows
-from flexd.embedding.checkpoint.row_files import RowFileReader, RowFileWriter, RowWindow
+from flexd.embedding.checkpoint import table_rows
+from flexd.embedding.checkpoint.changed_rows import HomeRows
 from flexd.embedding.checkpoint.series_directory import Manifest, SavedFile
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.store.store import GroupStore
 
 _KEY_BYTES = 8
+_HEADER = struct.Struct("<8sHHIQQqIII12x")
+_MARK, _VERSION = b"flexrows", 1
+_SLOT_TYPES = {0: None, 4: np.dtype("<u4"), 8: np.dtype("<i8")}
+_DAMAGED = "load an earlier checkpoint"
+
+Int64Array = npt.NDArray[np.int64]
 
 
-def write_rows(path: Path, stores: Sequence[GroupStore], rows: DrainedRows) -> SavedFile:
-    """Write home rows of this rank, with their state, into a new file.
+@dataclass(frozen=True)
+class RowWindow:
+    """Rows of one dim-group.
+
+    Attributes:
+        group: number of the dim-group in the job that saved.
+        first_key, key_step: the row in slot s has key ``first_key + key_step * s``.
+        slots: int64 [n], ascending.
+        packed: uint8 [n, bytes of a row and its state].
+    """
+
+    group: int
+    first_key: int
+    key_step: int
+    slots: Int64Array
+    packed: npt.NDArray[np.uint8]
+
+    @property
+    def keys(self) -> Int64Array:
+        """int64 [n]."""
+        return self.slots * self.key_step + self.first_key
+
+
+def write_window(file: BinaryIO, window: RowWindow) -> int:
+    """Write a window behind those before; return its bytes."""
+    slots, count = window.slots, len(window.slots)
+    slot_bytes = 4 if int(slots[-1]) < 2**32 else 8
+    if int(slots[-1]) - int(slots[0]) + 1 == count:
+        slot_bytes = 0  # consecutive: the first says it all
+    of_slots = _SLOT_TYPES[slot_bytes]
+    listed = b"" if of_slots is None else slots.astype(of_slots).tobytes()
+    packed = np.ascontiguousarray(window.packed)
+    fields = (
+        _MARK, _VERSION, slot_bytes, window.group, count, int(slots[0]), window.first_key, window.key_step,
+        packed.shape[1],
+    )  # fmt: skip
+    checksum = zlib.crc32(packed.data, zlib.crc32(listed, zlib.crc32(_HEADER.pack(*fields, 0))))
+    for piece in (_HEADER.pack(*fields, checksum), listed, packed.data):
+        file.write(piece)
+    return _HEADER.size + len(listed) + packed.nbytes
+
+
+def read_windows(path: Path) -> Generator[RowWindow]:
+    """Yield the windows of a file in their order.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not what was written.
+    """
+    try:
+        with path.open("rb") as file:
+            left = os.fstat(file.fileno()).st_size
+            while left:
+                window, size = _read_window(path, file, left)
+                left -= size
+                yield window
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", remedy=_DAMAGED) from error
+
+
+def _read_window(path: Path, file: BinaryIO, left: int) -> tuple[RowWindow, int]:
+    """Return the next window and its bytes, of so many that are left of the file."""
+
+    def exactly(count: int) -> bytearray:
+        # Damaged lengths must not allocate: what is there is known.
+        found = bytearray(count if count <= left else 0)
+        if count > left or file.readinto(found) != count:  # type: ignore[attr-defined]
+            raise CheckpointError(f"{path} ends too early", remedy=_DAMAGED)
+        return found
+
+    fields = _HEADER.unpack(exactly(_HEADER.size))
+    mark, version, slot_bytes, group, count, first, first_key, key_step, row_bytes, checksum = fields
+    if mark != _MARK or version != _VERSION or slot_bytes not in _SLOT_TYPES:
+        raise CheckpointError(f"{path} is no file of rows of this version", remedy=_DAMAGED)
+    listed = exactly(slot_bytes * count)
+    packed = np.frombuffer(exactly(row_bytes * count), dtype=np.uint8).reshape(count, row_bytes)
+    if zlib.crc32(packed.data, zlib.crc32(listed, zlib.crc32(_HEADER.pack(*fields[:-1], 0)))) != checksum:
+        raise CheckpointError(f"{path} has rows that differ from the saved ones (checksum)", remedy=_DAMAGED)
+    of_slots = _SLOT_TYPES[slot_bytes]
+    slots = np.arange(first, first + count, dtype=np.int64)
+    if of_slots is not None:
+        slots = np.frombuffer(listed, dtype=of_slots).astype(np.int64)
+    window = RowWindow(group, first_key, key_step, slots, packed)
+    return window, _HEADER.size + len(listed) + packed.nbytes
+
+
+def write_rows(path: Path, stores: Sequence[GroupStore], rows: HomeRows) -> SavedFile:
+    """Write home rows of this rank, with their state, into a new file, which is on the disk then.
 
     Raises:
         OSError: the file exists or cannot be written.
         SlowMemoryError: rows cannot be read.
     """
-    writer = RowFileWriter(path)
     windows = [0] * len(stores)
-    try:
+    nbytes = written = 0
+    with path.open("xb") as file:
         for group, store in enumerate(stores):
-            for slots in rows.slots(group, _window_rows(store)):
+            most = max(1, table_rows.MAX_WINDOW_BYTES // (_KEY_BYTES + store.row_bytes))
+            for slots in rows.slots(group, most):
                 window = _window(store, group, slots)
                 if len(window.slots):
-                    writer.write(window)
+                    nbytes += write_window(file, window)
+                    written += len(window.slots)
                     windows[group] += 1
-        writer.close()
-    finally:
-        writer.abandon()
-    return SavedFile(path.name, writer.nbytes, writer.rows, tuple(windows))
+        file.flush()
+        os.fsync(file.fileno())
+    return SavedFile(path.name, nbytes, written, tuple(windows))
 
 
 def _window(store: GroupStore, group: int, slots: torch.Tensor) -> RowWindow:
     """Return the rows in int64 [n] ascending home slots, without those of slots that have no row."""
     first, step = store.first_home_address, store.world_size
     order = slots
-    if store.homes is not None and not store.homes.linear:
-        keys, order = store.home_keys_at(slots).sort()
+    if not store.homes.linear:
+        keys, order = store.keys_at(slots).sort()
         used = keys != NO_KEY
         slots, order, first, step = slots.index_select(0, order[used]), keys[used], 0, 1
-    packed = store.tier.read_through(slots) if store.tier is not None else store.pack(slots)
+    packed = store.pack(slots) if store.tier is None else store.tier.read_through(slots)
     return RowWindow(group, first, step, order.cpu().numpy(), packed.cpu().numpy())
 
 
@@ -72,16 +169,14 @@ def check_files(directory: Path, files: Sequence[SavedFile]) -> None:
         CheckpointError: a file is missing, or differs from the saved one.
     """
     for file in files:
-        with RowFileReader(directory / file.name) as reader:
-            windows = [0] * len(file.windows)
-            rows = 0
-            while (window := reader.read()) is not None:
-                rows += len(window.slots)
-                windows[window.group] += 1
+        windows = [0] * len(file.windows)
+        rows = 0
+        for window in read_windows(directory / file.name):
+            rows += len(window.slots)
+            windows[window.group] += 1
         if rows != file.rows or tuple(windows) != file.windows:
             raise CheckpointError(
-                f"{directory / file.name} has {rows} rows, and {file.rows} were saved",
-                remedy="load an earlier checkpoint",
+                f"{directory / file.name} has {rows} rows, and {file.rows} were saved", remedy=_DAMAGED
             )
 
 
@@ -93,38 +188,37 @@ class SavedTables:
     """
 
     def __init__(self, tables: Sequence[dict[str, Any]], keyspace: KeySpace) -> None:
-        self._saved = KeySpace([TableSpec(**table) for table in tables])
+        self.saved = KeySpace([TableSpec(**table) for table in tables])
         self._keyspace = keyspace
 
-    @property
-    def groups(self) -> int:
-        """Dim-groups of the save."""
-        return len(self._saved.groups)
-
-    def differences(self) -> list[str]:
-        """Return how the tables of the save differ from those of this job."""
+    def check(self) -> None:
+        """Raise CheckpointError if the tables of the save differ from those of this job."""
         here = {table.name: replace(table, sharding=ROW_WISE) for table in self._keyspace.tables}  # as every save
-        there = {table.name: table for table in self._saved.tables}
+        there = {table.name: table for table in self.saved.tables}
         found = [f"table {name!r} is missing" for name in here if name not in there]
         found += [f"table {name!r} is unknown to the collection" for name in there if name not in here]
-        return found + [
+        found += [
             f"table {name!r} is {_text(there[name])} in the checkpoint and {_text(table)} in the collection"
             for name, table in here.items()
             if name in there and there[name] != table
         ]
+        if found:
+            raise CheckpointError(
+                "; ".join(found), remedy="construct the collection with the tables and optimizer of the checkpoint"
+            )
 
     def group(self, saved_group: int) -> int:
         """Return the number of a dim-group of the save in this job."""
-        name = self._saved.tables[self._saved.groups[saved_group].tables[0]].name
+        name = self.saved.tables[self.saved.groups[saved_group].tables[0]].name
         table = self._keyspace.index[name]
         return next(number for number, group in enumerate(self._keyspace.groups) if table in group.tables)
 
     def keys(self, saved_group: int, keys: torch.Tensor) -> torch.Tensor:
         """int64 [n] keys of a dim-group of the save -> int64 [n] keys of this job."""
-        tables = self._saved.groups[saved_group].tables
-        firsts = [int(self._saved.first_key[table]) for table in tables]
+        tables = self.saved.groups[saved_group].tables
+        firsts = [int(self.saved.first_key[table]) for table in tables]
         shifts = [
-            int(self._keyspace.first_key[self._keyspace.index[self._saved.tables[table].name]]) - first
+            int(self._keyspace.first_key[self._keyspace.index[self.saved.tables[table].name]]) - first
             for table, first in zip(tables, firsts, strict=True)
         ]
         if not any(shifts):
@@ -144,13 +238,13 @@ def load_rows_of(
     device = stores[0].rows.device
     mine = manifest.files[world.index :: world.size]
     with ExitStack() as opened:
-        readers = [opened.enter_context(RowFileReader(directory / file.name)) for file in mine]
-        for saved_group in range(tables.groups):
+        readers = [opened.enter_context(closing(read_windows(directory / file.name))) for file in mine]
+        for saved_group in range(len(tables.saved.groups)):
             store = stores[tables.group(saved_group)]
             windows = (
                 window
                 for reader, file in zip(readers, mine, strict=True)
-                for window in (reader.read() for _ in range(file.windows[saved_group]))
+                for window in islice(reader, file.windows[saved_group])
             )
             rounds = torch.tensor([sum(file.windows[saved_group] for file in mine)], device=device)
             world.all_reduce(rounds, dist.ReduceOp.MAX)
@@ -161,8 +255,7 @@ def load_rows_of(
                 if window is not None:
                     keys = tables.keys(saved_group, torch.from_numpy(window.keys).to(device))
                     packed = torch.from_numpy(window.packed).to(device)
-                addresses = keys if store.homes is None else store.homes.addresses(keys)
-                _send_home(world, store, addresses, packed)
+                _send_home(world, store, store.homes.addresses(keys), packed)
 
 
 def _send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:
@@ -180,11 +273,6 @@ def _send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed:
         store.tier.write_through(slots, rows)
     else:
         store.unpack(rows, slots)
-
-
-def _window_rows(store: GroupStore) -> int:
-    """Return the rows of a window."""
-    return max(1, blocks.MAX_WINDOW_BYTES // (_KEY_BYTES + store.row_bytes))
 
 
 def _text(table: TableSpec) -> str:

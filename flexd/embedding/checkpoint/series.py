@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,7 @@ from typing import Any
 import torch
 
 from flexd.core.errors import CheckpointError, FlexdError
-from flexd.embedding.checkpoint.changed_rows import ChangedRows, DrainedRows
-from flexd.embedding.checkpoint.checkpoint import raise_if_any_rank_refuses
+from flexd.embedding.checkpoint.changed_rows import ChangedRows, HomeRows
 from flexd.embedding.checkpoint.saved_rows import (
     SavedTables,
     check_files,
@@ -28,7 +29,8 @@ from flexd.embedding.checkpoint.saved_rows import (
     table_fields,
     write_rows,
 )
-from flexd.embedding.checkpoint.series_directory import Manifest, SavedFile, SeriesDirectory
+from flexd.embedding.checkpoint.series_directory import Manifest, SeriesDirectory
+from flexd.embedding.checkpoint.sharded_state import raise_if_any_rank_refuses
 from flexd.embedding.collection import EmbeddingCollection
 
 logger = logging.getLogger(__name__)
@@ -102,15 +104,18 @@ class CheckpointSeries:
         self._length = 0
         """Checkpoints from the last one with all rows to ``_newest``."""
         self._marks = collection.engine.join(ChangedRows, collection.engine.stores)
-        faults = []
-        if keep < 1 or whole_every < 1:
-            faults.append(f"keep={keep}, whole_every={whole_every}: both must be at least 1")
         settings = torch.tensor([keep, whole_every], device=collection.device)
-        if any(other != settings.tolist() for other in self._gather(settings)):
-            faults.append(f"keep={keep}, whole_every={whole_every} differ between ranks")
-        if self._marks.active:
-            faults.append("the collection has a CheckpointSeries already")
-        self._raise_if_any(faults, "give every rank the same settings, and close() another series of the collection")
+        differ = any(other != settings.tolist() for other in self._gather(settings))
+        with self._on_every_rank("keep and whole_every"):
+            given = f"keep={keep}, whole_every={whole_every}"
+            if keep < 1 or whole_every < 1:
+                raise CheckpointError(f"{given}: both must be at least 1", remedy="keep and whole_every from 1 on")
+            if differ:
+                raise CheckpointError(f"{given} differ between ranks", remedy="give every rank the same settings")
+            if self._marks.active:
+                raise CheckpointError(
+                    "the collection has a CheckpointSeries already", remedy="close() the other series first"
+                )
         if whole_every > 1:
             self._marks.begin()
 
@@ -130,7 +135,8 @@ class CheckpointSeries:
         number, whole = self._begin()
         drained = self._marks.drain() if self._marks.active else None
         try:
-            saved = self._write(number, drained, whole=whole, state=state)
+            rows = HomeRows(self._collection.engine.stores, None) if whole or drained is None else drained
+            saved = self._write(number, rows, None if whole else self._newest, state)
         except BaseException:
             if drained is not None:
                 self._marks.restore(drained)
@@ -142,8 +148,8 @@ class CheckpointSeries:
                 self._directory.rotate(self._keep)
             except (OSError, CheckpointError) as error:
                 logger.warning("old checkpoints of %s stay: %s", self._directory.path, error)
-        rows, nbytes = (sum(getattr(file, name) for file in saved.files) for name in ("rows", "nbytes"))
-        return SavedCheckpoint(number, self._directory.path / saved.name, saved.base, rows, nbytes)
+        written, nbytes = (sum(getattr(file, name) for file in saved.files) for name in ("rows", "nbytes"))
+        return SavedCheckpoint(number, self._directory.path / saved.name, saved.base, written, nbytes)
 
     @torch.no_grad()
     def load(self, number: int | None = None) -> LoadedCheckpoint:
@@ -159,8 +165,7 @@ class CheckpointSeries:
                 missing or damaged, or it is of other tables. The collection is unchanged.
         """
         collection = self._collection
-        chain, state, faults, remedy = self._read_chain(number)
-        self._raise_if_any(faults, remedy)
+        chain, state = self._read_chain(number)
         stores, world = collection.engine.stores, collection.engine.groups.world
         tables = SavedTables(chain[0].tables, collection.keyspace)
         collection.engine.before_rows_load()
@@ -194,16 +199,12 @@ class CheckpointSeries:
 
     def _begin(self) -> tuple[int, bool]:
         """Collective. Make the directory of a checkpoint, and agree on its number and whether it has all rows."""
-        faults: list[str] = []
         numbers = torch.zeros(2, dtype=torch.int64, device=self._collection.device)
-        if self._collection.rank == 0:
-            try:
+        with self._on_every_rank(f"cannot write {self._directory.path}"):
+            if self._collection.rank == 0:
                 numbers[0] = self._directory.next_number()
                 numbers[1] = self._is_whole()
                 self._directory.begin(int(numbers[0]))
-            except OSError as error:
-                faults.append(f"cannot write {self._directory.path}: {error.strerror or error}")
-        self._raise_if_any(faults, _WRITE_REMEDY)
         number, whole = self._gather(numbers)[0]
         return number, bool(whole)
 
@@ -216,80 +217,48 @@ class CheckpointSeries:
         except CheckpointError:
             return True
 
-    def _write(self, number: int, drained: DrainedRows | None, *, whole: bool, state: Any) -> Manifest:
+    def _write(self, number: int, rows: HomeRows, base: Manifest | None, state: Any) -> Manifest:
         """Collective. Write the files of all ranks, and let the checkpoint be complete."""
-        collection = self._collection
-        faults: list[str] = []
-        stores, partial = collection.engine.stores, self._directory.partial(number)
-        mine = SavedFile(rank_file(collection.rank), 0, 0, (0,) * len(stores))
-        rows = DrainedRows(stores, (), torch.empty(0, device=collection.device), all_rows=True)
-        if drained is not None and not whole:
-            rows = drained
-        try:
+        collection, partial = self._collection, self._directory.partial(number)
+        with self._on_every_rank(f"cannot write {partial}"):
             partial.mkdir(parents=True, exist_ok=True)  # a network's file system may show it late
-            mine = write_rows(partial / mine.name, stores, rows)
+            mine = write_rows(partial / rank_file(collection.rank), collection.engine.stores, rows)
             if state is not None and collection.rank == 0:
                 _write_state(partial / _STATE_FILE, state)
-        except Exception as error:  # any error: a rank that raised alone would leave the others waiting
-            faults.append(f"cannot write {partial}: {type(error).__name__}: {error}")
-        self._raise_if_any(faults, _WRITE_REMEDY)
-        world = collection.engine.groups.world
         with collection.traffic.uncounted():
-            files = gathered_files(world, mine, collection.device)
-        base = None if whole else self._newest
+            files = gathered_files(collection.engine.groups.world, mine, collection.device)
         manifest = Manifest(  # that of rank 0 counts
             number, uuid.uuid4().hex[:16], None if base is None else base.number,
             None if base is None else base.identity, collection.engine.steps, table_fields(collection.keyspace), files,
             state is not None,
         )  # fmt: skip
-        if collection.rank == 0:
-            try:
+        with self._on_every_rank(f"cannot complete {partial}"):
+            if collection.rank == 0:
                 self._directory.complete(manifest)
-            except OSError as error:
-                faults.append(f"cannot complete {partial}: {error.strerror or error}")
-        self._raise_if_any(faults, _WRITE_REMEDY)
         return manifest
 
-    def _read_chain(self, number: int | None) -> tuple[list[Manifest], Any, list[str], str]:
-        """Collective. Return a checkpoint with all that it builds on, its other state, why it cannot be loaded, and the
-        remedy."""
+    def _read_chain(self, number: int | None) -> tuple[list[Manifest], Any]:
+        """Collective. Return a checkpoint with all that it builds on, and its other state.
+
+        Raises:
+            CheckpointError: on every rank, if it cannot be loaded.
+        """
         collection = self._collection
-        chain: list[Manifest] = []
         state: Any = None
-        remedy = "construct the collection with the tables and optimizer of the checkpoint"
         chosen = torch.zeros(1, dtype=torch.int64, device=collection.device)
-        faults: list[str] = []
-        try:
+        with self._on_every_rank(f"cannot read {self._directory.path}"):
             if collection.rank == 0:
-                chain = self._directory.chain(number)
-                chosen[0] = chain[-1].number
-        except CheckpointError as error:
-            faults, remedy = [error.message], error.remedy
+                chosen[0] = self._directory.chain(number)[-1].number
         agreed = self._gather(chosen)[0][0]
-        try:
-            if agreed and not chain:
-                chain = self._directory.chain(agreed)
-            if chain:
-                faults = SavedTables(chain[0].tables, collection.keyspace).differences()
-            for manifest in [] if faults else chain:
+        with self._on_every_rank(f"cannot read {self._directory.path}"):
+            chain = self._directory.chain(agreed)
+            SavedTables(chain[0].tables, collection.keyspace).check()
+            for manifest in chain:
                 mine = manifest.files[collection.rank :: collection.layout.world_size]
                 check_files(self._directory.path / manifest.name, mine)
-            if chain and chain[-1].has_state and not faults:
-                state = self._load_state(chain[-1])
-        except CheckpointError as error:
-            faults, remedy = [error.message], error.remedy
-        except Exception as error:  # as in _write
-            faults = [f"{self._directory.path}: {type(error).__name__}: {error}"]
-        return chain, state, faults, remedy
-
-    def _load_state(self, manifest: Manifest) -> Any:
-        path = self._directory.path / manifest.name / _STATE_FILE
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # unreadable bytes lead to errors of many types
-            raise CheckpointError(
-                f"{path} cannot be read ({type(error).__name__}: {error})", remedy="load another checkpoint"
-            ) from error
+            if chain[-1].has_state:
+                state = _read_state(self._directory.path / chain[-1].name / _STATE_FILE)
+        return chain, state
 
     def _gather(self, numbers: torch.Tensor) -> list[list[int]]:
         """Collective. Return the numbers of every rank."""
@@ -297,8 +266,30 @@ class CheckpointSeries:
             found: list[list[int]] = self._collection.engine.groups.world.all_gather(numbers).tolist()
         return found
 
-    def _raise_if_any(self, faults: list[str], remedy: str) -> None:
+    @contextmanager
+    def _on_every_rank(self, doing: str) -> Iterator[None]:
+        """Collective. Raise an error of this rank on every rank: one that raised alone would leave the others
+        waiting."""
+        faults: list[str] = []
+        remedy = _WRITE_REMEDY
+        try:
+            yield
+        except CheckpointError as error:
+            faults, remedy = [error.message], error.remedy
+        except OSError as error:
+            faults = [f"{doing}: {error.strerror or error}"]
+        except Exception as error:  # slow memory, or what ``torch.save`` raises
+            faults = [f"{doing}: {type(error).__name__}: {error}"]
         raise_if_any_rank_refuses(self._collection, faults, remedy=remedy)
+
+
+def _read_state(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unreadable bytes lead to errors of many types
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {error})", remedy="load another checkpoint"
+        ) from error
 
 
 def _write_state(path: Path, state: Any) -> None:

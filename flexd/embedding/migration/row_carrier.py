@@ -17,7 +17,7 @@ from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.store.store import GroupStore
 
 if TYPE_CHECKING:
-    from flexd.embedding.store.slow.tier import RowColumn
+    from flexd.embedding.store.slow.tiered_rows import RowColumn
 
 SlotsByPeer = list[tuple[torch.Tensor, ...]]
 """Per dim-group and peer of a hop: int64 slots of the rows that the peer sends to the others."""

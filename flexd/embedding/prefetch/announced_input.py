@@ -13,6 +13,7 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows
 from flexd.embedding.exchange.hop import Hop
+from flexd.embedding.exchange.route import FeatureKeys
 from flexd.embedding.jagged import Jagged
 
 Flag = bool | torch.Tensor
@@ -72,16 +73,30 @@ def _is_same(one: object, other: object) -> bool:
     return one is other or (isinstance(one, Jagged) and isinstance(other, Jagged) and one.values is other.values)
 
 
+@dataclass(frozen=True)
+class LoaderEnd:
+    """In place of a batch: the loader has no further one.
+
+    Attributes:
+        error: why, if it raised one; the other ranks learn of it with the look-up of the batch.
+    """
+
+    error: Exception | None = None
+
+
 class AnnouncedInput:
     """An input of ``flexd.prefetch``, kept by value: the trainer may write to its objects at any time.
 
     Args:
         read: converts an input; raises an error if it cannot be looked up.
+        keys_of: returns the keys of what ``read`` returns; raises an error if it cannot be looked up.
     """
 
-    def __init__(self, given: Any, read: Callable[[Any], InputValues]) -> None:
+    def __init__(
+        self, given: Any, read: Callable[[Any], InputValues], keys_of: Callable[[InputValues], FeatureKeys]
+    ) -> None:
         self.given = given
-        self._read = read
+        self._read, self._keys_of = read, keys_of
         self._error: Exception | None = None
         self._overwritten: list[Flag] = []
         self._at: frozenset[int] = frozenset()
@@ -101,6 +116,15 @@ class AnnouncedInput:
         if self._error is not None:
             raise self._error
         return self._kept
+
+    @cached_property
+    def keys(self) -> FeatureKeys:
+        """Keys of the input as it was announced. A batch is, before it is the next, one of those farther ahead.
+
+        Raises:
+            Exception: the input cannot be looked up.
+        """
+        return self._keys_of(self.values())
 
     def compare(self, given: Any) -> tuple[InputValues, Flag]:
         """Compare with the input of a look-up, by value and without waiting for the device.

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.prefetch.announced_input import AnnouncedInput
+from flexd.embedding.prefetch.announced_input import AnnouncedInput, LoaderEnd
 from flexd.embedding.prefetch.pipeline import PrefetchPipeline
-from flexd.embedding.prefetch.pipeline_job import NextBatch
 
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
-
-
-@dataclass(frozen=True)
-class LoaderEnd:
-    """In place of a batch: the loader has no further one.
-
-    Attributes:
-        error: why, if it raised one; the other ranks learn of it with the look-up of the batch.
-    """
-
-    error: Exception | None = None
 
 
 def _identity(batch: Any) -> Any:
@@ -79,7 +66,8 @@ class Prefetch(Generic[Batch]):
                 ahead.append(self._ahead(next(queue)))
                 *earlier, latest = (now, *(announced for _, announced in ahead))
                 for one in earlier:
-                    one.check_overwritten(latest)
+                    if isinstance(one, AnnouncedInput) and isinstance(latest, AnnouncedInput):
+                        one.check_overwritten(latest)
                 prefetch_pipeline.announce(ahead[0][1], [latest])
                 yield batch
         finally:
@@ -97,12 +85,11 @@ class Prefetch(Generic[Batch]):
         while True:
             yield ended
 
-    def _ahead(self, batch: Any) -> tuple[Any, NextBatch]:
+    def _ahead(self, batch: Any) -> tuple[Any, AnnouncedInput | LoaderEnd]:
         """Return a batch, or what ended the loader, and what is announced of it."""
         if isinstance(batch, LoaderEnd):
-            return batch, NextBatch(None, None, failed=batch.error is not None)
-        collection = self._collection
-        return batch, NextBatch.of(AnnouncedInput(self._features(batch), collection.read), collection.keys_of)
+            return batch, batch
+        return batch, AnnouncedInput(self._features(batch), self._collection.read, self._collection.keys_of)
 
 
 def prefetch(

@@ -40,6 +40,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -50,21 +51,17 @@ from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Peers, Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter
 from flexd.embedding.exchange.process_groups import ChainGroups
-from flexd.embedding.prefetch.announced_input import AnnouncedInput, ChangeNotice, may_be_input
-from flexd.embedding.prefetch.pipeline_job import (
-    DeferredGradients,
-    NextBatch,
-    PrefetchPipelineJob,
-    PrefetchPipelineResult,
-)
+from flexd.embedding.prefetch.announced_input import AnnouncedInput, ChangeNotice, LoaderEnd, may_be_input
+from flexd.embedding.prefetch.pipeline_job import DeferredGradients, PrefetchPipelineJob, PrefetchPipelineResult
 from flexd.embedding.prefetch.worker_thread import WorkerThread
-from flexd.embedding.replicas.replica_sync import RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import ForwardPass, RoutedInput, StepHooks
 from flexd.embedding.store.memory import iterate_tensors
 
 logger = logging.getLogger(__name__)
+
+_Announced = AnnouncedInput | LoaderEnd
 
 
 class PrefetchPipeline(StepHooks):
@@ -96,13 +93,14 @@ class PrefetchPipeline(StepHooks):
         self._timeout_seconds = groups.timeout_seconds
         router, sync = engine.new_exchange(groups, self._traffic)
         self.exchanges = ((groups, router),)
-        self._job = PrefetchPipelineJob(engine.stores, router, sync, engine.inbox, engine.exchange, self._rank)
-        self._thread: WorkerThread[PrefetchPipelineResult | None] = WorkerThread(
+        self._job = PrefetchPipelineJob(engine, router, sync)
+        self.working = self._job.working
+        self._thread: WorkerThread[PrefetchPipelineResult] = WorkerThread(
             f"flexd-ahead-{self._rank}", self._device, inline=one_thread
         )
-        self._announced: NextBatch | None = None
-        self._farther: Sequence[NextBatch] = ()
-        self._started: NextBatch | None = None
+        self._announced: _Announced | None = None
+        self._farther: Sequence[_Announced] = ()
+        self._started: _Announced | None = None
         self._result: PrefetchPipelineResult | None = None
         self._splitting: DeferredGradients | None = None
         self.deferred: DeferredGradients | None = None
@@ -159,7 +157,7 @@ class PrefetchPipeline(StepHooks):
 
     # Called by the loop.
 
-    def announce(self, batch: NextBatch, farther: Sequence[NextBatch] = ()) -> None:
+    def announce(self, batch: _Announced, farther: Sequence[_Announced] = ()) -> None:
         """Set the batch after that of the next forward pass; that forward pass starts its job.
 
         Args:
@@ -167,16 +165,6 @@ class PrefetchPipeline(StepHooks):
         """
         self._announced, self._farther = batch, farther
         self._announced_with_grad = torch.is_grad_enabled()
-
-    def _submit(self, job: Callable[[], PrefetchPipelineResult | None]) -> None:
-        def guarded() -> PrefetchPipelineResult | None:
-            with self._engine.guard.publishing():
-                return job()
-
-        self._engine.phases.begin_job()
-        self._thread.submit(guarded)
-        if not self._overlaps:
-            self._engine.phases.skip()
 
     def start_announced(self, changed: torch.Tensor | None = None) -> None:
         """Collective. Start the job of the announced batch unless a forward pass has.
@@ -188,14 +176,14 @@ class PrefetchPipeline(StepHooks):
         if self._announced is None:
             return
         self.wait()
-        if self._started is not None and self._started.input is not None and self._trained_otherwise:
+        if isinstance(self._started, AnnouncedInput) and self._trained_otherwise:
             self._count_unused()
         self._trained_otherwise = False
         self._result = None
         batch, self._announced = self._announced, None
         farther, self._farther = self._farther, ()
         self._started = batch
-        self.prefetched_batches += batch.input is not None
+        self.prefetched_batches += isinstance(batch, AnnouncedInput)
         deferred, self.deferred = self.deferred, None
         inbox, passes = self._engine.inbox, tuple(self._engine.passes)
         # Chunks are applied, the exchange is changed and copies of loaded rows are refreshed before the next look-up.
@@ -205,21 +193,25 @@ class PrefetchPipeline(StepHooks):
         step_expected = len(passes) % self.passes_per_step == 0
         digest = self._engine.settings_digest
 
-        def job() -> PrefetchPipelineResult | None:
-            return self._job.run(
-                batch, deferred, passes,
-                step_expected=step_expected, locate=locate, fetch=self.fetches_rows, settings_digest=digest,
-                farther=farther, passes_kept=self.passes_per_step, changed=changed,
-            )  # fmt: skip
+        def job() -> PrefetchPipelineResult:
+            with self._engine.guard.publishing():
+                return self._job.run(
+                    batch, deferred, passes,
+                    step_expected=step_expected, locate=locate, fetch=self.fetches_rows, settings_digest=digest,
+                    farther=farther, passes_kept=self.passes_per_step, changed=changed,
+                )  # fmt: skip
 
-        self._submit(job)
+        self._engine.phases.begin_job()
+        self._thread.submit(job)
+        if not self._overlaps:
+            self._engine.phases.skip()
 
     def finish(self) -> None:
         """End the loop on this rank. Raises EmbeddingError if it does not end on all others."""
         self.wait()
         result, self._result, self._started, self._announced = self._result, None, None, None
-        if result is not None and result.ended_rank >= 0:
-            raise result.uneven_error()
+        if result is not None and result.uneven is not None:
+            raise result.uneven
 
     def close(self) -> bool:
         """Drop the next batch and end the thread. Deferred gradients stay for the next use of the rows.
@@ -251,10 +243,6 @@ class PrefetchPipeline(StepHooks):
     @property
     def held(self) -> object:  # type: ignore[override]
         return self._result, self.deferred
-
-    @property
-    def working(self) -> object:  # type: ignore[override]
-        return self._job.working
 
     @property
     def holds_route(self) -> bool:  # type: ignore[override]
@@ -304,7 +292,7 @@ class PrefetchPipeline(StepHooks):
         # The loop yields a batch only after announcing the next one. Before that ``given`` is another input, even if
         # it equals the batch (without any feature on this rank).
         started = self._started if self._announced is not None else None
-        announced = None if started is None else started.input
+        announced = started if isinstance(started, AnnouncedInput) else None
         self._changed, self._changed_anywhere = None, False
         # Evaluation in a training loop, with inputs of the same features, is not for the announced batch.
         by_value = torch.is_grad_enabled() == self._announced_with_grad
@@ -315,9 +303,9 @@ class PrefetchPipeline(StepHooks):
         self.wait()
         self._started = None
         result = self._result
-        if result is not None and result.ended_rank >= 0:
+        if result is not None and result.uneven is not None:
             self._result = None
-            raise result.uneven_error()
+            raise result.uneven
         if result is None or result.forward_pass is None or not usable:
             self._result = None
             return None
@@ -411,16 +399,9 @@ class PrefetchPipeline(StepHooks):
         return self._splitting
 
     def updated(self, optimizer: RowUpdate, step: int) -> None:
-        deferred, self._splitting = self._splitting, None
-        if deferred is None:
-            return
-        sync = self._engine.sync
-
-        def update(summed: list[RowGradients]) -> None:
-            sync.update(summed, optimizer, step)
-
-        deferred.update_by(update)
-        self.deferred = deferred
+        if self._splitting is not None:
+            self._splitting.update = partial(self._engine.sync.update, optimizer=optimizer, step=step)
+            self.deferred, self._splitting = self._splitting, None
 
     def _count_unused(self, *, here: bool = True) -> None:
         """Count a batch that was looked up with another input than announced; note and warn ``here``, once."""

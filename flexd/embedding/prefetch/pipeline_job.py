@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
+from flexd.embedding import devices
+from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Peers
-from flexd.embedding.exchange.exchange_choice import ExchangeChoice
 from flexd.embedding.exchange.hop import Agreement, CallSignature
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.exchange.router import Router
-from flexd.embedding.prefetch.announced_input import AnnouncedInput, InputValues
+from flexd.embedding.prefetch.announced_input import AnnouncedInput, LoaderEnd
 from flexd.embedding.prefetch.route_split import Marks, RouteSplit, exchange_marks, split_route
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
@@ -29,22 +28,24 @@ logger = logging.getLogger(__name__)
 _MAX_RANKS = 2**20
 
 
-def exchange_home_slots(stores: Sequence[GroupStore], world: Peers, found: FeatureKeys | None) -> list[torch.Tensor]:
+def exchange_home_slots(stores: Sequence[GroupStore], world: Peers, found: FeatureKeys) -> list[torch.Tensor]:
     """Collective. Return of each dim-group int64 [n] ascending slots of this rank's home rows that any rank's batch
     looks up.
 
     Args:
         world: all ranks.
-        found: the keys of this rank's batch; None: it has none.
+        found: the keys of this rank's batch.
     """
-    mine = _by_home(stores, world.size, found)
-    if world.size == 1:
-        return [of_group[0] for of_group in mine]
+    mine: list[list[torch.Tensor]] = []
+    for store, keys in zip(stores, found.keys.split_with_sizes(found.numbers), strict=True):
+        distinct = keys.unique()  # type: ignore[no-untyped-call]
+        order, counts = devices.ordered(distinct % world.size, world.size)
+        slots = torch.div(distinct - store.group.first_key, world.size, rounding_mode="floor").index_select(0, order)
+        mine.append(list(slots.split_with_sizes(counts.tolist())))
     # Peer by peer, in each dim-group by dim-group.
-    counts = [[len(slots) for slots in of_group] for of_group in mine]
-    sent = torch.tensor(counts, dtype=torch.int64, device=stores[0].rows.device).T.contiguous()
+    sent = torch.tensor([[len(slots) for slots in of_group] for of_group in mine], device=found.keys.device).T
     each = [len(mine)] * world.size
-    received = world.all_to_all(sent.view(-1), each, each).view(-1, len(mine)).tolist()
+    received = world.all_to_all(sent.reshape(-1), each, each).view(-1, len(mine)).tolist()
     message = torch.cat([of_group[peer] for peer in range(world.size) for of_group in mine]).to(torch.int32)
     arrived = world.all_to_all(message, sent.sum(dim=1).tolist(), [sum(of_peer) for of_peer in received])
     parts = arrived.split_with_sizes([number for of_peer in received for number in of_peer])
@@ -54,81 +55,39 @@ def exchange_home_slots(stores: Sequence[GroupStore], world: Peers, found: Featu
     ]
 
 
-def _by_home(stores: Sequence[GroupStore], world: int, found: FeatureKeys | None) -> list[list[torch.Tensor]]:
-    """``[group][home]``: int64 ascending slots at their homes."""
-    if found is None:
-        return [[torch.empty(0, dtype=torch.int64, device=stores[0].rows.device)] * world for _ in stores]
-    result = []
-    for store, keys in zip(stores, found.keys.split_with_sizes(found.numbers), strict=True):
-        distinct = keys.unique()  # type: ignore[no-untyped-call]
-        home = distinct % world
-        order = home.argsort(stable=True)
-        slots = torch.div(distinct - store.group.first_key, world, rounding_mode="floor").index_select(0, order)
-        result.append(list(slots.split_with_sizes(torch.bincount(home, minlength=world).tolist())))
-    return result
-
-
-@dataclass(frozen=True)
-class NextBatch:
-    """The batch after the one that the training loop has.
-
-    Attributes:
-        input: of its forward pass. None: there is no further batch on this rank.
-        resolve: returns the keys of the announced input; raises an error if it cannot be looked up.
-        failed: there is no further batch because the loader raised an error.
-    """
-
-    input: AnnouncedInput | None
-    resolve: Callable[[], FeatureKeys] | None
-    failed: bool = False
-
-    @staticmethod
-    def of(announced: AnnouncedInput, keys: Callable[[InputValues], FeatureKeys]) -> NextBatch:
-        """Make one that is resolved once: a batch is, first, one of those farther ahead."""
-        return NextBatch(announced, cache(lambda: keys(announced.values())))
-
-    def check_overwritten(self, later: NextBatch) -> None:
-        """Note whether the loader has written a later batch to the memory of this one."""
-        if self.input is not None and later.input is not None:
-            self.input.check_overwritten(later.input)
-
-
 @dataclass(frozen=True)
 class PrefetchPipelineResult:
     """Result of a job.
 
     Attributes:
+        passes: the passes that were open.
         order: features of the next batch, see ``FeatureKeys.order``.
         forward_pass: pass of the next batch; None if it is not looked up ahead.
-        ended_rank: a rank that has no further batch while another has; -1 if there is none.
-        loader_failed: its loader raised an error.
+        uneven: the error of a rank that has a batch where another has none; None if all have one, or none has.
         rows: per group [rows of the route's first station, dim], without those of ``split.marked``; None: fetch all.
         split: of the route; None: nothing is missing in ``rows``.
-        passes: the passes that were open.
-        pass_splits: of those (marked: read by the next batch); empty if no step was expected in between.
+        pass_splits: of ``passes`` (marked: read by the next batch); empty if no step was expected in between.
         touched: replicated rows that each of ``passes``, and then the next batch, touches on any rank; None: none.
     """
 
-    order: list[str]
-    forward_pass: ForwardPass | None
-    ended_rank: int
-    rows: list[torch.Tensor] | None
-    split: RouteSplit | None
     passes: tuple[ForwardPass, ...]
-    pass_splits: tuple[RouteSplit, ...]
-    touched: tuple[TouchedRows | None, ...]
-    loader_failed: bool = False
+    order: list[str] = field(default_factory=list)
+    forward_pass: ForwardPass | None = None
+    uneven: EmbeddingError | None = None
+    rows: list[torch.Tensor] | None = None
+    split: RouteSplit | None = None
+    pass_splits: tuple[RouteSplit, ...] = ()
+    touched: tuple[TouchedRows | None, ...] = ()
 
-    def uneven_error(self) -> EmbeddingError:
-        """Return the error of a rank that has a batch where ``ended_rank`` has none."""
-        if self.loader_failed:
-            return EmbeddingError(
-                f"rank {self.ended_rank}: its loader raised an error", remedy=f"see the error of rank {self.ended_rank}"
-            )
-        return EmbeddingError(
-            f"rank {self.ended_rank} has no further batch, other ranks have",
-            remedy="give all ranks equally many batches: drop the last ones (drop_last) or pad with empty ones",
-        )
+
+def _uneven(rank: int, *, loader_failed: bool) -> EmbeddingError:
+    """Return the error of a rank that has a batch where ``rank`` has none."""
+    if loader_failed:
+        return EmbeddingError(f"rank {rank}: its loader raised an error", remedy=f"see the error of rank {rank}")
+    return EmbeddingError(
+        f"rank {rank} has no further batch, other ranks have",
+        remedy="give all ranks equally many batches: drop the last ones (drop_last) or pad with empty ones",
+    )
 
 
 class DeferredGradients:
@@ -145,7 +104,8 @@ class DeferredGradients:
         self._splits = splits
         self._deferred = deferred
         self._parts: list[tuple[Route, list[torch.Tensor]]] = []
-        self._update: Callable[[list[RowGradients]], None] | None = None
+        self.update: Callable[[list[RowGradients]], None] | None = None
+        """Updates rows by the deferred gradients."""
 
     def split(self, number: int, grads: Sequence[torch.Tensor]) -> tuple[Route, list[torch.Tensor]]:
         """Keep the deferred part of the gradients of a pass, and return the part to push now with its route.
@@ -157,65 +117,51 @@ class DeferredGradients:
         self._parts.append((self._splits[number].rest, later))
         return self._splits[number].marked, now
 
-    def update_by(self, update: Callable[[list[RowGradients]], None]) -> None:
-        """Set the function that updates rows by the deferred gradients."""
-        self._update = update
-
     def push(self, sync: ReplicaSync) -> None:
         """Collective. Push the deferred gradients, and update their rows."""
         summed = sync.push(self._parts, self._deferred)
-        if self._update is not None:
-            self._update(summed)
+        if self.update is not None:
+            self.update(summed)
 
 
 class PrefetchPipelineJob:
     """Runs in a separate thread, on separate process groups.
 
     Args:
-        router, sync: over those process groups.
-        rank: this rank.
+        router, sync: of the engine's stores, over those process groups.
     """
 
-    def __init__(
-        self,
-        stores: Sequence[GroupStore],
-        router: Router,
-        sync: ReplicaSync,
-        inbox: ChunkInbox,
-        exchange: ExchangeChoice,
-        rank: int,
-    ) -> None:
-        self._stores = list(stores)
-        self._router = router
-        self._sync = sync
-        self._inbox = inbox
-        self._exchange = exchange
-        self._rank = rank
-        self._device = stores[0].rows.device
+    def __init__(self, engine: RowEngine, router: Router, sync: ReplicaSync) -> None:
+        self._engine = engine
+        self._stores = engine.stores
+        self._router, self._sync = router, sync
+        self._rank = engine.groups.rank
+        self._device = engine.stores[0].rows.device
+        no_keys = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._no_keys = FeatureKeys([], no_keys, None, [0] * len(self._stores))
         self.input_changed = False
         """Whether any rank's ``changed`` was true in the last job, as soon as the ranks have agreed."""
         self.world: Peers | None = None
         """All ranks, if batches farther ahead are announced to the homes; set on all ranks or on none."""
-        self._slot_marks = [torch.zeros(len(store.rows), dtype=torch.bool, device=self._device) for store in stores]
-
-    @property
-    def working(self) -> object:
+        self._slot_marks = [
+            torch.zeros(len(store.rows), dtype=torch.bool, device=self._device) for store in self._stores
+        ]
+        self.working = self._slot_marks, self._router, self._sync
         """Objects whose tensors stay between jobs."""
-        return self._slot_marks, self._router, self._sync
 
     def run(
         self,
-        batch: NextBatch,
+        batch: AnnouncedInput | LoaderEnd,
         deferred: DeferredGradients | None,
         passes: tuple[ForwardPass, ...],
         *,
         step_expected: bool,
         locate: bool,
-        fetch: bool = True,
-        settings_digest: int = 0,
-        farther: Sequence[NextBatch] = (),
-        passes_kept: int = 1,
-        changed: torch.Tensor | None = None,
+        fetch: bool,
+        settings_digest: int,
+        farther: Sequence[AnnouncedInput | LoaderEnd],
+        passes_kept: int,
+        changed: torch.Tensor | None,
     ) -> PrefetchPipelineResult:
         """Collective.
 
@@ -233,11 +179,10 @@ class PrefetchPipelineJob:
         if deferred is not None:
             deferred.push(self._sync)
         error: Exception | None = None
-        no_keys = torch.empty(0, dtype=torch.int64, device=self._device)
-        found = FeatureKeys([], no_keys, None, [0] * len(self._stores))
-        if batch.resolve is not None and locate:
+        found = self._no_keys
+        if isinstance(batch, AnnouncedInput) and locate:
             try:
-                found = batch.resolve()
+                found = batch.keys
             except Exception as fault:  # a rank that stops alone would leave the others waiting
                 error = fault
         touched = self._sync.new_touched()
@@ -245,14 +190,14 @@ class PrefetchPipelineJob:
         forward_pass = ForwardPass(route, touched)
         agreement = route.agreement
         self.input_changed = agreement.changed
-        self._inbox.end_exchange(max(agreement.version, 0))
-        self._exchange.agreed(agreement.exchange)
-        result = PrefetchPipelineResult(found.order, None, -1, None, None, passes, (), ())
+        self._engine.inbox.end_exchange(max(agreement.version, 0))
+        self._engine.exchange.agreed(agreement.exchange)
+        result = PrefetchPipelineResult(passes, found.order)
         if agreement.version < 0:
             failed, rank = divmod(-1 - agreement.version, _MAX_RANKS)
             if agreement.fault < 0 and not failed:
                 return result
-            return replace(result, ended_rank=rank, loader_failed=failed > 0)
+            return replace(result, uneven=_uneven(rank, loader_failed=failed > 0))
         if self.world is not None and not agreement.diverged:
             self._announce(self.world, farther, passes_kept)
         if not locate:
@@ -264,14 +209,14 @@ class PrefetchPipelineJob:
             return replace(result, rows=self._router.fetch(route, touched, expand=False))
         return self._fetch_unchanged(result, forward_pass)
 
-    def _announce(self, world: Peers, farther: Sequence[NextBatch], passes_kept: int) -> None:
+    def _announce(self, world: Peers, farther: Sequence[AnnouncedInput | LoaderEnd], passes_kept: int) -> None:
         """Collective. Tell the homes which rows batches farther ahead look up."""
         with self._router.phases.phase(StepPhase.IDS):
             for batch in farther:
-                found = None
-                if batch.resolve is not None:
+                found = self._no_keys
+                if isinstance(batch, AnnouncedInput):
                     try:
-                        found = batch.resolve()
+                        found = batch.keys
                     except Exception:  # its own look-up raises it
                         logger.debug("rank %d: a batch ahead cannot be resolved", self._rank, exc_info=True)
                 for store, slots in zip(self._stores, exchange_home_slots(self._stores, world, found), strict=True):
@@ -281,19 +226,17 @@ class PrefetchPipelineJob:
             if store.tier is not None:
                 store.tier.begin_batch(passes_kept)
 
-    def _agreement(self, batch: NextBatch, error: Exception | None, settings_digest: int) -> Agreement:
+    def _agreement(self, batch: AnnouncedInput | LoaderEnd, error: Exception | None, settings_digest: int) -> Agreement:
         """Return the agreement of this rank.
 
         A rank without a batch sends a version below all others' and a fault below none: so every rank detects whether
         any loader has ended, which one, and whether all have.
         """
-        version = self._inbox.begin_exchange()
+        version, fault = self._engine.inbox.begin_exchange(), 0 if error is None else 1 + self._rank
+        if isinstance(batch, LoaderEnd):
+            version, fault = -1 - self._rank - (0 if batch.error is None else _MAX_RANKS), -1
         call = CallSignature.of(self._rank, trains=True, passes=0, steps=0)
-        if batch.input is None:
-            below_all = -1 - self._rank - (_MAX_RANKS if batch.failed else 0)
-            return Agreement(below_all, -1, call, call, (settings_digest,) * 2, self._exchange.proposed)
-        fault = 0 if error is None else 1 + self._rank
-        return Agreement(version, fault, call, call, (settings_digest,) * 2, self._exchange.proposed)
+        return Agreement(version, fault, call, call, (settings_digest,) * 2, self._engine.exchange.proposed)
 
     def _fetch_unchanged(self, result: PrefetchPipelineResult, forward_pass: ForwardPass) -> PrefetchPipelineResult:
         """Collective. Fetch the rows that the passes of the step under way do not change."""

@@ -35,7 +35,7 @@ from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowUpdate
 from flexd.embedding.store.store import GroupStore
 
 if TYPE_CHECKING:
-    from flexd.embedding.store.slow.tier import Tier
+    from flexd.embedding.store.slow.tiered_rows import TieredRows
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class ReplicaSync:
 
 
 def _update_tier(
-    tier: Tier,
+    tier: TieredRows,
     parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
     keys_at: KeysOf,
     optimizer: RowUpdate,

@@ -14,13 +14,12 @@ import numpy.typing as npt
 import torch
 
 from flexd.core.homes import NO_KEY, TURN_BITS, Homes
-from flexd.core.keyspace import DimGroup, state_columns
-from flexd.core.layout import RankLayout
+from flexd.core.keyspace import state_columns
 from flexd.embedding.devices import HALF_DTYPES
 from flexd.embedding.store.directory import NOT_MOVED, Directory, max_listed_rows
 
 if TYPE_CHECKING:
-    from flexd.embedding.store.slow.tier import RowColumn, Tier
+    from flexd.embedding.store.slow.tiered_rows import RowColumn, TieredRows
 
 TORCH_DTYPES = {
     "float64": torch.float64,
@@ -35,7 +34,10 @@ class DeviceHomes:
 
     def __init__(self, homes: Homes, device: torch.device) -> None:
         self.homes = homes
-        if homes.linear:
+        self.linear = homes.linear
+        """True if addresses are keys."""
+        self._world_size = homes.layout.world_size
+        if self.linear:
             return
         finder = homes.finder
         (
@@ -49,15 +51,6 @@ class DeviceHomes:
             )
         )  # fmt: skip
 
-    @property
-    def linear(self) -> bool:
-        """True if addresses are keys."""
-        return self.homes.linear
-
-    @property
-    def world_size(self) -> int:
-        return self.homes.layout.world_size
-
     def addresses(self, keys: torch.Tensor) -> torch.Tensor:
         """Map int64 [n] keys to int64 [n] addresses."""
         if self.linear:
@@ -68,7 +61,7 @@ class DeviceHomes:
         """Map int64 [n] addresses to int64 [n] keys; ``NO_KEY`` where no row has the address."""
         if self.linear:
             return addresses
-        world = self.world_size
+        world = self._world_size
         turn = torch.div(addresses, world, rounding_mode="floor")
         rank = addresses - turn * world
         code = (rank << TURN_BITS) + turn
@@ -85,7 +78,7 @@ class DeviceHomes:
     def _address(self, part: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         shift, span = self._factors.index_select(1, part)
         turns = torch.div(keys, span, rounding_mode="floor")
-        return keys.add(shift).add_(turns.mul_(self.world_size - span))
+        return keys.add(shift).add_(turns.mul_(self._world_size - span))
 
 
 @dataclass(frozen=True)
@@ -127,13 +120,11 @@ class GroupStore:
     A home row has slot ``(address - first_home_address) // world_size``; replica slot s has slot ``home_rows + s``.
 
     Args:
-        group: with a range of addresses.
-        directory: of all dim-groups; None: the dim-group has one of its own.
+        number: of the dim-group.
+        directory: of all dim-groups.
         cache_slots: of fast memory; with fewer than there are home rows these are in tiered storage (``tier``), and
             ``rows`` and ``state`` stand for tensors.
         keep_keys: of replicas, of every dtype.
-        homes: map of addresses to keys; None: addresses are keys.
-        home_rows: slots for home rows; None: one for each address of this rank.
     """
 
     rows: RowColumn
@@ -141,54 +132,48 @@ class GroupStore:
 
     def __init__(
         self,
-        group: DimGroup,
-        layout: RankLayout,
+        homes: DeviceHomes,
+        number: int,
         rank: int,
         replica_slots: int,
-        device: torch.device,
-        directory: Directory | None = None,
+        directory: Directory,
         cache_slots: int | None = None,
         keep_keys: bool = False,
-        homes: DeviceHomes | None = None,
-        home_rows: int | None = None,
     ) -> None:
-        self.group = group
+        self.group = group = homes.homes.groups[number]
+        """With a range of addresses."""
         self.homes = homes
-        self.world_size = layout.world_size
+        self.directory = directory
+        self.world_size = homes.homes.layout.world_size
         self.rank = rank
-        self.first_home_address = group.first_key + (rank - group.first_key) % layout.world_size
-        every = max(0, -(-(group.end_key - self.first_home_address) // layout.world_size))
-        self.home_rows = every if home_rows is None else home_rows
+        self.first_home_address = group.first_key + (rank - group.first_key) % self.world_size
+        self.home_rows = int(homes.homes.home_rows(number)[rank])
         self.replica_slots = replica_slots
         self.dtype = TORCH_DTYPES[group.dtype]
         slots = self.home_rows + replica_slots
         fast_home_rows = self.home_rows if cache_slots is None else min(cache_slots, self.home_rows)
         state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        rows = torch.zeros((fast_home_rows + replica_slots, group.dim), dtype=self.dtype, device=device)
+        rows = torch.zeros((fast_home_rows + replica_slots, group.dim), dtype=self.dtype, device=directory.device)
         floats = sum(state_columns(group.optimizer, group.dim).values())
-        state = torch.zeros((fast_home_rows + replica_slots, floats), dtype=state_dtype, device=device)
+        state = torch.zeros((fast_home_rows + replica_slots, floats), dtype=state_dtype, device=directory.device)
         self.rows, self.state = rows, state
-        self.tier: Tier | None = None
+        self.tier: TieredRows | None = None
         """Of home rows in tiered storage."""
         if fast_home_rows < self.home_rows:
-            from flexd.embedding.store.slow.tier import Tier, TieredColumn  # loaded where a job has cold rows
+            from flexd.embedding.store.slow.tiered_rows import (  # loaded where a job has cold rows
+                TieredColumn,
+                TieredRows,
+            )
 
-            self.tier = Tier(rows, state, fast_home_rows, self.home_rows)
+            self.tier = TieredRows(rows, state, fast_home_rows, self.home_rows)
             self.rows, self.state = TieredColumn(self.tier, rows), TieredColumn(self.tier, state)
-        if directory is None:
-            directory = Directory([group], layout, rank, max_listed_rows(group, layout, replica_slots), device)
-        self.directory = directory
         self.replica_addresses = torch.zeros(
-            replica_slots if keep_keys or self.dtype in HALF_DTYPES else 0, dtype=torch.int64, device=device
+            replica_slots if keep_keys or self.dtype in HALF_DTYPES else 0, dtype=torch.int64, device=directory.device
         )
         """int64: the address of the row in each replica slot, for rounding at random and rates by table; none without.
         """
         none = np.empty(0, dtype=np.int32)
         self.free = FreeSlots(np.arange(slots - 1, self.home_rows - 1, -1, dtype=np.int32), replica_slots, none)
-
-    @property
-    def free_slots(self) -> int:
-        return len(self.free)
 
     @property
     def row_bytes(self) -> int:
@@ -199,19 +184,15 @@ class GroupStore:
         """Map int64 addresses of this rank to int64 slots."""
         return (addresses - self.first_home_address) // self.world_size
 
-    def home_keys_at(self, slots: torch.Tensor) -> torch.Tensor:
-        """Map int64 [n] home slots to int64 [n] keys; ``NO_KEY`` for a slot without a row."""
-        addresses = slots * self.world_size + self.first_home_address
-        return addresses if self.homes is None else self.homes.keys(addresses)
-
     def keys_at(self, slots: torch.Tensor) -> torch.Tensor:
-        """Map int64 [n] slots in use to int64 [n] keys, of a store that keeps the addresses of its replicas."""
+        """Map int64 [n] slots to int64 [n] keys; ``NO_KEY`` for a home slot without a row. Undefined for replica slots
+        that are free, or of a store that does not keep the addresses of its replicas."""
         addresses = slots * self.world_size + self.first_home_address
-        if self.replica_slots:
+        if len(self.replica_addresses):
             replicas = slots - self.home_rows
             of_replicas = self.replica_addresses.index_select(0, replicas.clamp(min=0))
             addresses = torch.where(replicas < 0, addresses, of_replicas)
-        return addresses if self.homes is None else self.homes.keys(addresses)
+        return self.homes.keys(addresses)
 
     def record_addresses(self, addresses: torch.Tensor) -> None:
         """Record the slots of int64 [n] addresses of the group, whose placement has just changed."""
@@ -241,52 +222,52 @@ class GroupStore:
 
     def pack(self, slots: torch.Tensor) -> torch.Tensor:
         """Return uint8 [n, row_bytes]: rows and state, for copying to another rank."""
-        rows = self.rows.index_select(0, slots).view(torch.uint8)
-        if self.state.shape[1] == 0:
-            return rows
-        return torch.cat([rows, self.state.index_select(0, slots).view(torch.uint8)], dim=1)
+        return packed(self.rows.index_select(0, slots), self.state.index_select(0, slots))
 
-    def unpack(self, packed: torch.Tensor, slots: torch.Tensor) -> None:
+    def unpack(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write packed rows and state into ``slots``; inverse of ``pack``."""
-        width = self.rows.shape[1] * self.rows.element_size()
-        self.rows.index_copy_(0, slots, _aligned(packed[:, :width]).view(self.rows.dtype))
-        if self.state.shape[1]:
-            self.state.index_copy_(0, slots, _aligned(packed[:, width:]).view(self.state.dtype))
+        columns = self.rows, self.state
+        for column, values in zip(columns, unpacked(rows, columns), strict=True):
+            if column.shape[1]:
+                column.index_copy_(0, slots, values)
 
 
-def _aligned(columns: torch.Tensor) -> torch.Tensor:
-    """Return a copy: ``contiguous()`` keeps a single row at its offset, which may be invalid for a wider dtype."""
-    return columns.clone(memory_format=torch.contiguous_format)
+def packed(*columns: torch.Tensor) -> torch.Tensor:
+    """Return uint8 [n, bytes] of [n, c] columns."""
+    return torch.cat([column.contiguous().view(torch.uint8) for column in columns if column.shape[1]], dim=1)
+
+
+def unpacked(rows: torch.Tensor, columns: Sequence[RowColumn]) -> list[torch.Tensor]:
+    """Return [n, c] of the width and dtype of each of ``columns``; inverse of ``packed``. Bytes behind them are
+    ignored."""
+    found, first = [], 0
+    for column in columns:
+        end = first + column.shape[1] * column.element_size()
+        # A copy: part of a row may begin at an offset that is invalid for a wider dtype.
+        part = rows[:, first:end].clone(memory_format=torch.contiguous_format)
+        found.append(part.view(column.dtype) if end > first else part.to(column.dtype))
+        first = end
+    return found
 
 
 def make_stores(
-    groups: Sequence[DimGroup],
-    layout: RankLayout,
+    homes: Homes,
     rank: int,
     replica_slots: Sequence[int],
     device: torch.device,
     cache_slots: Sequence[int | None] | None = None,
     *,
     keep_keys: bool = False,
-    homes: Homes | None = None,
 ) -> list[GroupStore]:
     """Make the stores of all dim-groups of a rank, with one directory.
 
     Args:
-        groups: with ranges of addresses.
-        cache_slots: of each dim-group, as in ``GroupStore``.
-        keep_keys: of replicas, of every dtype.
-        homes: None: addresses are keys.
+        replica_slots, cache_slots, keep_keys: of each dim-group, as in ``GroupStore``.
     """
-    max_rows = sum(max_listed_rows(group, layout, slots) for group, slots in zip(groups, replica_slots, strict=True))
-    directory = Directory(groups, layout, rank, max_rows, device)
-    of_device = None if homes is None else DeviceHomes(homes, device)
+    limits = [max_listed_rows(g, homes.layout, slots) for g, slots in zip(homes.groups, replica_slots, strict=True)]
+    directory = Directory(homes.groups, homes.layout, rank, sum(limits), device)
+    on_device, cached = DeviceHomes(homes, device), cache_slots or [None] * len(limits)
     return [
-        GroupStore(
-            group, layout, rank, slots, device, directory, of_group, keep_keys, of_device,
-            None if homes is None else int(homes.home_rows(number)[rank]),
-        )
-        for number, (group, slots, of_group) in enumerate(
-            zip(groups, replica_slots, cache_slots or [None] * len(groups), strict=True)
-        )
-    ]  # fmt: skip
+        GroupStore(on_device, number, rank, slots, directory, of_group, keep_keys)
+        for number, (slots, of_group) in enumerate(zip(replica_slots, cached, strict=True))
+    ]

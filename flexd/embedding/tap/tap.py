@@ -25,8 +25,7 @@ from flexd.core.tap_counts import (
 )
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.tap.counters import TableCounter, check_memory
-from flexd.embedding.tap.sampled_passes import PassSample, max_values, thinned
+from flexd.embedding.tap.counters import PassSample, TableCounter, check_memory, max_values, thinned
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from flexd.embedding.checkpoint import blocks
+from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.collection import EmbeddingCollection
 from tests.support.collection_jobs import tables
 from tests.support.rank_pool import RankPool
@@ -21,7 +21,7 @@ def values_of(rows: int, seed: int = 0) -> torch.Tensor:
 
 def load_from(rank: int, layout: RankLayout, source: int, given: str, window_bytes: int) -> bool:
     """Load rows that one rank has; return whether the table has them, and nothing else changed."""
-    blocks.MAX_WINDOW_BYTES = window_bytes
+    table_rows.MAX_WINDOW_BYTES = window_bytes
     collection = EmbeddingCollection(tables(), layout=layout, replica_slots=[20, 0, 0])
     expected = collection.gather_table("item")
     expected[5:48] = values_of(43)

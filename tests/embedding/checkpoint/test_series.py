@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from flexd.core.errors import CheckpointError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.embedding.checkpoint import blocks, saved_rows, series_directory
-from flexd.embedding.checkpoint.row_files import RowFileReader
+from flexd.embedding.checkpoint import saved_rows, series_directory, table_rows
 from flexd.embedding.checkpoint.series import CheckpointSeries
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.prefetch.loop import prefetch
@@ -59,7 +58,7 @@ def run(
     rank: int, layout: RankLayout, path: str, optimizer: str, events: Events, more: dict[str, Any], settings: dict
 ) -> list[dict[str, Any]]:
     """Run events; return of each save its number, base, rows and bytes, and all tables and state at its time."""
-    blocks.MAX_WINDOW_BYTES = 300
+    table_rows.MAX_WINDOW_BYTES = 300
     collection = made(layout, optimizer, 1, **more)
     series = CheckpointSeries(collection, path, **settings)
     placement, step, saves = Placement.empty(), 0, []
@@ -105,7 +104,7 @@ def load(
     rank: int, layout: RankLayout, path: str, optimizer: str, numbers: list[int | None], more: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Load checkpoints over other values; return what was loaded, and the tables after more training."""
-    blocks.MAX_WINDOW_BYTES = 200
+    table_rows.MAX_WINDOW_BYTES = 200
     collection = made(layout, optimizer, 2, **more)
     series = CheckpointSeries(collection, path)
     offer(collection, Placement.empty().delta_to(random_placement(8, 30)))
@@ -142,7 +141,7 @@ def refused(rank: int, layout: RankLayout, path: str, number: int | None, names:
 
 def failing_save(rank: int, layout: RankLayout, path: str, where: str) -> dict[str, Any]:
     """Save, and again while one rank cannot write; then train on and save a third time."""
-    blocks.MAX_WINDOW_BYTES = 300
+    table_rows.MAX_WINDOW_BYTES = 300
     collection = made(layout, "adam", 1)
     series = CheckpointSeries(collection, path)
     train_steps(collection, 0, 1)
@@ -153,7 +152,7 @@ def failing_save(rank: int, layout: RankLayout, path: str, where: str) -> dict[s
         raise OSError(28, "No space left on device")
 
     failing = {
-        "rows": (saved_rows.RowFileWriter, "write", 2),
+        "rows": (saved_rows, "write_window", 2),
         "complete": (series_directory.SeriesDirectory, "complete", 0),
         "begin": (series_directory.SeriesDirectory, "begin", 0),
     }[where]
@@ -172,7 +171,7 @@ def failing_save(rank: int, layout: RankLayout, path: str, where: str) -> dict[s
 
 def end_while_saving(rank: int, layout: RankLayout, path: str, where: str) -> None:
     """End the process in the middle of the second save of a rank."""
-    blocks.MAX_WINDOW_BYTES = 300
+    table_rows.MAX_WINDOW_BYTES = 300
     collection = made(layout, "adam", 1)
     series = CheckpointSeries(collection, path)
     series.save({"step": torch.tensor(0)})
@@ -181,7 +180,7 @@ def end_while_saving(rank: int, layout: RankLayout, path: str, where: str) -> No
     def end(*_: object, **__: object) -> None:
         os._exit(3)
 
-    failing = (saved_rows.RowFileWriter, "close") if where == "rows" else (Path, "rename")
+    failing = (saved_rows.os, "fsync") if where == "rows" else (Path, "rename")
     if rank == 0:
         mock.patch.object(*failing, end).start()
     series.save()
@@ -290,7 +289,7 @@ NAMES = ("item", "odd", "tiny")
     [
         ("base rotated away", "save-00000003 needs save-00000001, which is not there: it was rotated away or removed"),
         ("base replaced", "save-00000003 needs save-00000002, and the one that is there is another"),
-        ("a file missing", "save-00000002/rank1.rows: cannot be opened"),
+        ("a file missing", "save-00000002/rank1.rows: cannot be read"),
         ("half a file", "save-00000002/rank1.rows ends too early"),
         ("a window missing", "save-00000002/rank1.rows has "),
         ("one bit", "save-00000002/rank1.rows has rows that differ from the saved ones (checksum)"),
@@ -313,9 +312,9 @@ def test_damage_is_named_and_nothing_is_loaded(
     elif damage == "half a file":
         os.truncate(file, file.stat().st_size // 2)
     elif damage == "a window missing":
-        with RowFileReader(file) as reader:
-            reader.read()
-            os.truncate(file, reader._file.tell())
+        with file.open("rb") as opened:
+            saved_rows._read_window(file, opened, file.stat().st_size)
+            os.truncate(file, opened.tell())
     elif damage == "one bit":
         content = bytearray(file.read_bytes())
         content[len(content) * 2 // 3] ^= 16

@@ -77,7 +77,7 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
     memory = collection.memory()
     return {
         "keys": keys, "tiers": tiers, "digest": engine.migrator.digest, "steps": steps,
-        "free": [store.free_slots for store in stores],
+        "free": [len(store.free) for store in stores],
         "slots_distinct": all(len(set(slots)) == len(slots) for slots in slots_by_key),
         "tables_unchanged": all(torch.equal(collection.gather_table(name), table) for name, table in before.items()),
         "bit_equal": collection.replicas_bit_equal(),

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexd.embedding import devices
+from flexd.embedding.exchange.route import FeatureKeys
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, InputValues
 
@@ -32,6 +33,10 @@ def read(given: Mapping[str, Any]) -> InputValues:
     return InputValues(features, frozenset({"bag"} if "factors" in given else ()))
 
 
+def announced_of(given: Mapping[str, Any]) -> AnnouncedInput:
+    return AnnouncedInput(given, read, lambda values: FeatureKeys([], torch.arange(0), None, []))
+
+
 def some() -> dict[str, Any]:
     return {
         "bag": Jagged(torch.arange(5), torch.tensor([2, 3])),
@@ -48,7 +53,7 @@ def on_device(request: pytest.FixtureRequest) -> Any:
 
 
 def test_equal_values_in_other_objects_and_another_order_are_the_same_input(on_device: bool) -> None:
-    announced = AnnouncedInput(some(), read)
+    announced = announced_of(some())
     values, differs = announced.compare(dict(reversed(some().items())))
     assert not bool(differs)
     assert list(values.features) == ["bag", "dense", "more"]
@@ -74,7 +79,7 @@ def test_equal_values_in_other_objects_and_another_order_are_the_same_input(on_d
 )
 def test_any_change_after_the_announcement_is_seen(changes: Any) -> None:
     given = some()
-    announced = AnnouncedInput(given, read)
+    announced = announced_of(given)
     before = [part.clone() for part in announced.values().numbers]
     changes(given)
     values, differs = announced.compare(given)
@@ -90,6 +95,6 @@ def test_launches_do_not_grow_with_features() -> None:
     for features in (2, 200):
         given = {str(name): Jagged(torch.arange(3), torch.tensor([1, 2])) for name in range(features)}
         with Launches() as launches:
-            AnnouncedInput(given, read).compare(given)
+            announced_of(given).compare(given)
         counts.append(launches.count)
     assert counts[0] == counts[1] <= 6

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexd
-from flexd.core.keyspace import DimGroup
+from flexd.core.homes import Homes
+from flexd.core.keyspace import DimGroup, KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.embedding import devices
 from flexd.embedding.store.directory import max_listed_rows
@@ -21,12 +22,11 @@ from tools.bench.mirror_ranks import mirrored
 from tools.bench.sections.dispatch import Case, batch, keyspace_of, placement, tables_of
 
 CPU = torch.device("cpu")
-NARROW = DimGroup(2, "float32", "sgd", 0, 61, (0,))
-WIDE = DimGroup(8, "float16", "rowwise_adagrad", 61, 23, (1,))
+TABLES = KeySpace([TableSpec("narrow", 61, 2), TableSpec("wide", 23, 8, "float16", "rowwise_adagrad")])
 
 
 def memory_of(layout: RankLayout, slots: int = 5, pending: object = None, **bytes_of_parts: int) -> RankMemory:
-    stores = make_stores((NARROW, WIDE), layout, 0, [slots] * 2, CPU)
+    stores = make_stores(Homes(TABLES, layout), 0, [slots] * 2, CPU)
     parts = {"waiting_bytes": 0, "working": None, "prepared_bytes": 0} | bytes_of_parts
     return rank_memory(stores, layout, 1000, 10, pending, **parts)
 

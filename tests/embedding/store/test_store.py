@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.keyspace import DimGroup
+from flexd.core.homes import Homes
+from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.embedding.store.store import FreeSlots, GroupStore
+from flexd.embedding.store.store import FreeSlots, make_stores
 
 CPU = torch.device("cpu")
 
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 )
 def test_a_replica_slot_is_never_allocated_twice(actions: list[tuple[str, int]]) -> None:
     """This holds with dropped chunks, and for any time at which the first prepared chunk is applied."""
-    store = GroupStore(DimGroup(2, "float32", "sgd", 0, 7, (0,)), RankLayout(1, 2), 1, 9, CPU)
+    store = make_stores(Homes(KeySpace([TableSpec("t", 7, 2)]), RankLayout(1, 2)), 1, [9], CPU)[0]
     everything = set(range(store.home_rows, store.home_rows + 9))
     free = store.free
     allocated: list[int] = []

@@ -24,7 +24,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import flexd
-from flexd.embedding.checkpoint.checkpoint import whole_state_dict
 from flexd.stream.zipf import ZipfSampler
 from tools.bench.harness import Outcome, at_most, check, peak_resident_bytes, reset_peak, resident_bytes
 
@@ -87,7 +86,7 @@ def directory_bytes(path: Path) -> int:
 
 def differing(one: flexd.EmbeddingCollection, other: flexd.EmbeddingCollection) -> int:
     """Return how many tensors of two collections are not equal, bit for bit."""
-    states = [whole_state_dict(each) for each in (one, other)]
+    states = [each.state_dict() for each in (one, other)]
     return sum(not torch.equal(value, states[1][key]) for key, value in states[0].items())
 
 

@@ -122,8 +122,8 @@ class Flexd:
 
         self._stop()
         held, rows, ids = self._tier, self._setting["rows"], self._setting["ids"]
-        held._table = CacheSlotTable(held.cache_slots, held.home_rows - 1, held.rows.device, half_life=1.0)
-        held._ahead, held._half_life = LookAhead(held._table), HalfLife(held.cache_slots, rows, held.rows.device)
+        held._table = CacheSlotTable(held.cache_slots, held.home_rows - 1, held.rows.device)
+        held._ahead, held._use = LookAhead(held._table), HalfLife(held.cache_slots, rows, held.rows.device)
         self._ahead, self._pending = ahead, list[dict[str, Any]]()
         if zipf is not None:
             touched = popular_touches(rows, held.cache_slots, ids, zipf)
@@ -148,7 +148,7 @@ class Flexd:
         one = torch.cat([torch.ones(setting["dim"]).view(torch.uint8), torch.zeros(3).view(torch.uint8)])
         for first in range(0, setting["rows"], 1 << 18):
             slots = torch.arange(first, min(setting["rows"], first + (1 << 18)))
-            self._tier.slow.write(slots, one[None].expand(len(slots), -1))
+            self._tier.cold.write(slots, one[None].expand(len(slots), -1))
 
     def step(self, ids: torch.Tensor, dense_seconds: float = 0.0) -> None:
         features = {"item": self._flexd.Jagged(ids, torch.tensor([len(ids)]))}
@@ -169,7 +169,7 @@ class Flexd:
 
     def figures(self) -> dict[str, float]:
         used, missed = self._tier.counts.by_table().sum(dim=0)[:2].tolist()
-        traffic = self._tier.slow.traffic
+        traffic = self._tier.cold.traffic
         return {
             "cache_slots": self._tier.cache_slots, "used": used, "missed": missed, "bytes_read": traffic.bytes_read,
             "bytes_written": traffic.bytes_written, "slow_seconds": traffic.seconds, "calls": traffic.operations,

@@ -72,11 +72,12 @@ def missed_by_cache_slots(steps: Steps, cache_slots: int, half_life: float | Non
     """Return misses a distinct row.
 
     Args:
-        half_life: of counts, in rows used for each cache slot; 0: the last use counts (LRU); None: chosen live (flexd).
+        half_life: of counts, in rows used for each cache slot; near 0: the last use counts (LRU); None: chosen live
+            (flexd).
     """
     device = torch.device("cpu")
-    table = CacheSlotTable(cache_slots, steps.distinct, device, half_life=1.0 if half_life is None else half_life)
-    live = HalfLife(cache_slots, steps.distinct, device) if half_life is None else None
+    table = CacheSlotTable(cache_slots, steps.distinct, device)
+    live = HalfLife(cache_slots, steps.distinct, device)
     kept = torch.full((steps.distinct,), -math.inf, dtype=torch.float64)
     rows, next_step = torch.from_numpy(steps.rows), torch.from_numpy(steps.next_step)
     missed, began, clock_of_uses = 0, steps.first_counted, 0.0
@@ -84,11 +85,14 @@ def missed_by_cache_slots(steps: Steps, cache_slots: int, half_life: float | Non
         mine = slice(int(steps.starts[step]), int(steps.starts[step + 1]))
         batch, following = rows[mine], next_step[mine]
         arrivals = table.bring(batch)
-        kept[arrivals.evicted_slots] = arrivals.evicted_counts
+        kept[arrivals.leaving.changed] = arrivals.leaving.counts
         known = torch.where(following <= step + ahead, following, 0) if ahead else None
         come = arrivals.missing
         table.remember(arrivals.cache_slots[come], kept[batch[come]])
-        clock_of_uses = clock_of_uses + len(batch) / cache_slots if live is None else live.use(batch, ahead)
+        if half_life is None:
+            clock_of_uses = live.use(batch, ahead)
+        else:
+            clock_of_uses += len(batch) / cache_slots / half_life
         table.use(arrivals.cache_slots, clock_of_uses, ahead=known)
         table.changed(arrivals.cache_slots)
         table.release(arrivals.cache_slots)
@@ -119,7 +123,7 @@ def misses(rows: int, ids: int, zipf: float, steps: int) -> dict[str, float]:
     steps_of = Steps.of(np.concatenate([next(drawn).numpy() for _ in range(steps)]), ids)
     cache_slots = max(int(np.diff(steps_of.starts).max()) + 1, int(rows * SHARE))
     return {
-        "LRU": missed_by_cache_slots(steps_of, cache_slots, 0.0, 0),
+        "LRU": missed_by_cache_slots(steps_of, cache_slots, 1e-9, 0),
         "flexd": missed_by_cache_slots(steps_of, cache_slots, None, 0),
         f"flexd, {AHEAD} ahead": missed_by_cache_slots(steps_of, cache_slots, None, AHEAD),
         "Belady": missed_by_cache_slots(steps_of, cache_slots, 1.0, len(steps_of) + 1),

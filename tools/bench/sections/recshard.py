@@ -30,10 +30,10 @@ import torch
 
 from flexd.core.fast_memory import CACHE_SLOT_BYTES
 from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
-from flexd.embedding.store.slow.cold_rows import FreshRows
-from flexd.embedding.store.slow.host_rows import HostRows
-from flexd.embedding.store.slow.tier import Tier
+from flexd.embedding.store.slow.cold_rows import FreshRows, HostRows
+from flexd.embedding.store.slow.tiered_rows import COUNT_BYTES, TieredRows, with_counts
 from flexd.embedding.store.slow.tiered_storage import TieredStorage
+from flexd.embedding.store.store import packed
 from flexd.planner.tables.table_list import read_tables
 from tools.bench.harness import Outcome, check
 from tools.bench.peers.recshard import FAST_BYTES_PER_SECOND, SLOW_BYTES_PER_SECOND, split_tables
@@ -101,7 +101,7 @@ class CacheSlots:
                 tier, slots = self._tiers[rank][group], self._slot[rows[at]]
                 for _ in tier.visit(torch.from_numpy(slots), changes=True, counts=True):
                     pass
-                missed[at] = np.isin(slots, tier.slow.drain())
+                missed[at] = np.isin(slots, tier.cold.drain())
         for division in self._divisions:
             division.divide()
         return self._rank[rows], missed, missed
@@ -124,10 +124,10 @@ class ColdRows(HostRows):
         return found
 
 
-def _tier(cache_slots: int, home_rows: int) -> Tier:
-    tier = Tier(torch.zeros(cache_slots, 1), torch.zeros(cache_slots, 0), cache_slots, home_rows)
-    fresh = tier.packed_fresh(lambda slots: (torch.zeros(len(slots), 1), torch.zeros(len(slots), 0)))
-    tier.begin(lambda: ColdRows(home_rows, tier.packed_bytes, fresh))
+def _tier(cache_slots: int, home_rows: int) -> TieredRows:
+    tier = TieredRows(torch.zeros(cache_slots, 1), torch.zeros(cache_slots, 0), cache_slots, home_rows)
+    row_bytes = tier.row_bytes + COUNT_BYTES
+    tier.begin(lambda: ColdRows(home_rows, row_bytes, lambda slots: with_counts(packed(torch.zeros(len(slots), 1)))))
     return tier
 
 

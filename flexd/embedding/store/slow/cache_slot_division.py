@@ -10,7 +10,7 @@ import torch
 from flexd.core.fast_memory import CACHE_SLOT_BYTES, divide_cache_slots, total_misses
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import StepMoments
-from flexd.embedding.store.slow.tier import Tier
+from flexd.embedding.store.slow.tiered_rows import TieredRows
 from flexd.embedding.store.store import GroupStore
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class CacheSlotDivision(StepMoments):
         changes: divisions that were changed.
     """
 
-    def __init__(self, tiers: Sequence[Tier], sizes: Sequence[int]) -> None:
+    def __init__(self, tiers: Sequence[TieredRows], sizes: Sequence[int]) -> None:
         self._tiers, self._sizes = tiers, sizes
         self._budget = sum(tier.cache_slots * size for tier, size in zip(tiers, sizes, strict=True))
         self._used = self._used_bytes()
@@ -61,7 +61,7 @@ class CacheSlotDivision(StepMoments):
         """Divide anew when it is time and pays.
 
         Raises:
-            SlowMemoryError: as ``Tier.resize``.
+            SlowMemoryError: as ``TieredRows.resize``.
         """
         del optimizer, step
         self.divide()
@@ -70,7 +70,7 @@ class CacheSlotDivision(StepMoments):
         """Count a step, and divide anew when it is time and pays; return whether cache slots changed.
 
         Raises:
-            SlowMemoryError: as ``Tier.resize``.
+            SlowMemoryError: as ``TieredRows.resize``.
         """
         self._steps += 1
         used = self._used_bytes()
@@ -89,7 +89,7 @@ class CacheSlotDivision(StepMoments):
         """Give each dim-group so many cache slots; return False where there is no memory to copy them.
 
         Raises:
-            SlowMemoryError: as ``Tier.resize``.
+            SlowMemoryError: as ``TieredRows.resize``.
         """
         # Those that shrink first: their bytes make room.
         order = sorted(

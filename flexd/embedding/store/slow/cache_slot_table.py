@@ -24,45 +24,35 @@ _QUEUE_SHARE = 16
 
 
 @dataclass(frozen=True)
+class Leaving:
+    """Rows that lose their cache slots, and what of them must be written before these are used.
+
+    Attributes:
+        slots: int64 [l] slots of all of them.
+        changed: int64 [e] slots of those that were changed in fast memory.
+        cache_slots: int64 [e], their cache slots.
+        counts: float64 [e], log2 of their decayed counts, to give back when they come in again.
+    """
+
+    slots: torch.Tensor
+    changed: torch.Tensor
+    cache_slots: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Arrivals:
-    """Cache slots of the rows of one batch, and what must move before they can be read.
+    """Cache slots of the rows of one batch.
 
     Attributes:
         cache_slots: int64 [n] of the slots asked for.
         missing: int64 [m] places among these whose rows must be read into their cache slots.
-        evicted_slots: int64 [e] slots of the rows that were in cache slots which the missing take over and were changed
-            there: they must be written before.
-        evicted_cache_slots: int64 [e], their cache slots.
-        evicted_counts: float64 [e], log2 of their decayed counts, to give back when they come in again.
-        left_slots: int64 [l] slots of all rows that left, changed or not.
+        leaving: the rows that were in cache slots which the missing take over.
     """
 
     cache_slots: torch.Tensor
     missing: torch.Tensor
-    evicted_slots: torch.Tensor
-    evicted_cache_slots: torch.Tensor
-    evicted_counts: torch.Tensor
-    left_slots: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Resized:
-    """A table of another number of cache slots, and what must move before it is used.
-
-    Attributes:
-        table: with the rows of the highest scores: its cache slot i has what cache slot ``kept[i]`` of the old table
-            had.
-        kept: int64 [k], ascending.
-        evicted_slots, evicted_cache_slots, evicted_counts, left_slots: as in ``Arrivals``; cache slots of the old
-            table.
-    """
-
-    table: CacheSlotTable
-    kept: torch.Tensor
-    evicted_slots: torch.Tensor
-    evicted_cache_slots: torch.Tensor
-    evicted_counts: torch.Tensor
-    left_slots: torch.Tensor
+    leaving: Leaving
 
 
 class CacheSlotTable:
@@ -71,13 +61,11 @@ class CacheSlotTable:
     Args:
         cache_slots: number of cache slots.
         max_slot: slots lie in [0, max_slot].
-        half_life: of counts, by the clock of ``use``; 0: only the last use counts (LRU).
     """
 
-    def __init__(self, cache_slots: int, max_slot: int, device: torch.device, *, half_life: float) -> None:
+    def __init__(self, cache_slots: int, max_slot: int, device: torch.device) -> None:
         self._table = BucketTable(cache_slots, max_slot, device)
         self._max_slot = max_slot
-        self._half_life = half_life
         self._slots = torch.full((cache_slots,), -1, dtype=torch.int64, device=device)
         self._counts = torch.full((cache_slots,), -math.inf, dtype=torch.float64, device=device)
         self._scores = torch.full((cache_slots,), -math.inf, dtype=torch.float64, device=device)
@@ -127,28 +115,28 @@ class CacheSlotTable:
         except SlowMemoryError:
             self.release(held)
             raise
-        leaves = self._slots.index_select(0, taken) >= 0
-        gone = taken[leaves]
-        left = self._slots.index_select(0, gone)
-        if len(gone):
-            cells = self._table.find(left)[1]
-            self._table.remove(cells)
-        evicted = gone[self._changed.index_select(0, gone)]
-        arrivals = Arrivals(
-            cache_slots.index_copy_(0, missing, taken), missing, self._slots.index_select(0, evicted), evicted,
-            self._counts.index_select(0, evicted), left,
-        )  # fmt: skip
+        leaving = self._leaving(taken[self._slots.index_select(0, taken) >= 0])
+        if len(leaving.slots):
+            self._table.remove(self._table.find(leaving.slots)[1])
         come = slots.index_select(0, missing)
         self._table.insert(come, taken.to(torch.int32))
         self._slots.index_copy_(0, taken, come)
         self._changed.index_fill_(0, taken, False)
         self._counts.index_fill_(0, taken, -math.inf)
         self._pins.index_fill_(0, taken, 1)
-        return arrivals
+        return Arrivals(cache_slots.index_copy_(0, missing, taken), missing, leaving)
 
-    def resized(self, cache_slots: int) -> Resized:
-        """Return a table of so many cache slots with the rows that would leave last. This one must not be used any
-        more.
+    def _leaving(self, gone: torch.Tensor) -> Leaving:
+        """Return the rows in int64 [n] cache slots as those that leave them."""
+        changed = gone[self._changed.index_select(0, gone)]
+        return Leaving(
+            self._slots.index_select(0, gone), self._slots.index_select(0, changed), changed,
+            self._counts.index_select(0, changed),
+        )  # fmt: skip
+
+    def resized(self, cache_slots: int) -> tuple[CacheSlotTable, torch.Tensor, Leaving]:
+        """Return (a table of so many cache slots with the rows that would leave last; int64 [k] ascending cache slots,
+        of which its cache slot i has what number i had; the other rows). This one must not be used any more.
 
         Raises:
             SlowMemoryError: rows are in use; nothing has changed then.
@@ -161,9 +149,7 @@ class CacheSlotTable:
         else:
             kept = torch.arange(used, device=device)
         goes = torch.ones(used, dtype=torch.bool, device=device).index_fill_(0, kept, False)
-        gone = goes.nonzero().view(-1)
-        evicted = gone[self._changed.index_select(0, gone)]
-        table = CacheSlotTable(cache_slots, self._max_slot, device, half_life=self._half_life)
+        table = CacheSlotTable(cache_slots, self._max_slot, device)
         table._used = len(kept)
         for of_old, of_new in (
             (self._slots, table._slots), (self._counts, table._counts), (self._scores, table._scores),
@@ -171,10 +157,7 @@ class CacheSlotTable:
         ):  # fmt: skip
             of_new[: len(kept)] = of_old.index_select(0, kept)
         table._table.insert(table._slots[: len(kept)], torch.arange(len(kept), dtype=torch.int32, device=device))
-        return Resized(
-            table, kept, self._slots.index_select(0, evicted), evicted, self._counts.index_select(0, evicted),
-            self._slots.index_select(0, gone),
-        )  # fmt: skip
+        return table, kept, self._leaving(goes.nonzero().view(-1))
 
     def release(self, cache_slots: torch.Tensor) -> None:
         """Let the rows of int64 [n] distinct cache slots leave again; once for each ``bring`` of them."""
@@ -198,15 +181,11 @@ class CacheSlotTable:
         """Count a use of the rows in int64 [n] distinct cache slots.
 
         Args:
-            clock: never lower than before; by it counts decay.
+            clock: in half-lives of counts; never lower than before.
             ahead: int64 [n], the step of the next use that is known, 0 where none is.
         """
         old = self._counts.index_select(0, cache_slots)
-        if self._half_life:
-            now = torch.tensor(clock / self._half_life, dtype=torch.float64, device=cache_slots.device)
-            count = torch.logaddexp2(old, now)
-        else:
-            count = torch.full_like(old, float(clock))
+        count = torch.logaddexp2(old, torch.tensor(clock, dtype=torch.float64, device=cache_slots.device))
         self._counts.index_copy_(0, cache_slots, count)
         self._score(
             cache_slots, count if ahead is None else torch.where(ahead > 0, _AHEAD - ahead.to(torch.float64), count)

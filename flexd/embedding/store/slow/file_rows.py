@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +27,7 @@ def rows_per_block(row_bytes: int) -> tuple[int, int]:
 
 
 class FileRows(BlockRows):
-    """See ``ColdRows`` and ``BlockRows``. Row ``slot`` is in block ``slot // rows_per_block``.
+    """See ``BlockRows``. Row ``slot`` is in block ``slot // rows_per_block``.
 
     A block that was never written is a hole: it takes no room and is not read.
     """
@@ -45,22 +44,15 @@ class FileRows(BlockRows):
     def fast_nbytes(self) -> int:
         return self._written.nbytes + self._buffer.nbytes
 
-    def read(self, slots: torch.Tensor) -> torch.Tensor:
-        began = time.perf_counter()
+    def _read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         packed = np.empty((len(slots), self._row_bytes), dtype=np.uint8)
         made = np.zeros(len(slots), dtype=np.bool_)
         for blocks, rows, at, place in self._loaded(slots.numpy()):
             packed[rows] = self._payload(len(blocks))[at, place]
             made[rows] = (self._masks(len(blocks))[at] >> place.astype(np.uint64)) & np.uint64(1) == 0
-        result = torch.from_numpy(packed)
-        unwritten = torch.from_numpy(np.flatnonzero(made))
-        if len(unwritten):
-            result.index_copy_(0, unwritten, self._fresh(slots.index_select(0, unwritten)))
-        self.traffic.seconds += time.perf_counter() - began
-        return result
+        return torch.from_numpy(packed), torch.from_numpy(np.flatnonzero(made))
 
-    def write(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
-        began = time.perf_counter()
+    def _write(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
         data = packed.numpy()
         for blocks, rows, at, place in self._loaded(slots.numpy()):
             self._payload(len(blocks))[at, place] = data[rows]
@@ -70,7 +62,6 @@ class FileRows(BlockRows):
             self.traffic.operations += self._file.write(blocks, filled)
             self.traffic.bytes_written += filled.nbytes
             np.bitwise_or.at(self._written, blocks >> 3, (1 << (blocks & 7)).astype(np.uint8))
-        self.traffic.seconds += time.perf_counter() - began
 
     def close(self) -> None:
         self._file.close()

@@ -7,7 +7,6 @@ rows move (Rosenblum, Ousterhout: The design and implementation of a log-structu
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -28,8 +27,79 @@ from flexd.embedding.store.slow.block_file import (
     Int64Array,
     aligned_bytes,
 )
-from flexd.embedding.store.slow.block_space import BlockSpace
 from flexd.embedding.store.slow.cold_rows import FreshRows
+
+_WINDOW = 4096
+"""Blocks that a search looks at, at least."""
+_CHOICES = 16
+"""Cleaning takes the emptiest of so many blocks for each that it is to free: near to the emptiest of all (Mitzenmacher:
+The power of two choices, 2001; Desnoyers: Analytic models of SSD write performance, ACM TOS 2014), without a search of
+all."""
+
+
+class BlockSpace:
+    """Counts of valid rows by block; a block without one is free.
+
+    Args:
+        per_block: rows that a block holds, at most 255.
+    """
+
+    def __init__(self, blocks: int, per_block: int) -> None:
+        self._valid = np.zeros(blocks, dtype=np.uint8)
+        self._per_block = per_block
+        self._next_free = self._next_cleaned = 0
+        self.free = blocks
+
+    @property
+    def nbytes(self) -> int:
+        return self._valid.nbytes
+
+    def allocate(self, counts: Int64Array) -> Int64Array:
+        """Return int64 [n] ascending free blocks, which hold int64 [n] rows each from now on, all above 0.
+
+        Adjoining blocks where there are some. The caller has checked ``free``.
+        """
+        if len(counts) > self.free:
+            raise AssertionError(f"{self.free} free blocks, not {len(counts)}")
+        found: list[Int64Array] = []
+        missing, width = len(counts), max(_WINDOW, 4 * len(counts))
+        while missing:
+            window = self._valid[self._next_free : self._next_free + width]
+            free = np.flatnonzero(window == 0)[:missing] + self._next_free
+            missing -= len(free)
+            found.append(free)
+            self._next_free = int(free[-1]) + 1 if not missing else self._next_free + len(window)
+            if self._next_free >= len(self._valid):
+                self._next_free = 0
+        blocks = np.sort(np.concatenate(found)) if found else np.empty(0, dtype=np.int64)
+        self._valid[blocks] = counts
+        self.free -= len(blocks)
+        return blocks
+
+    def drop(self, blocks: Int64Array) -> None:
+        """Note that a row of each of int64 [n] blocks, repeats allowed, is valid no more."""
+        distinct, counts = np.unique(blocks, return_counts=True)
+        self._valid[distinct] -= counts.astype(np.uint8)
+        self.free += int((self._valid[distinct] == 0).sum())
+
+    def to_clean(self, gain: int) -> Int64Array:
+        """Return int64 ascending blocks of few valid rows: with these packed together, ``gain`` more blocks are free,
+        or as many as can be."""
+        width, blocks = max(_WINDOW, _CHOICES * gain), len(self._valid)
+        while True:
+            width = min(width, blocks)
+            numbers = (self._next_cleaned + np.arange(width)) % blocks
+            valid = self._valid[numbers].astype(np.int64)
+            some = np.flatnonzero((valid > 0) & (valid < self._per_block))
+            some = some[np.argsort(valid[some], kind="stable")]
+            packed = -(-np.cumsum(valid[some]) // self._per_block)
+            gains = np.arange(1, len(some) + 1) - packed
+            enough = int(np.searchsorted(gains, gain))
+            if enough < len(some) or width == blocks:
+                self._next_cleaned = (self._next_cleaned + width) % blocks
+                return np.sort(numbers[some[: enough + 1]])
+            width *= 4
+
 
 INDEX_BYTES = 5
 """Of a row in memory: where it is, and its part of the counts of blocks."""
@@ -74,7 +144,7 @@ class _Fetch:
 
 
 class LogRows(BlockRows):
-    """See ``ColdRows`` and ``BlockRows``. ``write`` returns when the rows are in a buffer that a thread writes: an
+    """See ``BlockRows``. ``write`` returns when the rows are in a buffer that a thread writes: an
     error of the disk is raised by a later call, the first one that reads what may be lost at the latest.
 
     The file is sparse, and at most twice as large as its rows.
@@ -100,8 +170,7 @@ class LogRows(BlockRows):
         buffers = [*self._buffers, *(staged.buffer for staged in self._staged)]
         return self._places.nbytes + self._space.nbytes + sum(buffer.nbytes for buffer in buffers)
 
-    def read(self, slots: torch.Tensor) -> torch.Tensor:
-        began = time.perf_counter()
+    def _read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         wanted = self._checked(slots)
         packed = np.empty((len(wanted), self._row_bytes), dtype=np.uint8)
         places = self._places[wanted].astype(np.int64) - 1
@@ -114,15 +183,9 @@ class LogRows(BlockRows):
                 if (self._slots(buffer)[at, within[first:last]] != wanted[order[first:last]]).any():
                     raise self._not_what_was_written(blocks)
                 packed[order[first:last]] = self._payload(buffer)[at, within[first:last]]
-        result = torch.from_numpy(packed)
-        unwritten = torch.from_numpy(np.flatnonzero(places < 0))
-        if len(unwritten):
-            result.index_copy_(0, unwritten, self._fresh(slots.index_select(0, unwritten)))
-        self.traffic.seconds += time.perf_counter() - began
-        return result
+        return torch.from_numpy(packed), torch.from_numpy(np.flatnonzero(places < 0))
 
-    def write(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
-        began = time.perf_counter()
+    def _write(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
         given, data = self._checked(slots), packed.numpy()
         at_once = len(self._staged[0].buffer) * self._per_block
         for first in range(0, len(given), at_once):
@@ -132,16 +195,6 @@ class LogRows(BlockRows):
             if missing > 0:
                 self._clean(missing)
             self._append(part, data[first : first + at_once])
-        self.traffic.seconds += time.perf_counter() - began
-
-    def flush(self) -> None:
-        """Wait until all rows that were given are in the file.
-
-        Raises:
-            SlowMemoryError: as ``write``.
-        """
-        for staged in self._staged:
-            self._end(staged)
 
     def close(self) -> None:
         self._writer.shutdown(wait=True)
@@ -182,9 +235,9 @@ class LogRows(BlockRows):
         self._payload(buffer)[at, within] = packed
         self._places[slots] = staged.blocks[at] * self._per_block + within + 1
         self.traffic.bytes_written += buffer.nbytes
-        staged.written = self._writer.submit(self._write, staged.blocks, buffer)
+        staged.written = self._writer.submit(self._write_blocks, staged.blocks, buffer)
 
-    def _write(self, blocks: Int64Array, buffer: Bytes) -> int:
+    def _write_blocks(self, blocks: Int64Array, buffer: Bytes) -> int:
         self._sums.seal(buffer.view(np.uint64))
         return self._file.write(blocks, buffer)
 

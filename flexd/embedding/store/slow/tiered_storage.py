@@ -1,30 +1,29 @@
-"""How a rank divides its rows over fast and slow memory, and where the cold ones are."""
+"""How a rank divides its rows over fast and slow memory, where the cold ones are, and what happened there."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, named_tables
 from flexd.core.errors import EmbeddingError, SlowMemoryError
 from flexd.core.fast_memory import CACHE_SLOT_BYTES, proportional_cache_slots
-from flexd.core.homes import Homes
-from flexd.core.keyspace import DimGroup, KeySpace, state_columns
+from flexd.core.keyspace import DimGroup, state_columns
 from flexd.core.layout import RankLayout
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
-from flexd.embedding.store.slow.cold_rows import ColdRows
+from flexd.embedding.store.slow.cold_rows import ColdRows, FreshRows, HostRows, SlowTraffic
 from flexd.embedding.store.slow.file_rows import FileRows
-from flexd.embedding.store.slow.host_rows import HostRows
 from flexd.embedding.store.slow.log_rows import INDEX_BYTES, LogRows
-from flexd.embedding.store.slow.tier import Tier
-from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
+from flexd.embedding.store.slow.tiered_rows import COUNT_BYTES, CacheSlotCounts, TieredRows, with_counts
+from flexd.embedding.store.store import TORCH_DTYPES, GroupStore, packed
 
 MAX_INDEX_SHARE = 1 / 4
 """Of fast memory, for the index of cold rows; rows of larger tables have fixed places in their file instead."""
@@ -87,53 +86,43 @@ class TieredStorage:
         return self.directory is not None and INDEX_BYTES * sum(home_rows) <= self.fast_memory_bytes * MAX_INDEX_SHARE
 
     def begin(
-        self,
-        stores: Sequence[GroupStore],
-        number: int,
-        make: InitialRows,
-        first_slots: torch.Tensor,
-        of_tables: torch.Tensor,
+        self, stores: Sequence[GroupStore], number: int, scales: Sequence[float], seed: int, state: float
     ) -> None:
-        """Let the home rows of a dim-group begin with their initial values.
+        """Let the home rows of a dim-group begin with the initial values that ``RowEngine.initialise`` gives them.
 
         Args:
             stores: of all dim-groups.
-            number: of the dim-group.
-            make: their initial values.
-            first_slots, of_tables: as ``first_home_slots``.
 
         Raises:
             SlowMemoryError: the file cannot be made.
         """
         store = stores[number]
         if store.tier is not None:
+            fresh = partial(_initial_rows, store, scales, seed, state)
             has_index = self._has_index([each.home_rows for each in stores])
-            make_slow = partial(self._slow_rows, store, store.tier, number, make, has_index)
-            store.tier.begin(make_slow, len(store.group.tables), first_slots, of_tables)
+            first_slots, of_tables = first_home_slots(store)
+            counts = CacheSlotCounts(store.rows.device, first_slots, of_tables, len(store.group.tables))
+            name = f"rank{store.rank}.group{number}.rows"
+            row_bytes = store.tier.row_bytes + COUNT_BYTES
+            store.tier.begin(partial(self._cold_rows, name, store, row_bytes, fresh, has_index), counts)
 
-    def _slow_rows(self, store: GroupStore, tier: Tier, number: int, make: InitialRows, has_index: bool) -> ColdRows:
-        fresh = tier.packed_fresh(make)
+    def _cold_rows(self, name: str, store: GroupStore, row_bytes: int, fresh: FreshRows, has_index: bool) -> ColdRows:
         if self.directory is None:
-            return HostRows(store.home_rows, tier.packed_bytes, fresh, pinned=store.rows.device.type == "cuda")
+            return HostRows(store.home_rows, row_bytes, fresh, pinned=store.rows.device.type == "cuda")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SlowMemoryError(
                 f"{self.directory}: cannot be made: {error.strerror}", remedy="give slow_memory_dir a path to write"
             ) from error
-        path = self.directory / f"rank{store.rank}.group{number}.rows"
         of_file = LogRows if has_index else FileRows
-        return of_file(path, store.home_rows, tier.packed_bytes, fresh)
+        return of_file(self.directory / name, store.home_rows, row_bytes, fresh)
 
 
-InitialRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""int64 [n] slots -> ([n, dim] rows, [n, s] state), in host memory."""
-
-
-def first_home_slots(store: GroupStore, homes: Homes) -> tuple[torch.Tensor, torch.Tensor]:
+def first_home_slots(store: GroupStore) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int64 [r] ascending first slots of the home rows of each table of a dim-group that has any on this rank,
     and int64 [r] the number of the table in the dim-group. The first is slot 0, also if rows have left it."""
-    runs = [homes.run(table, store.rank) for table in store.group.tables]
+    runs = [store.homes.homes.run(table, store.rank) for table in store.group.tables]
     found = sorted((run.first_slot, number) for number, run in enumerate(runs) if run.rows)
     if not found or found[0][0] > 0:
         found.insert(0, (0, found[0][1] if found else 0))
@@ -141,34 +130,66 @@ def first_home_slots(store: GroupStore, homes: Homes) -> tuple[torch.Tensor, tor
     return first_slots.contiguous(), of_tables.contiguous()
 
 
-def initial_rows_of(
-    store: GroupStore, keyspace: KeySpace, scales: Sequence[float], seed: int, state: float
-) -> InitialRows:
-    """Return what makes the initial values of home rows, those that ``RowEngine.initialise`` gives them."""
-    group = store.group
-    floats, dtype = store.state.shape[1], store.state.dtype
-    first_keys = torch.tensor([int(keyspace.first_key[table]) for table in group.tables])
-
-    def make(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = torch.empty((len(slots), group.dim), dtype=TORCH_DTYPES[group.dtype])
-        addresses = slots * store.world_size + store.first_home_address
-        keys = addresses if store.homes is None else torch.from_numpy(store.homes.homes.keys(addresses.numpy()))
-        of_table = torch.searchsorted(first_keys, keys, right=True) - 1
-        for at in np.unique(of_table.numpy()).tolist():
-            table = group.tables[at]
-            here = (of_table == at).nonzero().view(-1)
-            part = rows.new_empty((len(here), group.dim))
-            fill_initial_rows(
-                part, keyspace.tables[table].name, keys.index_select(0, here) - first_keys[at],
-                scale=scales[table], seed=seed,
-            )  # fmt: skip
-            rows.index_copy_(0, here, part)
-        return rows, torch.full((len(slots), floats), state, dtype=dtype)
-
-    return make
+def _initial_rows(
+    store: GroupStore, scales: Sequence[float], seed: int, state: float, slots: torch.Tensor
+) -> torch.Tensor:
+    """Return cold rows with the initial values of int64 [n] home slots."""
+    group, homes = store.group, store.homes.homes
+    first_keys = torch.tensor([int(homes.keyspace.first_key[table]) for table in group.tables])
+    rows = torch.empty((len(slots), group.dim), dtype=store.rows.dtype)
+    keys = torch.from_numpy(homes.keys((slots * store.world_size + store.first_home_address).numpy()))
+    of_table = torch.searchsorted(first_keys, keys, right=True) - 1
+    for at in np.unique(of_table.numpy()).tolist():
+        table = group.tables[at]
+        here = (of_table == at).nonzero().view(-1)
+        part = rows.new_empty((len(here), group.dim))
+        of_rows = keys.index_select(0, here) - first_keys[at]
+        fill_initial_rows(part, homes.keyspace.tables[table].name, of_rows, scale=scales[table], seed=seed)
+        rows.index_copy_(0, here, part)
+    return with_counts(packed(rows, torch.full((len(slots), store.state.shape[1]), state, dtype=store.state.dtype)))
 
 
 def _row_bytes(group: DimGroup) -> int:
     dtype = TORCH_DTYPES[group.dtype]
     floats = sum(state_columns(group.optimizer, group.dim).values())
     return group.dim * dtype.itemsize + floats * (8 if dtype == torch.float64 else 4)
+
+
+class SlowMemoryMeter:
+    """What happened in the tiered storage of a rank between two reports.
+
+    Args:
+        stores: of all dim-groups.
+    """
+
+    def __init__(self, stores: Sequence[GroupStore]) -> None:
+        self._tiers = [(store.group.tables, store.tier) for store in stores if store.tier is not None]
+        self._last = [_Totals.of(tier) for _, tier in self._tiers]
+
+    def drain(self) -> SlowMemoryReport:
+        """Return what happened since the call before."""
+        found: list[SlowTableReport] = []
+        sums = SlowTraffic()
+        for number, (tables, tier) in enumerate(self._tiers):
+            now, before = _Totals.of(tier), self._last[number]
+            self._last[number] = now
+            if now.counts is not before.counts:  # made anew
+                before = _Totals(now.counts, torch.zeros_like(now.by_table), SlowTraffic())
+            since = now.by_table - before.by_table
+            for at in since.any(dim=1).nonzero().view(-1).tolist():
+                found.append(SlowTableReport(tables[at], *since[at].tolist()))
+            sums.bytes_read += now.traffic.bytes_read - before.traffic.bytes_read
+            sums.bytes_written += now.traffic.bytes_written - before.traffic.bytes_written
+            sums.seconds += now.traffic.seconds - before.traffic.seconds
+        return SlowMemoryReport(named_tables(found), sums.bytes_read, sums.bytes_written, sums.seconds)
+
+
+@dataclass(frozen=True)
+class _Totals:
+    counts: CacheSlotCounts
+    by_table: torch.Tensor
+    traffic: SlowTraffic
+
+    @classmethod
+    def of(cls, tier: TieredRows) -> _Totals:
+        return cls(tier.counts, tier.counts.by_table(), replace(tier.cold.traffic))

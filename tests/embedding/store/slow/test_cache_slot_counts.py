@@ -11,9 +11,9 @@ from flexd.control.protocol.report import MAX_NAMED_TABLES, SlowTableReport, nam
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.embedding.store.slow.cache_slot_counts import EVICTED, MISSED, USED, WRITTEN, CacheSlotCounts
+from flexd.embedding.store.slow.tiered_rows import EVICTED, MISSED, USED, WRITTEN, CacheSlotCounts
 from flexd.embedding.store.slow.tiered_storage import first_home_slots
-from flexd.embedding.store.store import GroupStore
+from flexd.embedding.store.store import make_stores
 
 
 @settings(max_examples=60, deadline=None)
@@ -24,9 +24,8 @@ def test_rows_are_counted_for_their_tables(rows: list[int], world_size: int, see
     homes = Homes(keyspace, RankLayout(1, world_size))
     rng = np.random.default_rng(seed)
     for rank in range(world_size):
-        store = GroupStore(keyspace.groups[0], homes.layout, rank, 0, torch.device("cpu"))
-        counts = CacheSlotCounts(torch.device("cpu"))
-        counts.begin(len(rows), *first_home_slots(store, homes))
+        store = make_stores(homes, rank, [0], torch.device("cpu"))[0]
+        counts = CacheSlotCounts(torch.device("cpu"), *first_home_slots(store), len(rows))
         expected = np.zeros((len(rows), 4), dtype=np.int64)
         for quantity in (USED, MISSED, EVICTED, WRITTEN):
             slots = np.flatnonzero(rng.random(store.home_rows) < 0.6)

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import flexd
-from flexd.embedding.checkpoint import checkpoint
 from flexd.embedding.store.slow import cache_slot_division
-from flexd.embedding.store.slow.cache_slot_counts import MISSED
 from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision, cache_slot_bytes
-from tests.support.checkpoint_jobs import as_numpy
+from flexd.embedding.store.slow.tiered_rows import MISSED
+from tests.support.checkpoint_jobs import whole
 
 TABLES = [
     flexd.EmbeddingTable("item", 300, 4), flexd.EmbeddingTable("shop", 200, 16), flexd.EmbeddingTable("tag", 5, 8)
@@ -63,7 +62,7 @@ def test_cache_slots_follow_the_use_and_rows_are_those_of_fast_rows() -> None:
     assert seen[0][0] > 1.2 * by_rows[0], "cache slots for the table that is used"
     assert seen[1][1] > 1.2 * seen[0][1], "and, after its use has moved, for the other one"
     assert 2 <= division.changes <= 200 // cache_slot_division.LEAST_STEPS
-    mine, theirs = (as_numpy(checkpoint.whole_state_dict(each)) for each in (slow, fast))
+    mine, theirs = (whole(each) for each in (slow, fast))
     assert {key: value.tobytes() for key, value in mine.items()} == {k: v.tobytes() for k, v in theirs.items()}
     slow.close()
     fast.close()

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from flexd.embedding.store.slow.cold_rows import ColdRows
+from flexd.embedding.store.slow.block_file import KernelQueue
+from flexd.embedding.store.slow.cold_rows import ColdRows, HostRows
 from flexd.embedding.store.slow.file_rows import FileRows, rows_per_block
-from flexd.embedding.store.slow.host_rows import HostRows
-from flexd.embedding.store.slow.kernel_queue import KernelQueue
 from flexd.embedding.store.slow.log_rows import LogRows
+from tests.support.cold_rows import wait_for_writes
 
 ROWS = 2_000
 
@@ -94,8 +94,7 @@ def test_traffic_counts_bytes_and_calls(make: Callable[[int], ColdRows]) -> None
     slow.read(torch.tensor([1, 2]))
     assert slow.traffic.bytes_read == 0, "never written"
     slow.write(torch.tensor([1]), torch.zeros(1, 100, dtype=torch.uint8))
-    if isinstance(slow, LogRows):
-        slow.flush()
+    wait_for_writes(slow)
     before = slow.traffic.bytes_read
     slow.read(torch.tensor([1, 2, 1999]))
     traffic = slow.traffic

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.slow.block_file import PAGE_BYTES
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, KernelQueue
 from flexd.embedding.store.slow.file_rows import FileRows, rows_per_block
-from flexd.embedding.store.slow.kernel_queue import KernelQueue
 from flexd.embedding.store.slow.log_rows import LogRows, log_rows_per_block
+from tests.support.cold_rows import wait_for_writes
 from tests.support.repository import child_environment
 
 ROWS, WIDTH = 4_000, 260
@@ -41,8 +41,7 @@ KINDS = {"file": (FileRows, rows_per_block(WIDTH)[0]), "log": (LogRows, log_rows
 def write(slow: FileRows | LogRows, slots: torch.Tensor, packed: torch.Tensor) -> None:
     """Write rows, and wait until they are in the file."""
     slow.write(slots, packed)
-    if isinstance(slow, LogRows):
-        slow.flush()
+    wait_for_writes(slow)
 
 
 def rows_in(path: Path, rows: int = ROWS) -> FileRows:

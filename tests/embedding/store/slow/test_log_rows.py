@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow import log_rows
 from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockFile
-from flexd.embedding.store.slow.block_space import BlockSpace
 from flexd.embedding.store.slow.file_rows import FileRows
-from flexd.embedding.store.slow.log_rows import LogRows, log_rows_per_block
+from flexd.embedding.store.slow.log_rows import BlockSpace, LogRows, log_rows_per_block
+from tests.support.cold_rows import wait_for_writes
 
 ROWS, WIDTH = 3_000, 524
 PER_BLOCK = log_rows_per_block(WIDTH)[0]
@@ -86,7 +86,7 @@ def test_rows_stay_while_a_log_is_written_many_times_over(tmp_path: Path) -> Non
         whole[slots] = of(slots, number)
         for each in (slow, fixed):
             each.write(slots, whole[slots])
-    slow.flush()
+    wait_for_writes(slow)
     assert torch.equal(slow.read(torch.arange(ROWS)), whole)
     moved = [each.traffic.bytes_read + each.traffic.bytes_written for each in (slow, fixed)]
     moved = [after - first for after, first in zip(moved, before, strict=True)]
@@ -110,7 +110,7 @@ def test_rows_on_their_way_are_read_from_memory(tmp_path: Path, monkeypatch: pyt
     assert torch.equal(slow.read(slots), torch.cat([of(slots[:50], 2), of(slots[50:], 1)]))
     assert slow.traffic.bytes_read == 0
     go.set()
-    slow.flush()
+    wait_for_writes(slow)
     assert torch.equal(slow.read(slots), torch.cat([of(slots[:50], 2), of(slots[50:], 1)]))
     assert slow.traffic.bytes_read > 0
     slow.close()
@@ -120,7 +120,7 @@ def test_a_block_of_other_rows_is_not_taken(tmp_path: Path) -> None:
     """As after a write that went to another place: the checksum is right, the rows are not."""
     slow, slots = rows_in(tmp_path / "rows"), torch.arange(100)
     slow.write(slots, of(slots, 1))
-    slow.flush()
+    wait_for_writes(slow)
     with (tmp_path / "rows").open("r+b") as file:
         file.seek(PAGE_BYTES)
         block = file.read(PAGE_BYTES)
@@ -160,7 +160,7 @@ def test_the_next_blocks_are_read_while_those_before_are_used(tmp_path: Path, mo
         return finish(file, batch)
 
     slow.write(slots, of(slots, 1))
-    slow.flush()
+    wait_for_writes(slow)
     monkeypatch.setattr(BlockFile, "start_read", started)
     monkeypatch.setattr(BlockFile, "finish", finished)
     assert torch.equal(slow.read(slots.flip(0)), of(slots.flip(0), 1))

@@ -23,7 +23,7 @@ def fetch(table: CacheSlotTable, ahead: LookAhead, slots: torch.Tensor, step: in
     table.remember(new, torch.full((len(new),), -torch.inf, dtype=torch.float64))
     table.use(arrivals.cache_slots, step, ahead=ahead.use_of(slots))
     table.release(arrivals.cache_slots)
-    return set(arrivals.left_slots.tolist())
+    return set(arrivals.leaving.slots.tolist())
 
 
 def held(table: CacheSlotTable) -> set[int]:
@@ -40,7 +40,7 @@ def test_no_row_of_a_known_batch_leaves_for_one_that_is_not_known(
 ) -> None:
     """Rows of the present batch, the one before it (whose update is to come) and known ones stay while others go; of
     the known ones the farthest go first. A loop may end at any batch: then rows stay by their counts alone."""
-    table = CacheSlotTable(cache_slots, SLOTS, CPU, half_life=5.0)
+    table = CacheSlotTable(cache_slots, SLOTS, CPU)
     ahead = LookAhead(table)
     for slots in batches[:depth]:
         ahead.add(slots_of(slots))
@@ -73,7 +73,7 @@ def test_no_row_of_a_known_batch_leaves_for_one_that_is_not_known(
 
 def test_a_row_that_a_batch_did_not_use_is_let_go() -> None:
     """It was announced and then read from a copy, say. Its cache slot is free for others two batches later."""
-    table = CacheSlotTable(3, SLOTS, CPU, half_life=5.0)
+    table = CacheSlotTable(3, SLOTS, CPU)
     ahead = LookAhead(table)
     fetch(table, ahead, slots_of({7}), 1)
     ahead.add(slots_of({7, 1}))

@@ -25,12 +25,12 @@ def drawn(rows: int, uses: int, exponent: float, steps: int, seed: int = 0) -> l
 
 def replayed(batches: list[torch.Tensor], rows: int, cache_slots: int, counted_from: int) -> float:
     """Return the misses of a step by a cache slot table."""
-    table, half_life = CacheSlotTable(cache_slots, rows, CPU, half_life=1.0), HalfLife(cache_slots, rows, CPU)
+    table, half_life = CacheSlotTable(cache_slots, rows, CPU), HalfLife(cache_slots, rows, CPU)
     kept = torch.full((rows,), -math.inf, dtype=torch.float64)
     missed = 0
     for step, slots in enumerate(batches):
         arrivals = table.bring(slots)
-        kept[arrivals.evicted_slots] = arrivals.evicted_counts
+        kept[arrivals.leaving.changed] = arrivals.leaving.counts
         come = arrivals.missing
         table.remember(arrivals.cache_slots[come], kept[slots[come]])
         table.use(arrivals.cache_slots, half_life.use(slots, 0))

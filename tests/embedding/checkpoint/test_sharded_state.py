@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from flexd.core.errors import CheckpointError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
-from flexd.embedding.checkpoint import checkpoint
+from flexd.embedding.checkpoint import table_rows
+from flexd.embedding.checkpoint.sharded_state import ShardedState
 from flexd.embedding.collection import EmbeddingCollection
 from tests.support.checkpoint_jobs import OPTIMIZERS, train_steps, whole
 from tests.support.collection_jobs import ROWS, offer, tables
@@ -36,7 +37,7 @@ def save(
     collection = make(layout, optimizer, 1, dtype)
     offer(collection, delta)
     train_steps(collection, 0, 4)
-    dcp.save({"tables": checkpoint.ShardedState(collection)}, checkpoint_id=path)
+    dcp.save({"tables": ShardedState(collection)}, checkpoint_id=path)
     saved = whole(collection)
     train_steps(collection, 4, 4)
     return {"saved": saved, "end": tables_of(collection), "steps": collection.steps}
@@ -50,7 +51,7 @@ def load(
     collection = make(layout, optimizer, 2, dtype)
     offer(collection, delta)
     train_steps(collection, 100, 3)
-    dcp.load({"tables": checkpoint.ShardedState(collection)}, checkpoint_id=path)
+    dcp.load({"tables": ShardedState(collection)}, checkpoint_id=path)
     loaded, version = whole(collection), collection.placement_version
     equal = train_steps(collection, 4, 4)
     return {
@@ -61,9 +62,7 @@ def load(
 
 def checkpoint_windows(window_bytes: int) -> None:
     """Set a small window, so that a block takes several."""
-    from flexd.embedding.checkpoint import blocks
-
-    blocks.MAX_WINDOW_BYTES = window_bytes
+    table_rows.MAX_WINDOW_BYTES = window_bytes
 
 
 def tables_of(collection: EmbeddingCollection) -> dict[str, np.ndarray]:
@@ -75,11 +74,11 @@ def beside_a_model(rank: int, layout: RankLayout, path: str) -> bool:
     model = torch.nn.Linear(2, 2)
     old, new = make(layout, "adam", 1), make(layout, "adam", 2)
     train_steps(old, 0, 2)
-    dcp.save({"model": model.state_dict(), "tables": checkpoint.ShardedState(old)}, checkpoint_id=path)
+    dcp.save({"model": model.state_dict(), "tables": ShardedState(old)}, checkpoint_id=path)
     expected = whole(old)
     train_steps(new, 7, 1)
     other = torch.nn.Linear(2, 2).state_dict()
-    dcp.load({"model": other, "tables": checkpoint.ShardedState(new)}, checkpoint_id=path)
+    dcp.load({"model": other, "tables": ShardedState(new)}, checkpoint_id=path)
     loaded = whole(new)
     # Every rank has a model of its own; the first one is saved.
     return all(np.array_equal(loaded[key], expected[key]) for key in expected) and new.steps == 2
@@ -90,7 +89,7 @@ def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]
     checkpoint_windows(300)
     collection = make(layout, "adam", 1)
     train_steps(collection, 0, 2)
-    state = checkpoint.sharded_state_dict(collection)
+    state = ShardedState(collection).state_dict()
     before = whole(collection)
     if rank == layout.world_size - 1:
         if change == "one bit":
@@ -102,7 +101,7 @@ def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]
         elif change == "a table":
             del state["embeddings.odd.weight"]
     try:
-        checkpoint.load_sharded_state_dict(collection, state)
+        ShardedState(collection).load_state_dict(state)
         text = "loaded"
     except CheckpointError as error:
         text = str(error)
@@ -112,7 +111,7 @@ def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]
 
 def saved_keys(rank: int, layout: RankLayout) -> list[str]:
     checkpoint_windows(2**20)
-    return list(checkpoint.sharded_state_dict(make(layout, "adam", 1)))
+    return list(ShardedState(make(layout, "adam", 1)).state_dict())
 
 
 Ranks = Callable[[int], RankPool]

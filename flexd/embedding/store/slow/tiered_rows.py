@@ -15,19 +15,63 @@ from typing import Any
 
 import torch
 
+from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES
 from flexd.core.errors import SlowMemoryError
 from flexd.core.fast_memory import CacheSlotCurve
-from flexd.embedding.store.slow.cache_slot_counts import EVICTED, MISSED, USED, WRITTEN, CacheSlotCounts
-from flexd.embedding.store.slow.cache_slot_table import CacheSlotTable, LookAhead
-from flexd.embedding.store.slow.cold_rows import ColdRows, FreshRows
+from flexd.embedding.store.slow.cache_slot_table import CacheSlotTable, Leaving, LookAhead
+from flexd.embedding.store.slow.cold_rows import ColdRows
 from flexd.embedding.store.slow.half_life import HalfLife
+from flexd.embedding.store.store import packed, unpacked
+
+USED, MISSED, EVICTED, WRITTEN = range(len(SLOW_TABLE_QUANTITIES))
+
+
+class CacheSlotCounts:
+    """Home rows of a dim-group by table and by what became of them (``SlowTableReport``), since its tables were made.
+
+    Counted on the device of the rows; the host reads them when it reports.
+
+    Args:
+        first_slots, of_tables: home rows from int64 [r] ascending slots on are of the tables of int64 [r] numbers;
+            None: there is one table.
+        tables: number of tables.
+    """
+
+    def __init__(
+        self, device: torch.device, first_slots: torch.Tensor | None = None, of_tables: torch.Tensor | None = None,
+        tables: int = 1,
+    ) -> None:  # fmt: skip
+        one = torch.zeros(1, dtype=torch.int64, device=device)
+        self._first_slots = one if first_slots is None else first_slots.to(device)
+        self._of_tables = one if of_tables is None else of_tables.to(device)
+        self._counted = one.new_zeros((len(SLOW_TABLE_QUANTITIES), tables))
+
+    def by_table(self) -> torch.Tensor:
+        """Return int64 [t, quantities] so far, in host memory."""
+        return self._counted.t().to("cpu", copy=True)
+
+    def add(self, quantity: int, slots: torch.Tensor) -> None:
+        """Count int64 [n] distinct home slots: ``USED`` by a look-up, ``MISSED`` of those in no cache slot,
+        ``EVICTED`` from their cache slots, ``WRITTEN`` of those because they had changed."""
+        if self._counted.shape[1] == 1:
+            self._counted[quantity] += len(slots)
+        elif len(slots):
+            of_run = torch.searchsorted(self._first_slots, slots, right=True) - 1
+            of_table = self._of_tables.index_select(0, of_run)
+            self._counted[quantity].index_add_(0, of_table, torch.ones_like(of_table))
+
 
 COUNT_BYTES = 8
 """A row's decayed count of uses (float64, log2) travels with it."""
-_FILLED_ROWS = 1 << 16
 
 
-class Tier:
+def with_counts(rows: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+    """Return cold rows of uint8 [n, bytes] packed rows and float64 [n] counts; None: they were never used."""
+    each = torch.full((len(rows),), -math.inf, dtype=torch.float64, device=rows.device) if counts is None else counts
+    return torch.cat([rows, each.view(-1, 1).view(torch.uint8)], dim=1)
+
+
+class TieredRows:
     """Home rows of a dim-group in cache slots, and the cold rows behind them. Thread-safe.
 
     Slots in [0, home_rows) are home rows, those after them replicas.
@@ -39,7 +83,6 @@ class Tier:
     Attributes:
         cache_slots: number of them now.
         counts: of what look-ups found since ``begin``.
-        begun: calls of ``begin``.
         used_rows: rows that look-ups needed, each look-up's once.
     """
 
@@ -47,66 +90,45 @@ class Tier:
         self.rows, self.state = rows, state
         self.home_rows = home_rows
         self.cache_slots = cache_slots
-        self.counts = CacheSlotCounts(rows.device)
-        self.begun = self.used_rows = 0
+        self.used_rows = 0
         self._lock = threading.RLock()
-        self._slow: ColdRows | None = None
-        self._table = self._new_table()
-        self._ahead = LookAhead(self._table)
-        self._half_life = HalfLife(cache_slots, home_rows, rows.device)
+        self._cold: ColdRows | None = None
+        self.row_bytes = sum(column.shape[1] * column.element_size() for column in (rows, state))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with empty cache slots."""
+        device = self.rows.device
         self._failure: SlowMemoryError | None = None
-        self._row_bytes = rows.shape[1] * rows.element_size()
-        self._state_bytes = state.shape[1] * state.element_size()
+        self._table = CacheSlotTable(self.cache_slots, max(0, self.home_rows - 1), device)
+        self._ahead = LookAhead(self._table)
+        self._use = HalfLife(self.cache_slots, self.home_rows, device)
+        self.counts = CacheSlotCounts(device)
 
     @property
-    def packed_bytes(self) -> int:
-        """Bytes of a slow row: its values, its optimizer state and its count."""
-        return self._row_bytes + self._state_bytes + COUNT_BYTES
-
-    @property
-    def slow(self) -> ColdRows:
-        if self._slow is None:
+    def cold(self) -> ColdRows:
+        if self._cold is None:
             raise SlowMemoryError("the rows of a closed collection", remedy="make a new collection")
-        return self._slow
+        return self._cold
 
     @property
     def table_nbytes(self) -> int:
         """Fast memory that finding rows takes, here and in slow memory's index."""
-        own = self._table.nbytes + self._half_life.nbytes + self._ahead.nbytes
-        return own + (0 if self._slow is None else self._slow.fast_nbytes)
+        own = self._table.nbytes + self._use.nbytes + self._ahead.nbytes
+        return own + (0 if self._cold is None else self._cold.fast_nbytes)
 
-    def begin(
-        self,
-        make: Callable[[], ColdRows],
-        tables: int = 1,
-        first_slots: torch.Tensor | None = None,
-        of_tables: torch.Tensor | None = None,
-    ) -> None:
-        """Use new cold rows in place of those there are, and forget what is in the cache slots.
+    def begin(self, make: Callable[[], ColdRows], counts: CacheSlotCounts | None = None) -> None:
+        """Use new cold rows, of ``row_bytes`` and ``COUNT_BYTES`` each, in place of those there are, and forget what is
+        in the cache slots.
 
         Args:
-            tables, first_slots, of_tables: as ``CacheSlotCounts.begin``; default: there is one table.
+            counts: of the tables of the dim-group; None: there is one.
         """
         with self._lock:
             self.close()
-            self.begun += 1
-            one = torch.zeros(1, dtype=torch.int64)
-            self.counts.begin(
-                tables, one if first_slots is None else first_slots, one if of_tables is None else of_tables
-            )
-            self._slow, self._table, self._failure = make(), self._new_table(), None
-            self._half_life = HalfLife(self.cache_slots, self.home_rows, self.rows.device)
-            self._ahead = LookAhead(self._table)
-
-    def packed_fresh(self, make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> FreshRows:
-        """Return what makes packed rows from int64 [n] slots -> ([n, dim] rows, [n, s] state), in host memory."""
-
-        def fresh(slots: torch.Tensor) -> torch.Tensor:
-            rows, state = make(slots)
-            counts = torch.full((len(slots), 1), -math.inf, dtype=torch.float64)
-            return _packed(rows, state, counts)
-
-        return fresh
+            self._cold = make()
+            self._forget()
+            self.counts = counts or self.counts
 
     def expect(self, slots: torch.Tensor) -> None:
         """Add the batch after the last one that is known: int64 [n] ascending home slots that it looks up."""
@@ -142,9 +164,8 @@ class Tier:
                 memories then, so no row is read or written any more.
         """
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            replicas = slots >= self.home_rows
+            with self._failing_for_good():
+                replicas = slots >= self.home_rows
             if bool(replicas.any()):
                 at = replicas.nonzero().view(-1)
                 yield at, slots.index_select(0, at) - self.home_rows + self.cache_slots
@@ -154,16 +175,13 @@ class Tier:
             number = len(slots) if homes is None else len(homes)
             if counts:
                 self.used_rows += number
-                self._half_life.use(slots if homes is None else slots.index_select(0, homes), self._ahead.known)
+                self._use.use(slots if homes is None else slots.index_select(0, homes), self._ahead.known)
             for first in range(0, number, self.cache_slots):
                 block: Any = slice(first, min(number, first + self.cache_slots))
                 if homes is not None:
                     block = homes[block]
-                try:
+                with self._failing_for_good():
                     cache_slots = self._bring(slots[block], counts=counts)
-                except SlowMemoryError as error:
-                    self._failure = error
-                    raise
                 try:
                     yield block, cache_slots
                 finally:
@@ -171,10 +189,22 @@ class Tier:
                         self._table.changed(cache_slots)
                     self._table.release(cache_slots)
 
+    @contextmanager
+    def _failing_for_good(self) -> Iterator[None]:
+        """Hold the lock, and let every later use fail too if slow memory fails in this one."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                yield
+            except SlowMemoryError as error:
+                self._failure = error
+                raise
+
     def miss_curve(self, steps: int, kept: float, cache_slot_bytes: int) -> CacheSlotCurve:
         """Return the misses of a step by cache slots; arguments as ``UseRanks.curve``."""
         with self._lock:
-            return self._half_life.ranks.curve(steps, kept, cache_slot_bytes)
+            return self._use.ranks.curve(steps, kept, cache_slot_bytes)
 
     def resize(self, cache_slots: int) -> None:
         """Change the number of cache slots, between two steps; the rows that would leave last keep theirs.
@@ -190,31 +220,23 @@ class Tier:
         """
         cache_slots = max(1, min(cache_slots, self.home_rows))
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
             if cache_slots == self.cache_slots:
                 return
-            resized = self._table.resized(cache_slots)
+            table, kept, leaving = self._table.resized(cache_slots)
             replicas = self.rows.shape[0] - self.cache_slots
             # Both before anything changes: there may be no memory for them.
             made = [column.new_zeros((cache_slots + replicas, column.shape[1])) for column in (self.rows, self.state)]
-            try:
-                if len(resized.evicted_slots):
-                    self._write(resized.evicted_slots, resized.evicted_cache_slots, resized.evicted_counts)
-            except SlowMemoryError as error:
-                self._failure = error
-                raise
-            self.counts.add(EVICTED, resized.left_slots)
-            self.counts.add(WRITTEN, resized.evicted_slots)
+            with self._failing_for_good():
+                self._leave(leaving)
             for column, new in zip((self.rows, self.state), made, strict=True):
-                torch.index_select(column, 0, resized.kept, out=new[: len(resized.kept)])
+                torch.index_select(column, 0, kept, out=new[: len(kept)])
                 new[cache_slots:] = column[self.cache_slots :]
                 if column.is_cuda:
                     torch.cuda.synchronize(column.device)  # other streams may still read what is freed here
                 column.set_(new)  # type: ignore[call-overload]
-            self._table, self.cache_slots = resized.table, cache_slots
-            self._ahead.use_table(resized.table)
-            self._half_life.resize(cache_slots)
+            self._table, self.cache_slots = table, cache_slots
+            self._ahead.use_table(table)
+            self._use.resize(cache_slots)
 
     def slots_at(self, places: torch.Tensor) -> torch.Tensor:
         """int64 [n] places of ``rows`` in use -> int64 [n] slots."""
@@ -230,111 +252,78 @@ class Tier:
         Raises:
             SlowMemoryError: as ``visit``.
         """
-        with self._reading_through():
+        with self._failing_for_good():
             cache_slots = self._table.find(slots)
-            packed = torch.empty((len(slots), self._row_bytes + self._state_bytes), dtype=torch.uint8)
+            found = torch.empty((len(slots), self.row_bytes), dtype=torch.uint8)
             held = cache_slots >= 0
-            cold = ~held
-            cold_slots = slots[cold]
+            cold_slots = slots[~held]
             if len(cold_slots):
-                packed[cold.cpu()] = self.slow.read(cold_slots.to("cpu"))[:, : packed.shape[1]]
-            at = cache_slots[held]
-            if len(at):
-                rows, state = self.rows.index_select(0, at), self.state.index_select(0, at)
-                packed[held.cpu()] = _packed(rows, state).to("cpu")
-            return packed
+                found[~held.cpu()] = self.cold.read(cold_slots.to("cpu"))[:, : self.row_bytes]
+            found[held.cpu()] = self._packed(cache_slots[held]).to("cpu")
+            return found
 
-    def read_column(self, slots: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        """Return [n, width] of ``column``, which is ``rows`` or ``state``, as ``read_through``, on its device."""
-        packed = self.read_through(slots)
-        of_column = packed[:, : self._row_bytes] if column is self.rows else packed[:, self._row_bytes :]
-        if not column.shape[1]:
-            return column.new_empty((len(slots), 0))
-        return _numbers(of_column, column.dtype).to(column.device)
-
-    def write_through(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
+    def write_through(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Write uint8 [n, bytes of rows and state] to int64 [n] distinct home slots, those in no cache slot past the
         cache slots.
 
         Raises:
             SlowMemoryError: as ``visit``.
         """
-        with self._reading_through():
+        with self._failing_for_good():
             cache_slots = self._table.find(slots)
             held = cache_slots >= 0
-            cold = ~held
-            at = cache_slots[held]
-            if len(at):
-                of_cache_slots = packed[held.to(packed.device)].to(self.rows.device)
-                self.rows.index_copy_(0, at, _numbers(of_cache_slots[:, : self._row_bytes], self.rows.dtype))
-                if self._state_bytes:
-                    self.state.index_copy_(0, at, _numbers(of_cache_slots[:, self._row_bytes :], self.state.dtype))
-                self._table.changed(at)
-            cold_slots = slots[cold].to("cpu")
+            self._unpack(rows[held.to(rows.device)].to(self.rows.device), cache_slots[held])
+            self._table.changed(cache_slots[held])
+            cold_slots = slots[~held].to("cpu")
             if len(cold_slots):
-                counts = torch.full((len(cold_slots), 1), -math.inf, dtype=torch.float64).view(torch.uint8)
-                self.slow.write(cold_slots, torch.cat([packed[cold.to(packed.device)].to("cpu"), counts], dim=1))
-
-    @contextmanager
-    def _reading_through(self) -> Iterator[None]:
-        with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            try:
-                yield
-            except SlowMemoryError as error:
-                self._failure = error
-                raise
+                self.cold.write(cold_slots, with_counts(rows[~held.to(rows.device)].to("cpu")))
 
     def close(self) -> None:
-        """Let go of the cold rows; reads and writes are refused until ``begin``."""
+        """Release the cold rows; reads and writes are refused until ``begin``."""
         with self._lock:
-            if self._slow is not None:
-                self._slow.close()
-            self._slow = None
-
-    def _new_table(self) -> CacheSlotTable:
-        return CacheSlotTable(self.cache_slots, max(0, self.home_rows - 1), self.rows.device, half_life=1.0)
+            if self._cold is not None:
+                self._cold.close()
+            self._cold = None
 
     def _bring(self, slots: torch.Tensor, *, counts: bool) -> torch.Tensor:
         arrivals = self._table.bring(slots)
-        if len(arrivals.evicted_slots):
-            self._write(arrivals.evicted_slots, arrivals.evicted_cache_slots, arrivals.evicted_counts)
-        self.counts.add(EVICTED, arrivals.left_slots)
-        self.counts.add(WRITTEN, arrivals.evicted_slots)
+        self._leave(arrivals.leaving)
         missing = slots.index_select(0, arrivals.missing)
         if counts:
             self.counts.add(USED, slots)
             self.counts.add(MISSED, missing)
         if len(missing):
             cache_slots = arrivals.cache_slots.index_select(0, arrivals.missing)
-            known = self._read(missing, cache_slots)
-            self._table.remember(cache_slots, known)
+            # From page-locked memory the host does not wait for the copy: the cache slots are read by the same stream.
+            cold = self.cold.read(missing.to("cpu")).to(self.rows.device, non_blocking=True)
+            self._unpack(cold, cache_slots)
+            known = cold[:, self.row_bytes :].clone(memory_format=torch.contiguous_format).view(torch.float64)
+            self._table.remember(cache_slots, known.view(-1))
         if counts:
-            self._table.use(arrivals.cache_slots, self._half_life.clock, ahead=self._ahead.use_of(slots))
+            self._table.use(arrivals.cache_slots, self._use.clock, ahead=self._ahead.use_of(slots))
         return arrivals.cache_slots
 
-    def _read(self, slots: torch.Tensor, cache_slots: torch.Tensor) -> torch.Tensor:
-        """Read rows into cache slots, and return float64 [n] their counts."""
-        # From page-locked memory the host does not wait for the copy: the cache slots are read by the same stream.
-        packed = self.slow.read(slots.to("cpu")).to(self.rows.device, non_blocking=True)
-        ends = (self._row_bytes, self._row_bytes + self._state_bytes)
-        self.rows.index_copy_(0, cache_slots, _numbers(packed[:, : ends[0]], self.rows.dtype))
-        if self._state_bytes:
-            self.state.index_copy_(0, cache_slots, _numbers(packed[:, ends[0] : ends[1]], self.state.dtype))
-        return _numbers(packed[:, ends[1] :], torch.float64).view(-1)
+    def _leave(self, leaving: Leaving) -> None:
+        """Write the changed rows among those that lose their cache slots to slow memory."""
+        if len(leaving.changed):
+            rows = with_counts(self._packed(leaving.cache_slots), leaving.counts)
+            self.cold.write(leaving.changed.to("cpu"), rows.to("cpu"))
+        self.counts.add(EVICTED, leaving.slots)
+        self.counts.add(WRITTEN, leaving.changed)
 
-    def _write(self, slots: torch.Tensor, cache_slots: torch.Tensor, counts: torch.Tensor) -> None:
-        packed = _packed(
-            self.rows.index_select(0, cache_slots), self.state.index_select(0, cache_slots), counts.view(-1, 1)
-        )
-        self.slow.write(slots.to("cpu"), packed.to("cpu"))
+    def _packed(self, cache_slots: torch.Tensor) -> torch.Tensor:
+        return packed(self.rows.index_select(0, cache_slots), self.state.index_select(0, cache_slots))
+
+    def _unpack(self, rows: torch.Tensor, cache_slots: torch.Tensor) -> None:
+        columns = self.rows, self.state
+        for column, values in zip(columns, unpacked(rows, columns), strict=True):
+            column.index_copy_(0, cache_slots, values)
 
 
 class TieredColumn:
     """Rows or state of a dim-group by slot: what code that moves rows needs of a tensor [slots, width]."""
 
-    def __init__(self, tier: Tier, column: torch.Tensor, first: int = 0, width: int | None = None) -> None:
+    def __init__(self, tier: TieredRows, column: torch.Tensor, first: int = 0, width: int | None = None) -> None:
         self._tier, self._column = tier, column
         self._part = slice(first, column.shape[1] if width is None else first + width)
         replicas = column.shape[0] - tier.cache_slots
@@ -347,24 +336,19 @@ class TieredColumn:
     def element_size(self) -> int:
         return self._column.element_size()
 
-    def fill_(self, value: float) -> None:
-        """Write one value everywhere."""
-        for first in range(0, len(self), _FILLED_ROWS):
-            part = slice(first, min(len(self), first + _FILLED_ROWS))
-            self[part] = self._column.new_full((part.stop - first, self.shape[1]), value)
-
     def new_empty(self, *arguments: Any, **named: Any) -> torch.Tensor:
         return self._column.new_empty(*arguments, **named)
 
     def new_zeros(self, *arguments: Any, **named: Any) -> torch.Tensor:
         return self._column.new_zeros(*arguments, **named)
 
-    def narrow(self, first: int, width: int) -> TieredColumn:
-        """Return the columns from ``first`` on."""
+    def narrow(self, dim: int, first: int, width: int) -> TieredColumn:
+        """Return ``width`` columns from ``first`` on, along dimension 1."""
+        del dim
         return TieredColumn(self._tier, self._column, self._part.start + first, width)
 
     def index_select(self, dim: int, slots: torch.Tensor, *, counts: bool = False) -> torch.Tensor:
-        """Return [n, width] of int64 [n] slots, repeats allowed; ``counts`` as in ``Tier.visit``."""
+        """Return [n, width] of int64 [n] slots, repeats allowed; ``counts`` as in ``TieredRows.visit``."""
         if dim != 0:
             raise AssertionError("rows are selected along dimension 0")
         # Without dedup a station holds a row as often as it was requested.
@@ -391,7 +375,7 @@ class TieredColumn:
         by_cache_slots: Any = slice(None)
         if not counts:  # nothing that is used soon: a checkpoint, an export, a migration
             homes = slots < self._tier.home_rows
-            found[homes] = self._tier.read_column(slots[homes], self._column)[:, self._part]
+            found[homes] = self._read_through(slots[homes])
             by_cache_slots = (~homes).nonzero().view(-1)
         for block, places in self._tier.visit(slots[by_cache_slots], changes=False, counts=counts):
             found[by_cache_slots[block] if isinstance(by_cache_slots, torch.Tensor) else block] = self._column[
@@ -399,19 +383,15 @@ class TieredColumn:
             ]
         return found
 
+    def _read_through(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return [n, width] of int64 [n] distinct home slots; nothing moves into cache slots."""
+        columns = self._tier.rows, self._tier.state
+        of_column = unpacked(self._tier.read_through(slots), columns)[self._column is self._tier.state]
+        return of_column.to(self.device)[:, self._part]
+
     def _range(self, part: slice) -> torch.Tensor:
         return torch.arange(*part.indices(len(self)), device=self.device)
 
 
 RowColumn = torch.Tensor | TieredColumn
 """[slots, width]: a tensor, or what stands for it where rows are in tiered storage."""
-
-
-def _packed(*columns: torch.Tensor) -> torch.Tensor:
-    parts = [part.contiguous().view(torch.uint8) for part in columns if part.shape[1]]
-    return torch.cat(parts, dim=1)
-
-
-def _numbers(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # A copy: part of a row may begin at an offset that is invalid for a wider dtype.
-    return packed.clone(memory_format=torch.contiguous_format).view(dtype)

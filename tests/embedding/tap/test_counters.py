@@ -7,7 +7,7 @@ import torch
 
 import flexd
 from flexd.core import tap_counts
-from flexd.embedding.tap.sampled_passes import PassSample
+from flexd.embedding.tap.counters import PassSample
 from tests.support.until import until
 
 

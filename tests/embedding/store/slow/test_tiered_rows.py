@@ -13,12 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.slow.cache_slot_counts import EVICTED, MISSED
-from flexd.embedding.store.slow.cold_rows import ColdRows
+from flexd.embedding.store.slow.cold_rows import ColdRows, HostRows
 from flexd.embedding.store.slow.file_rows import FileRows
-from flexd.embedding.store.slow.host_rows import HostRows
-from flexd.embedding.store.slow.tier import Tier, TieredColumn
+from flexd.embedding.store.slow.tiered_rows import COUNT_BYTES, EVICTED, MISSED, TieredColumn, TieredRows, with_counts
 from flexd.embedding.store.slow.tiered_storage import CACHE_SLOT_BYTES
+from flexd.embedding.store.store import packed
 
 HOME, REPLICAS, DIM, STATE = 150, 10, 3, 1
 
@@ -28,16 +27,22 @@ def initial(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.to(torch.float16), torch.full((len(slots), STATE), 0.5)
 
 
-def made(cache_slots: int, cold_rows: Callable[[Tier], ColdRows]) -> tuple[Tier, TieredColumn, TieredColumn]:
+def fresh(slots: torch.Tensor) -> torch.Tensor:
+    return with_counts(packed(*initial(slots)))
+
+
+def made(
+    cache_slots: int, cold_rows: Callable[[TieredRows], ColdRows]
+) -> tuple[TieredRows, TieredColumn, TieredColumn]:
     rows = torch.zeros(cache_slots + REPLICAS, DIM, dtype=torch.float16)
     state = torch.zeros(cache_slots + REPLICAS, STATE)
-    tier = Tier(rows, state, cache_slots, HOME)
+    tier = TieredRows(rows, state, cache_slots, HOME)
     tier.begin(lambda: cold_rows(tier))
     return tier, TieredColumn(tier, rows), TieredColumn(tier, state)
 
 
-def in_host_memory(tier: Tier) -> ColdRows:
-    return HostRows(HOME, tier.packed_bytes, tier.packed_fresh(initial))
+def in_host_memory(tier: TieredRows) -> ColdRows:
+    return HostRows(HOME, tier.row_bytes + COUNT_BYTES, fresh)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -52,10 +57,10 @@ def in_host_memory(tier: Tier) -> ColdRows:
 def test_a_column_is_read_and_written_like_a_tensor(
     tmp_path: Path, cache_slots: int, medium: str, calls: list[tuple[str, int]]
 ) -> None:
-    def cold_rows(tier: Tier) -> ColdRows:
+    def cold_rows(tier: TieredRows) -> ColdRows:
         if medium == "host":
             return in_host_memory(tier)
-        return FileRows(tmp_path / "rows", HOME, tier.packed_bytes, tier.packed_fresh(initial), threads=2)
+        return FileRows(tmp_path / "rows", HOME, tier.row_bytes + COUNT_BYTES, fresh, threads=2)
 
     tier, rows, state = made(cache_slots, cold_rows)
     try:
@@ -71,7 +76,7 @@ def test_a_column_is_read_and_written_like_a_tensor(
             elif what == "read":
                 repeated = torch.cat([slots, slots[:5]])
                 assert torch.equal(rows.index_select(0, repeated), expected_rows[repeated])
-                assert torch.equal(state.narrow(0, 1).index_select(0, slots), expected_state[slots])
+                assert torch.equal(state.narrow(1, 0, 1).index_select(0, slots), expected_state[slots])
             elif what == "count":
                 repeated = torch.cat([slots[:5], slots])
                 assert torch.equal(rows.index_select(0, repeated, counts=True), expected_rows[repeated])
@@ -103,7 +108,7 @@ def test_hits_misses_and_writes_are_counted() -> None:
     rows.index_copy_(0, torch.tensor([1]), torch.ones(1, DIM))
     rows.index_select(0, torch.tensor([10, 11, 12, 13]), counts=True)
     assert tier.counts.by_table().tolist() == [[9, 7, 3, 1]], "one cache slot was never used"
-    assert tier.slow.traffic.bytes_written > 0
+    assert tier.cold.traffic.bytes_written > 0
     assert tier.table_nbytes > 0
 
 
@@ -142,7 +147,7 @@ def test_after_a_failure_between_the_memories_no_row_is_given(monkeypatch: pytes
         raise SlowMemoryError("the disk is gone")
 
     with monkeypatch.context() as broke:
-        broke.setattr(tier.slow, "write" if fails == "resize" else fails, broken)
+        broke.setattr(tier.cold, "write" if fails == "resize" else fails, broken)
         use = (
             partial(tier.resize, 2)
             if fails == "resize"
@@ -159,16 +164,16 @@ def test_after_a_failure_between_the_memories_no_row_is_given(monkeypatch: pytes
 
 def test_what_finds_a_cache_slot_takes_no_more_than_is_reckoned() -> None:
     cache_slots = 10_000
-    tier = Tier(torch.zeros(cache_slots, DIM), torch.zeros(cache_slots, STATE), cache_slots, 10 * cache_slots)
-    tier.begin(lambda: HostRows(10 * cache_slots, tier.packed_bytes, tier.packed_fresh(float32_rows)))
+    tier = TieredRows(torch.zeros(cache_slots, DIM), torch.zeros(cache_slots, STATE), cache_slots, 10 * cache_slots)
+    tier.begin(lambda: HostRows(10 * cache_slots, tier.row_bytes + COUNT_BYTES, float32_rows))
     rows = TieredColumn(tier, tier.rows)
     for first in range(0, 30_000, 5_000):
         rows.index_select(0, torch.arange(first, first + 5_000), counts=True)
-    assert 0 < tier.table_nbytes - tier.slow.fast_nbytes <= CACHE_SLOT_BYTES * cache_slots
+    assert 0 < tier.table_nbytes - tier.cold.fast_nbytes <= CACHE_SLOT_BYTES * cache_slots
 
 
-def float32_rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(len(slots), DIM), torch.zeros(len(slots), STATE)
+def float32_rows(slots: torch.Tensor) -> torch.Tensor:
+    return with_counts(packed(torch.zeros(len(slots), DIM), torch.zeros(len(slots), STATE)))
 
 
 def test_the_rows_that_would_leave_last_stay_and_changed_ones_are_written_first() -> None:
@@ -176,7 +181,7 @@ def test_the_rows_that_would_leave_last_stay_and_changed_ones_are_written_first(
     for uses in range(3):
         rows.index_select(0, torch.arange(3 - uses), counts=True)  # row 0 three times, 1 twice, 2 once
     rows.index_copy_(0, torch.tensor([2, 3, 4]), torch.full((3, DIM), 7.0, dtype=torch.float16))
-    written, read = tier.slow.traffic.bytes_written, tier.slow.traffic.bytes_read
+    written, read = tier.cold.traffic.bytes_written, tier.cold.traffic.bytes_read
     tier.resize(3)
     used = tier.counts.by_table().clone()
     assert torch.equal(
@@ -184,8 +189,8 @@ def test_the_rows_that_would_leave_last_stay_and_changed_ones_are_written_first(
         initial(torch.tensor([0]))[0][0],
     )
     assert (tier.counts.by_table() - used)[0].tolist() == [3, 0, 0, 0], "none of the three was missed"
-    assert tier.slow.traffic.bytes_read == read
-    assert tier.slow.traffic.bytes_written - written == 2 * tier.packed_bytes, (
+    assert tier.cold.traffic.bytes_read == read
+    assert tier.cold.traffic.bytes_written - written == 2 * (tier.row_bytes + COUNT_BYTES), (
         "rows 3 and 4; row 2 keeps its cache slot"
     )
     assert tier.rows.shape[0] == 3 + REPLICAS

@@ -1,0 +1,254 @@
+"""Checkpoints of a collection that any number of ranks can load: whole tables in ``torch.distributed.checkpoint``.
+
+A checkpoint has one tensor for each table and each part of its optimizer state: rows in the order of their ids, under
+the names of a plain module (``embeddings.<table>.weight``). A table that fits a window is a plain tensor that one rank
+saves (``owner``); a larger one is a DTensor, ``Shard(0)`` over all ranks, a contiguous block per rank. The files do not
+show which it was, so a checkpoint is independent of ranks, nodes, tiers and replicas. Saving and loading each need the
+memory of one more copy of this rank's share of the tables and their state, on a device of the caller's choice.
+
+Replicas are not saved: after loading they are copied again from their homes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from flexd.core.errors import CheckpointError
+from flexd.core.keyspace import TableSpec, state_columns
+from flexd.embedding.checkpoint import table_rows
+from flexd.embedding.checkpoint.given_rows import fingerprint
+from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute
+from flexd.embedding.collection import EmbeddingCollection
+
+if TYPE_CHECKING:
+    from flexd.embedding.store.slow.tiered_rows import RowColumn
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class SavedTable:
+    """Tensors of one table.
+
+    Attributes:
+        number: place of the table among all.
+        columns: by their names in a checkpoint, the weights first: [slots, c] views into this rank's store.
+        owner: the rank that saves it; None if all ranks save blocks of it.
+    """
+
+    number: int
+    spec: TableSpec
+    homes: TableHomes
+    columns: Mapping[str, RowColumn]
+    owner: int | None
+
+    @property
+    def parts(self) -> list[range]:
+        """The rows that each rank saves."""
+        return self.homes.blocks() if self.owner is None else self.homes.only(self.owner)
+
+    @property
+    def has_part(self) -> bool:
+        """True if this rank saves rows, perhaps an empty block."""
+        return self.owner in (None, self.homes.rank)
+
+    @property
+    def fingerprint_key(self) -> str:
+        return f"fingerprint.{self.spec.name}"
+
+    @property
+    def has_fingerprint(self) -> bool:
+        """True if the state of this rank has the fingerprint: that of one rank has it."""
+        return self.homes.rank == (self.number % self.homes.world_size if self.owner is None else self.owner)
+
+
+class ShardedState:
+    """Adapter that saves a collection with ``torch.distributed.checkpoint`` beside model and optimizer::
+
+        dcp.save({"model": model, "tables": ShardedState(collection)}, checkpoint_id=path)
+        dcp.load({"model": model, "tables": ShardedState(collection)}, checkpoint_id=path)
+
+    (``collection.state_dict()`` itself contains only the home rows of one rank.)
+    """
+
+    def __init__(self, collection: EmbeddingCollection, device: torch.device = CPU) -> None:
+        self._collection = collection
+        self._engine = collection.engine
+        self._world = collection.engine.groups.world
+        self._device = device
+        self._step_key = f"optimizer.{collection.keyspace.tables[0].optimizer}.step"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective. Return a copy of all tables, optimizer state and step, with a fingerprint of each table.
+
+        They are DTensors on the device (plain tensors without ``torch.distributed``), or plain tensors in the state of
+        one rank alone for tables that fit a window.
+        """
+        self._engine.settle()
+        state: dict[str, torch.Tensor] = {}
+        tables = saved_tables(self._collection)
+        sums = torch.zeros(len(tables), dtype=torch.int64, device=self._collection.device)
+        with self._collection.traffic.uncounted(), torch.no_grad():
+            for table in tables:
+                held = list(table.columns.values())
+                found = collect(self._world, table.homes, held, table.parts, self._device)
+                if table.has_part:
+                    sums[table.number] = fingerprint(table.parts[table.homes.rank].start, found)
+                    for key, part in zip(table.columns, found, strict=True):
+                        shape = table.spec.rows, part.shape[1]
+                        state[key] = as_dtensor(part, shape) if table.owner is None else part
+            self._world.all_reduce(sums)
+        for table, total in zip(tables, sums.tolist(), strict=True):
+            if table.has_fingerprint:
+                state[table.fingerprint_key] = torch.tensor(total, dtype=torch.int64)
+        state[self._step_key] = torch.tensor(self._engine.steps, dtype=torch.int64)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Collective. Replace all tables, optimizer state and step by those that were saved of equal tables.
+
+        Raises:
+            CheckpointError: on every rank, if on any rank tables are missing or of another shape, dtype or optimizer,
+                or if a table differs from the saved one (a torn checkpoint). The collection is unchanged.
+        """
+        tables = saved_tables(self._collection)
+        given = {key: block_of(value) for key, value in state_dict.items() if torch.is_tensor(value)}
+        found = {key: (tuple(value.shape), value.dtype) for key, value in state_dict.items() if torch.is_tensor(value)}
+        raise_if_any_rank_refuses(self._collection, _differences(self._shapes(tables), found))
+        with self._collection.traffic.uncounted(), torch.no_grad():
+            self._raise_if_torn(tables, given)
+            self._engine.before_rows_load()
+            for table in tables:
+                values = [given[key] for key in table.columns] if table.has_part else []
+                distribute(self._world, table.homes, list(table.columns.values()), table.parts, values)
+        self._engine.steps = int(given[self._step_key])
+
+    def _raise_if_torn(self, tables: Sequence[SavedTable], given: Mapping[str, torch.Tensor]) -> None:
+        """Collective. Compare the fingerprints of a state with those that were saved with it."""
+        sums = torch.zeros(len(tables), dtype=torch.int64, device=self._collection.device)
+        for table in tables:
+            if table.has_part:
+                start = table.parts[table.homes.rank].start
+                sums[table.number] = fingerprint(start, [given[key] for key in table.columns])
+        self._world.all_reduce(sums)
+        differs = [
+            table.has_fingerprint and int(given[table.fingerprint_key]) != total
+            for table, total in zip(tables, sums.tolist(), strict=True)
+        ]
+        torn = torch.tensor(differs, device=sums.device).to(torch.int64)
+        self._world.all_reduce(torn, dist.ReduceOp.MAX)
+        names = [table.spec.name for table, differs in zip(tables, torn.tolist(), strict=True) if differs]
+        if names:
+            raise CheckpointError(
+                f"tables {', '.join(names)} differ from the saved ones: parts are missing or of another checkpoint",
+                remedy="load another checkpoint",
+            )
+
+    def _shapes(self, tables: Sequence[SavedTable]) -> Shapes:
+        """Return shape and dtype of every tensor in the state of this rank."""
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            key: ((table.spec.rows, held.shape[1]), held.dtype)
+            for table in tables
+            if table.has_part
+            for key, held in table.columns.items()
+        }
+        keys = [self._step_key, *(table.fingerprint_key for table in tables if table.has_fingerprint)]
+        return shapes | dict.fromkeys(keys, ((), torch.int64))
+
+
+def saved_tables(collection: EmbeddingCollection) -> list[SavedTable]:
+    """Return the tables dim-group by dim-group, and which rank saves each: those that fit a window are spread evenly,
+    by bytes, over owners in ascending order."""
+    of_tables = [
+        (table, _columns(store.rows, store.state, collection.keyspace.tables[table]))
+        for store in collection.engine.stores
+        for table in store.group.tables
+    ]
+    row_bytes = [sum(held.shape[1] * held.element_size() for held in columns.values()) for _, columns in of_tables]
+    sizes = [
+        each * collection.keyspace.tables[table].rows for each, (table, _) in zip(row_bytes, of_tables, strict=True)
+    ]
+    total = max(1, sum(size for size in sizes if size <= table_rows.MAX_WINDOW_BYTES))
+    world_size, before = collection.layout.world_size, 0
+    tables = []
+    for number, ((table, columns), size) in enumerate(zip(of_tables, sizes, strict=True)):
+        owner = None
+        if size <= table_rows.MAX_WINDOW_BYTES:
+            owner = min(before * world_size // total, world_size - 1)
+            before += size
+        homes = TableHomes(collection.engine.homes, table, collection.rank)
+        tables.append(SavedTable(number, collection.keyspace.tables[table], homes, columns, owner))
+    return tables
+
+
+def _columns(rows: RowColumn, state: RowColumn, spec: TableSpec) -> dict[str, RowColumn]:
+    columns = {f"embeddings.{spec.name}.weight": rows}
+    first = 0
+    for name, width in state_columns(spec.optimizer, spec.dim).items():
+        columns[f"optimizer.{spec.optimizer}.{spec.name}.{name}"] = state.narrow(1, first, width)
+        first += width
+    return columns
+
+
+def as_dtensor(block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the whole table of ``shape`` of which this rank has a block of rows; the block without ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return block
+    mesh = DeviceMesh.from_group(dist.group.WORLD, block.device.type)  # type: ignore[arg-type]
+    return DTensor.from_local(block, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=(*shape[1:], 1))
+
+
+def block_of(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's block of a whole table."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _differences(expected: Shapes, found: Shapes) -> list[str]:
+    """List the differences between the expected tensors and those of a checkpoint."""
+    differences = []
+    for key, (shape, dtype) in expected.items():
+        if key not in found:
+            differences.append(f"{key} is missing")
+        elif found[key] != (shape, dtype):
+            differences.append(
+                f"{key} is {_text(*found[key])} in the checkpoint and {_text(shape, dtype)} in the collection"
+            )
+    prefixes = ("embeddings.", "optimizer.")
+    differences += [
+        f"{key} is unknown to the collection" for key in found if key.startswith(prefixes) and key not in expected
+    ]
+    return differences
+
+
+def _text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{' x '.join(map(str, shape)) or 'a number'} {str(dtype).removeprefix('torch.')}"
+
+
+def raise_if_any_rank_refuses(
+    collection: EmbeddingCollection,
+    faults: list[str],
+    *,
+    remedy: str = "construct the collection with the tables and optimizer of the checkpoint",
+) -> None:
+    """Collective. Raise CheckpointError on every rank if any rank has faults."""
+    worst = torch.tensor([collection.rank + 1 if faults else 0], device=collection.device)
+    with collection.traffic.uncounted():
+        collection.engine.groups.world.all_reduce(worst, dist.ReduceOp.MAX)
+    if faults:
+        more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise CheckpointError(f"rank {collection.rank}: {'; '.join(faults[:5])}{more}", remedy=remedy)
+    if int(worst.item()):
+        raise CheckpointError(
+            f"rank {int(worst.item()) - 1} refused the checkpoint",
+            remedy=f"see the error of rank {int(worst.item()) - 1}",
+        )
