@@ -83,7 +83,7 @@ class ChangedRows(StepMoments):
         """Note rows again that were drained and could not be saved."""
         with self._lock:
             if drained.marks is None:
-                self.all_changed = True
+                self.all_changed = self.active
             elif self._marks is not None:
                 self._marks = union_of([self._marks, drained.marks])
 

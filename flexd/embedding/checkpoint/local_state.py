@@ -1,8 +1,8 @@
 """``state_dict`` of a collection: the home rows of one rank, for that rank of an equally large job.
 
 Keys contain the rank (``rank0.group0.rows``): ``torch.distributed.checkpoint`` gathers the state dicts of all ranks and
-would otherwise treat equal keys as copies and keep the first. ``flexd.embedding.checkpoint.sharded_state`` saves the form
-that any number of ranks can load.
+would otherwise treat equal keys as copies and keep the first. ``ShardedState`` saves the form that any number of ranks
+can load.
 """
 
 from __future__ import annotations
