@@ -50,7 +50,7 @@ class SavedTable:
     owner: int | None
 
     @property
-    def parts(self) -> list[range]:
+    def rows_by_rank(self) -> list[range]:
         """The rows that each rank saves."""
         return self.homes.blocks() if self.owner is None else self.homes.only(self.owner)
 
@@ -98,9 +98,9 @@ class ShardedState:
         with self._collection.traffic.uncounted(), torch.no_grad():
             for table in tables:
                 held = list(table.columns.values())
-                found = collect(self._world, table.homes, held, table.parts, self._device)
+                found = collect(self._world, table.homes, held, table.rows_by_rank, self._device)
                 if table.has_part:
-                    sums[table.number] = fingerprint(table.parts[table.homes.rank].start, found)
+                    sums[table.number] = fingerprint(table.rows_by_rank[table.homes.rank].start, found)
                     for key, part in zip(table.columns, found, strict=True):
                         shape = table.spec.rows, part.shape[1]
                         state[key] = as_dtensor(part, shape) if table.owner is None else part
@@ -127,7 +127,7 @@ class ShardedState:
             self._engine.before_rows_load()
             for table in tables:
                 values = [given[key] for key in table.columns] if table.has_part else []
-                distribute(self._world, table.homes, list(table.columns.values()), table.parts, values)
+                distribute(self._world, table.homes, list(table.columns.values()), table.rows_by_rank, values)
         self._engine.steps = int(given[self._step_key])
 
     def _raise_if_torn(self, tables: Sequence[SavedTable], given: Mapping[str, torch.Tensor]) -> None:
@@ -135,7 +135,7 @@ class ShardedState:
         sums = torch.zeros(len(tables), dtype=torch.int64, device=self._collection.device)
         for table in tables:
             if table.has_part:
-                start = table.parts[table.homes.rank].start
+                start = table.rows_by_rank[table.homes.rank].start
                 sums[table.number] = fingerprint(start, [given[key] for key in table.columns])
         self._world.all_reduce(sums)
         differs = [
