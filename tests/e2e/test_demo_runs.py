@@ -13,7 +13,7 @@ from tests.support.flexd_processes import demo, run
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 
-STEPS, RANKS = 120, 4
+STEPS, RANKS = 60, 4
 # Written out here, so that a field which is renamed in the code is noticed.
 SHAPE: dict[str, Any] = {
     "ranks": int, "steps": int, "plans": int, "migrated_rows": int, "placement_version": int,
@@ -42,7 +42,7 @@ def _check_shape(value: Any, shape: Any, path: str) -> None:
 @pytest.mark.long
 def test_every_exchange_trains_the_same_and_the_critical_path_carries_less(tmp_path: Path) -> None:
     """The command itself fails if a replica, a version or a table differs."""
-    found = demo("--steps", STEPS, "--batch-size", 24, "--micro-batches", 2, "--link-mbit", 400, "--out", tmp_path)
+    found = demo("--steps", STEPS, "--batch-size", 16, "--micro-batches", 2, "--link-mbit", 400, "--out", tmp_path)
     _check_shape(found, SHAPE, "summary")
     assert (found["ranks"], found["steps"], found["micro_batches"]) == (RANKS, STEPS, 2)
     assert sum(found["tier_access_share"].values()) == pytest.approx(1)
