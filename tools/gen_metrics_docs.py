@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 
 from flexd.api.placement import by_metric_tier
 from flexd.api.rank import RankPage
-from flexd.api.status import Status
+from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.training import SlowMemoryStatus
 from flexd.control.daemon.message_receiver import REFUSED_KINDS
@@ -61,7 +61,7 @@ KNOWN_VALUES = {
 
 def families() -> list[Metric]:
     """Every family that a page can have, those of optional parts too."""
-    complete = Status(job="", version="", stream=StreamStatus(source=""), slow_memory=SlowMemoryStatus())
+    complete = DaemonStatus(job="", version="", stream=StreamStatus(source=""), slow_memory=SlowMemoryStatus())
     return [*complete.metrics(), *RankPage().metrics(), *RefusalsCollector(dict).collect()]
 
 

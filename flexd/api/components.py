@@ -12,7 +12,7 @@ from flexd.api.placement import drift_status, placement_status, prices_status
 from flexd.api.plan import plan_report
 from flexd.api.planning import planning_status
 from flexd.api.rank import RankPage, rank_page, topology_status
-from flexd.api.status import Status
+from flexd.api.status import DaemonStatus
 from flexd.api.stream import stream_status
 from flexd.api.table import HotRowPage, TableOrder, TablePage, hot_row_page, sketch_status, table_page
 from flexd.api.training import MAX_PLAN_MARKS, Timeline, slow_memory_status, timeline, training_status
@@ -56,7 +56,7 @@ class Components:
     snapshots: SnapshotStore
     effects: EffectRecorder
 
-    def status(self, base: Status) -> Status:
+    def status(self, base: DaemonStatus) -> DaemonStatus:
         """Return ``base`` with the state of every component."""
         control, planning = self.coordinator.status(), self.planning
         last, migration = planning.last_plan, planning.executions.last

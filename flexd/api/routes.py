@@ -26,7 +26,7 @@ from flexd.api.migration import (
 from flexd.api.plan import PlanReport, UserNodePage, UsersRequest
 from flexd.api.planning import ProposalList
 from flexd.api.rank import RankPage
-from flexd.api.status import Status
+from flexd.api.status import DaemonStatus
 from flexd.api.table import HotRowPage, PageRequest, RowsRequest, TablePage, TablesRequest
 from flexd.api.training import Timeline
 from flexd.control.daemon.migration_record import MigrationRecord
@@ -36,7 +36,7 @@ Answer = TypeVar("Answer", bound=Model)
 
 
 @dataclass(frozen=True)
-class Route(Generic[Answer]):
+class Operation(Generic[Answer]):
     """One operation. Its handler gets the parameters of the path and the fields of the request by name.
 
     Attributes:
@@ -82,7 +82,7 @@ class DaemonApi(Protocol):
         """Return the handler of a route. Raises ApiError (503) while the daemon waits for its state or its tables."""
         ...
 
-    def status(self) -> Status:
+    def status(self) -> DaemonStatus:
         """Return everything on one screen. Takes no lock that ingest or a migration holds for long."""
         ...
 
@@ -95,97 +95,97 @@ class DaemonApi(Protocol):
         ...
 
 
-STATUS = Route(
-    "GET", "/v1/status", Status, "status",
+STATUS = Operation(
+    "GET", "/v1/status", DaemonStatus, "status",
     "Health, stream, sketch, live ranks, placement, newest plan and migration.",
 )  # fmt: skip
-CONFIG = Route(
+CONFIG = Operation(
     "GET", "/v1/config", ConfigReport, "inspect.config",
     "The effective configuration, defaults included, secrets replaced.",
 )  # fmt: skip
-TABLES = Route(
+TABLES = Operation(
     "GET", "/v1/tables", TablePage, "inspect.tables", "The tables: counters, accesses, and rows by tier.",
     TablesRequest,
 )  # fmt: skip
-ROWS = Route(
+ROWS = Operation(
     "POST", "/v1/rows", HotRowPage, "inspect.rows",
     "The hot rows of one table with their tiers, the most accessed first.",
     RowsRequest, reads=True, slow=True, missing="No such table.",
 )  # fmt: skip
-RANKS = Route(
+RANKS = Operation(
     "GET", "/v1/topology", RankPage, "inspect.ranks",
     "The ranks one by one: placement version, step, traffic and balance.", PageRequest,
 )  # fmt: skip
-TIMELINE = Route(
+TIMELINE = Operation(
     "GET", "/v1/timeline", Timeline, "inspect.timeline",
     "Traffic of the last half hour against row-wise sharding, and the plans that moved rows.",
 )  # fmt: skip
-PLAN = Route(
+PLAN = Operation(
     "POST", "/v1/plan", PlanReport, "planning.plan",
     "Dry run: the changes of a re-plan now, and the reasons. Moves nothing.", reads=True, slow=True,
 )  # fmt: skip
-EXPLAIN = Route(
+EXPLAIN = Operation(
     "POST", "/v1/explain", Explanation, "planning.explain",
     "The reasons for the tiers of a row, or of the hottest rows of a table. Moves nothing.",
     ExplainRequest, reads=True, slow=True, missing="No such table or row.",
 )  # fmt: skip
-REPLAN = Route(
+REPLAN = Operation(
     "POST", "/v1/replan", ReplanResult, "planning.replan",
     "Plans now, starts the migration and waits at most ``wait_seconds`` for its end.", ReplanRequest, slow=True,
 )  # fmt: skip
-PROPOSALS = Route(
+PROPOSALS = Operation(
     "GET", "/v1/proposals", ProposalList, "planning.proposals", "The plans that are kept and can be applied."
 )
-PROPOSAL = Route(
+PROPOSAL = Operation(
     "GET", "/v1/proposals/{plan_id}", PlanReport, "planning.proposal", "One kept plan; ``latest`` is the newest.",
     missing="No such proposal is kept.",
 )  # fmt: skip
-APPLY = Route(
+APPLY = Operation(
     "POST", "/v1/proposals/{plan_id}/apply", ReplanResult, "planning.apply",
     "Carries a kept plan out, if ranks, placement and accesses are still those it was made for.",
     ApplyRequest, slow=True, missing="No such proposal is kept.",
 )  # fmt: skip
-USERS = Route(
+USERS = Operation(
     "GET", "/v1/affinity/users", UserNodePage, "planning.user_nodes",
     "The node in which the samples of each user are best trained, ascending by user id.", UsersRequest, slow=True,
 )  # fmt: skip
-THROTTLE = Route(
+THROTTLE = Operation(
     "GET", "/v1/throttle", ThrottleStatus, "operator.throttle", "The limits on migrations and their state."
 )
-SET_THROTTLE = Route(
+SET_THROTTLE = Operation(
     "POST", "/v1/throttle", ThrottleStatus, "operator.set_throttle",
     "Changes the throttle from the next chunk on, until ``control.throttle`` changes in the configuration. A setting "
     "that is left out stays, 0 lifts a limit.", ThrottleRequest,
 )  # fmt: skip
-MIGRATIONS = Route(
+MIGRATIONS = Operation(
     "GET", "/v1/migrations", MigrationList, "migrations.migrations",
     "The migrations of this daemon and of those before it, the newest first.", MigrationsRequest,
 )  # fmt: skip
-MIGRATION = Route(
+MIGRATION = Operation(
     "GET", "/v1/migrations/{migration_id}", MigrationRecord, "migrations.migration",
     "One migration with every change of its state; ``latest`` is the newest.", missing="No such migration is kept.",
 )  # fmt: skip
-PREVIEW_ABORT = Route(
+PREVIEW_ABORT = Operation(
     "POST", "/v1/abort/preview", AbortPreview, "migrations.preview_abort",
     "Dry run: the migration that would stop, its position, and the rows that a rollback would move.",
     AbortPreviewRequest, reads=True, slow=True,
 )  # fmt: skip
-ABORT = Route(
+ABORT = Operation(
     "POST", "/v1/abort", AbortResult, "migrations.abort",
     "Stops the running migration at its next chunk; with ``rollback`` restores the placement it started from.",
     AbortRequest, slow=True,
 )  # fmt: skip
-PAUSE = Route(
+PAUSE = Operation(
     "POST", "/v1/pause", PauseState, "operator.pause",
     "Holds planning and pushing at the next chunk, also after a restart; ingest goes on.", PauseRequest,
 )  # fmt: skip
-RESUME = Route("POST", "/v1/resume", PauseState, "operator.resume", "Ends a pause.", CommandRequest)
-PREVIEW_RELOAD = Route(
+RESUME = Operation("POST", "/v1/resume", PauseState, "operator.resume", "Ends a pause.", CommandRequest)
+PREVIEW_RELOAD = Operation(
     "POST", "/v1/config/reload/preview", ReloadReport, "preview_reload",
     "Dry run: the keys of the file that a reload would apply now, and those that need a restart.", reads=True,
 )  # fmt: skip
-RELOAD = Route(
+RELOAD = Operation(
     "POST", "/v1/config/reload", ReloadReport, "reload",
     "Reads the configuration file again. A file that is wrong changes nothing.", CommandRequest,
 )  # fmt: skip
-ROUTES: tuple[Route[Any], ...] = tuple(each for each in list(globals().values()) if isinstance(each, Route))
+ROUTES: tuple[Operation[Any], ...] = tuple(each for each in list(globals().values()) if isinstance(each, Operation))

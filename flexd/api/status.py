@@ -29,7 +29,7 @@ DAEMON = "flexd"
 """The one that pauses if no user does."""
 
 
-class Status(Model):
+class DaemonStatus(Model):
     """The daemon on one screen."""
 
     job: str
@@ -111,11 +111,11 @@ class Status(Model):
         return Model.metrics(self.model_copy(update={"last_plan": plan, "migration": migration}))
 
 
-def base_status(config: Config, started: ProcessStart, health: ProbeResult, ready: ProbeResult) -> Status:
+def base_status(config: Config, started: ProcessStart, health: ProbeResult, ready: ProbeResult) -> DaemonStatus:
     """Return what a daemon of any role knows: the job, the process and its probes."""
     from flexd import __version__
 
-    return Status(
+    return DaemonStatus(
         job=config.job,
         version=__version__,
         started_unix_seconds=started.unix_seconds,

@@ -223,7 +223,7 @@ def reload(
 
 def _change(
     client: DaemonClient,
-    route: routes.Route[Any],
+    route: routes.Operation[Any],
     question: str,
     yes: bool,
     output: OutputFormat,

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode
 from pydantic import ValidationError
 
 from flexd.api.base import REQUEST_HEADER, ErrorBody
-from flexd.api.routes import Answer, Route
+from flexd.api.routes import Answer, Operation
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonTimeoutError, DaemonUnreachableError
 from flexd.config.base import is_loopback
 from flexd.core.errors import ConfigError
@@ -166,7 +166,7 @@ class DaemonClient:
         self._address = address
         self._credentials = credentials
 
-    def send(self, route: Route[Answer], **fields: Any) -> Answer:
+    def send(self, route: Operation[Answer], **fields: Any) -> Answer:
         """Return the answer of the daemon.
 
         Args:

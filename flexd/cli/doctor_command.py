@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexd.api import routes
-from flexd.api.status import Status
+from flexd.api.status import DaemonStatus
 from flexd.cli.blocks import Block, Sentences, Table
 from flexd.cli.client import DaemonAddress, DaemonClient, connect
 from flexd.cli.exit_codes import DaemonRefusedError, ExitCode
@@ -98,7 +98,7 @@ def configured_address(config: Config) -> DaemonAddress | None:
     return DaemonAddress(f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}")
 
 
-def _status(client: DaemonClient) -> tuple[Status | None, list[Finding]]:
+def _status(client: DaemonClient) -> tuple[DaemonStatus | None, list[Finding]]:
     try:
         return client.send(routes.STATUS), []
     except DaemonRefusedError as error:
@@ -107,7 +107,7 @@ def _status(client: DaemonClient) -> tuple[Status | None, list[Finding]]:
         return None, [finding.warning("daemon", error.message, error.remedy)]
 
 
-def _running(client: DaemonClient, status: Status, config: Config) -> Iterator[Finding]:
+def _running(client: DaemonClient, status: DaemonStatus, config: Config) -> Iterator[Finding]:
     from flexd.doctor.daemon import daemon as daemon_findings
 
     running, file = flat(client.send(routes.CONFIG).config), flat(config.document())

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 STATUS_ROWS = 20
 """Rows of a table in the status; ``-o json`` and ``flexd get`` have all."""
-LISTS: dict[str, routes.Route[Any]] = {
+LISTS: dict[str, routes.Operation[Any]] = {
     "tables": routes.TABLES,
     "rows": routes.ROWS,
     "ranks": routes.RANKS,
@@ -34,7 +34,7 @@ LISTS: dict[str, routes.Route[Any]] = {
     "history": routes.MIGRATIONS,
     "config": routes.CONFIG,
 }
-DETAILS: dict[str, routes.Route[Any]] = {"plan": routes.PROPOSAL, "migration": routes.MIGRATION}
+DETAILS: dict[str, routes.Operation[Any]] = {"plan": routes.PROPOSAL, "migration": routes.MIGRATION}
 REASONS: dict[ReasonName, str] = {
     "saves": "It saves time at its planned tier, and no other row would earn more with the slots it takes.",
     "pinned": "It is pinned to its tier.",

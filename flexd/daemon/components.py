@@ -11,7 +11,7 @@ from dataclasses import replace
 from flexd.api.components import Components
 from flexd.api.migration_commands import MigrationCommands
 from flexd.api.operator_commands import OperatorCommands, PlanCommands
-from flexd.api.status import Status
+from flexd.api.status import DaemonStatus
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.journal import PlacementJournal
@@ -240,7 +240,7 @@ class DaemonComponents:
         self.ingestor.snapshots.interval_seconds = config.state.snapshot_interval_seconds
         self._snapshots.keep = config.state.keep_snapshots
 
-    def status(self, base: Status) -> Status:
+    def status(self, base: DaemonStatus) -> DaemonStatus:
         """Return ``base`` with the state of every part."""
         paused = self.operator.paused
         return self.inspect.status(base).model_copy(

@@ -25,7 +25,7 @@ from typing import Any
 
 from flexd.api.base import ProbeResult
 from flexd.api.daemon import ReloadReport, threads_status
-from flexd.api.status import Status, base_status
+from flexd.api.status import DaemonStatus, base_status
 from flexd.config.checks import check_config
 from flexd.config.model import Config
 from flexd.control.daemon.membership import ProposedTables
@@ -328,7 +328,7 @@ class Daemon:
         handler: Callable[..., Any] = attrgetter(name)(self if name in _OWN_HANDLERS else self.components)
         return handler
 
-    def status(self) -> Status:
+    def status(self) -> DaemonStatus:
         base = base_status(self._config, self._started, self.health(), self.ready())
         base = base.model_copy(update={"config": self._file.status(), "threads": threads_status(self.supervisor)})
         components = self._components

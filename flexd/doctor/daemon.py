@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import flexd
-from flexd.api.status import Status
+from flexd.api.status import DaemonStatus
 from flexd.core import units
 from flexd.doctor.finding import Finding, fault, ok, warning
 
 MOST_NAMED = 8
 
 
-def daemon(status: Status, differing_keys: Sequence[str]) -> Iterator[Finding]:
+def daemon(status: DaemonStatus, differing_keys: Sequence[str]) -> Iterator[Finding]:
     """Yield findings about a daemon that runs.
 
     Args:

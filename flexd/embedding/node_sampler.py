@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,315 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
-from flexd.core.dealing import BatchRows, deal_batch
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
 
 Int64Array = npt.NDArray[np.int64]
 
 _ID_BYTES = 8
+
+_SHARES = ((0.75, 1), (0.5, 1), (0.0, 2))
+"""Share of the bytes of a row that one more sample costs in a node where one uses it already, its square where two do,
+and so on, and sweeps with that share. Above 0 samples gather where others use their rows (the fanout of
+``planner.affinity``); 0 is what crosses."""
+_TURNS = 2
+"""Exchanges of each two nodes in a sweep."""
+_PRICINGS = 2
+"""Of all samples, while each two nodes exchange once."""
+NEVER = 1 << 40
+"""A loss that no exchange makes up for."""
+_UNITS = 64
+"""Units of a byte in prices: shares of bytes are integers too."""
+_DEEPEST = 16
+"""Samples of a node from which on one more costs nothing."""
+_MARGIN = 3
+"""Samples of a node beyond those that have a price: as they move, a row may get one."""
+_NEARLY_ALL = 0.8
+"""Share of the entries from which on leaving the others out does not pay."""
+_HALF_BITS = 32
+"""Of an int64 that holds the prices of two nodes; a sum of a sample's has one bit less."""
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Where the samples of a batch are trained.
+
+    Attributes:
+        to: int64 [samples], nodes.
+        bytes_before: of rows between nodes if each sample is trained where it was read.
+        bytes_after: of rows between nodes as dealt.
+    """
+
+    to: Int64Array
+    bytes_before: int
+    bytes_after: int
+
+
+def deal_batch(batch: BatchRows, nodes: int) -> Dealt:
+    """Return the node of each sample. Every pair of node and group keeps its number of samples.
+
+    Args:
+        nodes: number of nodes; ``batch`` has no other.
+    """
+    prices, places = BatchPrices.of(batch, nodes), _Places(batch, nodes)
+    before = prices.bytes_of(places.to)
+    best = Dealt(places.to.copy(), before, before)
+    rounds = max(1, nodes - 1 + nodes % 2)
+    stride = -(-rounds // _PRICINGS)
+    turn = 0
+    for share, sweeps in _SHARES:
+        priced = prices.with_share(places.to, share)
+        for _ in range(sweeps):
+            for at in range(_TURNS * rounds):
+                if at % stride == 0:
+                    losses = priced.losses(places.to)
+                places.exchange(_partners(nodes, turn), losses)
+                turn += 1
+            if share == 0.0:
+                after = prices.bytes_of(places.to)
+                if after < best.bytes_after:
+                    best = Dealt(places.to.copy(), before, after)
+    return best
+
+
+class _Places:
+    """Where samples are: each node and group has equally many places, and some of these are empty.
+
+    Attributes:
+        to: int64 [samples], the node of each.
+    """
+
+    def __init__(self, batch: BatchRows, nodes: int) -> None:
+        samples, groups = len(batch.node), int(batch.group.max(initial=0)) + 1
+        bucket = batch.node * groups + batch.group
+        counts = np.bincount(bucket, minlength=nodes * groups)
+        self._size = int(counts.max())
+        self._bits = self._size.bit_length()
+        order = np.argsort(bucket, kind="stable")
+        position = np.arange(samples) - np.repeat(np.cumsum(counts) - counts, counts)
+        filled = np.full((nodes * groups, self._size), samples)
+        filled[bucket[order], position] = order
+        self._sample = filled.reshape(nodes, groups, self._size)
+        """int64 [nodes, groups, size]: the number of samples where there is none."""
+        self.to = batch.node.copy()
+
+    def exchange(self, partners: Int64Array, losses: Int64Array) -> None:
+        """Exchange the half of the pairs that win most: losses hold for one exchange at a time.
+
+        Args:
+            partners: int64 [nodes], of each node; itself if it has none.
+            losses: int64 [nodes, samples + 1], of moving each sample (``SharePrices.losses``); changed, so that samples
+                that were exchanged stay where they are.
+        """
+        low = np.flatnonzero(np.arange(len(partners)) < partners)
+        high = partners[low]
+        both = self._ordered(np.concatenate([low, high]), np.concatenate([high, low]), losses)
+        first, second = both[: len(low)].reshape(-1), both[len(low) :].reshape(-1)
+        loss = (first >> self._bits) + (second >> self._bits)
+        wins = np.flatnonzero(loss < 0)
+        bits = len(wins).bit_length()
+        most = np.sort(loss[wins] << bits | np.arange(len(wins)))[: (len(wins) + 1) // 2]
+        pair = wins[most & ((1 << bits) - 1)]
+        group_size = self._sample.shape[1] * self._size
+        mask = (1 << self._bits) - 1
+        node = pair // max(1, group_size)
+        begins = pair % max(1, group_size) // max(1, self._size) * self._size
+        here = low[node] * group_size + begins + (first[pair] & mask)
+        there = high[node] * group_size + begins + (second[pair] & mask)
+        flat = self._sample.reshape(-1)
+        left, right = flat[here], flat[there]
+        flat[here], flat[there] = right, left
+        self.to[left], self.to[right] = high[node], low[node]
+        losses[:, left] = losses[:, right] = NEVER
+
+    def _ordered(self, nodes: Int64Array, others: Int64Array, losses: Int64Array) -> Int64Array:
+        """Return int64 [nodes, groups, size], ascending: the loss of moving a sample to the other node, and in the
+        last bits its place."""
+        codes = self._sample[nodes] + (others * losses.shape[1])[:, None, None]
+        keys: Int64Array = losses.reshape(-1)[codes]
+        keys <<= self._bits
+        keys |= np.arange(self._size)
+        keys.sort(axis=-1)
+        return keys
+
+
+def _partners(nodes: int, turn: int) -> Int64Array:
+    """Return int64 [nodes]: the node that each is paired with in a turn of a round robin; itself if it has none."""
+    players = nodes + nodes % 2
+    last, turn = players - 1, turn % max(1, players - 1)
+    partner = (2 * turn - np.arange(players)) % max(1, last)
+    partner[turn], partner[last] = last, turn
+    partner = partner[:nodes]
+    return np.where(partner < nodes, partner, np.arange(nodes))
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """A global batch, as all ranks know it.
+
+    Attributes:
+        offsets: int64 [samples + 1], where the rows of each sample begin in ``rows``.
+        rows: int64 [n], numbers of rows from 0; one that a sample has twice is priced less exactly.
+        row_bytes: int64 [n], bytes between nodes of a step that needs the row in a node that is not its home.
+        homes: int64 [n], the node of the row's home.
+        node: int64 [samples], the node that has read the sample.
+        group: int64 [samples], from 0; samples of equal group may take each other's place.
+    """
+
+    offsets: Int64Array
+    rows: Int64Array
+    row_bytes: Int64Array
+    homes: Int64Array
+    node: Int64Array
+    group: Int64Array
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Rows that several samples of a batch use.
+
+    Attributes:
+        first_codes: int64 [entries], by sample: where the nodes of the entry's row begin in a flat [rows, nodes].
+        offsets: int64 [samples + 1], where the entries of each sample begin.
+        away_bytes: int64 [rows, nodes], of the row in a node that is not its home.
+    """
+
+    first_codes: Int64Array
+    offsets: Int64Array
+    away_bytes: Int64Array
+
+    def codes(self, to: Int64Array) -> Int64Array:
+        """Return int64 [entries]: where the row and its sample's node are in a flat [rows, nodes]."""
+        codes = np.repeat(to, np.diff(self.offsets))
+        codes += self.first_codes
+        return codes
+
+    def counts(self, codes: Int64Array) -> Int64Array:
+        """Return int64 [rows, nodes]: samples of each node that use a row."""
+        return np.bincount(codes, minlength=self.away_bytes.size).reshape(self.away_bytes.shape)
+
+    def crossing_bytes(self, to: Int64Array) -> int:
+        return int(self.away_bytes[self.counts(self.codes(to)) > 0].sum())
+
+    def sums(self, of_entry: Int64Array) -> Int64Array:
+        """Return int64 [samples] sums over each sample's entries; what wraps round in between does no harm."""
+        until = np.zeros(len(of_entry) + 1, dtype=np.int64)
+        np.cumsum(of_entry, out=until[1:])
+        return np.diff(until[self.offsets])
+
+    def below(self, to: Int64Array, depth: int) -> SharedRows:
+        """Return the rows that fewer samples than ``depth`` use in a node that is not their home; all where these are
+        nearly all."""
+        counts = self.counts(self.codes(to))
+        few = ((counts < depth) & (self.away_bytes > 0)).any(axis=1)
+        if counts[few].sum() > _NEARLY_ALL * len(self.first_codes):
+            return self
+        # By code rather than by row: no division.
+        numbers = np.zeros(counts.shape, dtype=np.int64)
+        numbers[few, 0] = np.arange(np.count_nonzero(few)) * counts.shape[1]
+        numbers[~few, 0] = -1
+        first_codes = numbers.reshape(-1)[self.first_codes]
+        kept = np.flatnonzero(first_codes >= 0)
+        return SharedRows(first_codes[kept], np.searchsorted(kept, self.offsets), self.away_bytes[few])
+
+
+@dataclass(frozen=True)
+class BatchPrices:
+    """Prices of a batch's samples by node.
+
+    Attributes:
+        alone_bytes: int64 [samples, nodes], of rows that no other sample uses, where they are at home.
+        shared: rows that others use, too.
+        bits: of the most bytes that the shared rows of a sample have.
+    """
+
+    alone_bytes: Int64Array
+    shared: SharedRows
+    bits: int
+
+    @staticmethod
+    def of(batch: BatchRows, nodes: int) -> BatchPrices:
+        samples = len(batch.node)
+        codes, first = _number_shared(batch.rows, nodes)
+        shared, alone = np.flatnonzero(codes >= 0), np.flatnonzero(codes < 0)
+        sample = np.searchsorted(batch.offsets, alone, side="right") - 1
+        # Sums of float64 are exact: bytes of a batch are below 2**53.
+        at_home = np.bincount(sample * nodes + batch.homes[alone], batch.row_bytes[alone], samples * nodes)
+        away_bytes = batch.row_bytes[first][:, None] * (np.arange(nodes) != batch.homes[first][:, None])
+        rows = SharedRows(codes[shared], np.searchsorted(shared, batch.offsets), away_bytes)
+        bits = int(rows.sums(batch.row_bytes[shared]).max(initial=0)).bit_length()
+        return BatchPrices(at_home.astype(np.int64).reshape(-1, nodes), rows, bits)
+
+    def bytes_of(self, to: Int64Array) -> int:
+        """Return bytes of rows between nodes."""
+        at = np.arange(len(to))
+        alone = self.alone_bytes.sum() - self.alone_bytes[at, to].sum()
+        return self.shared.crossing_bytes(to) + int(alone)
+
+    def with_share(self, to: Int64Array, share: float) -> SharePrices:
+        """Return prices where one more sample costs a share of a row's bytes, the next one its square, and so on."""
+        powers = np.floor(_UNITS * share ** np.arange(_DEEPEST)).astype(np.int64)
+        shared = self.shared.below(to, int(np.count_nonzero(powers)) + _MARGIN)
+        shift = max(0, self.bits + _UNITS.bit_length() - _HALF_BITS)
+        fixed = -self.alone_bytes * _UNITS >> shift
+        return SharePrices(shared, shared.away_bytes >> shift, powers, fixed)
+
+
+@dataclass(frozen=True)
+class SharePrices:
+    """Prices where one more sample of a node costs a share of a row's bytes.
+
+    Attributes:
+        shared: rows with a price.
+        away: int64 [rows, nodes], their bytes; fewer bits where samples have very many rows.
+        powers: int64 [_DEEPEST], of a byte: what the first sample of a row costs in a node, the second, and so on.
+        fixed: int64 [samples, nodes], what does not depend on other samples.
+    """
+
+    shared: SharedRows
+    away: Int64Array
+    powers: Int64Array
+    fixed: Int64Array
+
+    def losses(self, to: Int64Array) -> Int64Array:
+        """Return int64 [nodes, samples + 1]: what moving each sample there would cost; below 0: it would save that.
+        The last is ``NEVER``."""
+        samples, nodes = self.fixed.shape
+        at, shared = np.arange(samples), self.shared
+        codes = shared.codes(to)
+        counts = np.minimum(shared.counts(codes), _DEEPEST - 1)
+        # By row and node first: entries are several times as many. Where no sample is, none leaves.
+        arrives = self.powers[counts] * self.away
+        leaves = self.powers[counts - 1] * self.away
+        losses = np.full((nodes, samples + 1), NEVER)
+        losses[:, :-1] = self.fixed.T - (shared.sums(leaves.reshape(-1)[codes]) + self.fixed[at, to])
+        for first in range(0, nodes, 2):
+            # Two nodes at a time: a look-up for each entry is most of the time.
+            if first + 1 < nodes:
+                arrives[:, first] += arrives[:, first + 1] << _HALF_BITS
+            there = shared.sums(arrives.reshape(-1)[first:][shared.first_codes])
+            losses[first, :-1] += there & ((1 << _HALF_BITS) - 1)
+            losses[first + 1 : first + 2, :-1] += there >> _HALF_BITS
+        return losses
+
+
+def _number_shared(rows: Int64Array, nodes: int) -> tuple[Int64Array, Int64Array]:
+    """Return int64 [n], multiples of ``nodes`` that number rows which occur again, below 0 for others, and int64
+    [numbers], an entry of each."""
+    n, bits = len(rows), len(rows).bit_length()
+    if int(rows.max(initial=0)).bit_length() + bits < 63:
+        # Several times faster than argsort.
+        both = np.sort(rows << bits | np.arange(n))
+        order, ordered = both & ((1 << bits) - 1), both >> bits
+    else:
+        order = np.argsort(rows, kind="stable")
+        ordered = rows[order]
+    starts = np.flatnonzero(np.concatenate([np.ones(min(n, 1), dtype=np.bool_), ordered[1:] != ordered[:-1]]))
+    uses = np.diff(starts, append=n)
+    again = uses > 1
+    numbers = np.empty(n, dtype=np.int64)
+    numbers[order] = np.repeat(np.where(again, np.cumsum(again) - 1, -1) * nodes, uses)
+    return numbers, order[starts[again]]
 
 
 class NodeSampler(Sampler[list[int]]):

@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 import flexd
 from flexd.api.base import REQUEST_HEADER, ErrorBody, ErrorDetail, ProbeResult, error_body, http_status
 from flexd.api.rank import RankPage
-from flexd.api.routes import RANKS, ROUTES, DaemonApi, Route
+from flexd.api.routes import RANKS, ROUTES, DaemonApi, Operation
 from flexd.core.errors import ApiError, FlexdError
 from flexd.core.model import MAX_LABEL_VALUES, build_models, counter
 from flexd.server.access import RequestGuard, requester
@@ -156,7 +156,7 @@ def add_routes(app: FastAPI, api: DaemonApi) -> None:
         )  # fmt: skip
 
 
-def _endpoint(route: Route[Any], api: DaemonApi, slow: SlowCalls) -> Callable[..., Response]:
+def _endpoint(route: Operation[Any], api: DaemonApi, slow: SlowCalls) -> Callable[..., Response]:
     def endpoint(**given: Any) -> Response:
         given.update(given.pop("request", ()))
         if "requested_by" in given:

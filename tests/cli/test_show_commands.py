@@ -8,7 +8,7 @@ import pytest
 
 from flexd.api.migration import MigrationList
 from flexd.api.rank import TopologyStatus
-from flexd.api.status import Status
+from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.table import SketchStatus, TableSketchStatus
 from flexd.cli.blocks import Facts, Table
@@ -18,7 +18,7 @@ from flexd.cli.show_commands import STATUS_ROWS, split_target
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 
 
-def text_of(status: Status) -> str:
+def text_of(status: DaemonStatus) -> str:
     stream = io.StringIO()
     show(blocks_of(status, rows=STATUS_ROWS), stream)
     return stream.getvalue()
@@ -83,7 +83,7 @@ def test_only_digits_behind_the_last_colon_are_a_row(target, expected):
 
 
 def test_the_status_shows_what_is_wrong():
-    status = Status(
+    status = DaemonStatus(
         job="[red]ads[/]", version="1", uptime_seconds=4000, reasons=("ranks are missing",), paused=True,
         pause_reason="night",
         stream=StreamStatus(
@@ -115,5 +115,5 @@ def test_text_from_the_daemon_cannot_style_the_terminal(monkeypatch):
 
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    show(blocks_of(Status(job="[red]ads[/]", version="1", stream=StreamStatus(source="x"))), stream)
+    show(blocks_of(DaemonStatus(job="[red]ads[/]", version="1", stream=StreamStatus(source="x"))), stream)
     assert "[red]ads[/]" in stream.getvalue()

@@ -1,4 +1,4 @@
-"""Wire format of the counts of a tap: round trips, damaged and malicious bytes, sums."""
+"""Counts of a tap: their wire format (round trips, damaged and malicious bytes), sums, and hashes of their samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from flexd.core import tap_counts
 from flexd.core.errors import CodecError
-from flexd.core.tap_counts import PassRows, TableCounts, TapCounts, TapPasses, to_body
+from flexd.core.tap_counts import PassRows, TableCounts, TapCounts, TapPasses, mixed, mixed_one, to_body
+from flexd.sketch.coaccess import _mix
 
 
 def pairs(highest: int, lowest: int = 0) -> st.SearchStrategy[tuple[np.ndarray, np.ndarray]]:
@@ -182,3 +183,17 @@ def test_damaged_sampled_passes_are_refused_by_reason_or_hold_ascending_rows(dat
                 assert accesses >= len(rows)
     else:
         assert found in tap_counts.REASONS
+
+
+@given(st.integers(-(2**63), 2**63 - 1))
+def test_all_forms_agree(value: int) -> None:
+    expected = mixed_one(value)
+    assert int(mixed(np.array([value]))[0]) == expected
+    with np.errstate(over="ignore"):
+        assert int(_mix.py_func(np.uint64(value % 2**64))) == expected
+
+
+def test_draws_are_uniform() -> None:
+    draws = mixed(np.arange(100_000)) / 2.0**64
+    counts = np.bincount((draws * 20).astype(int), minlength=20)
+    assert np.abs(counts - 5_000).max() < 5 * np.sqrt(5_000)

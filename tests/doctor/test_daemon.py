@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexd.api.status import Status
+from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
 from flexd.doctor.daemon import daemon
 from tests.support.doctor import levels
@@ -22,7 +22,7 @@ from tests.support.doctor import levels
 def test_what_the_daemon_says(fields, expected):
     import flexd
 
-    status = Status(job="j", version=flexd.__version__, stream=StreamStatus(source="tap"), **fields)
+    status = DaemonStatus(job="j", version=flexd.__version__, stream=StreamStatus(source="tap"), **fields)
     assert levels(daemon(status, [])) == expected
     other = status.model_copy(update={"version": "0.0.1"})
     assert levels(daemon(other, ["log.level"]))["running configuration warning"] == 1

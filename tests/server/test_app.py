@@ -7,7 +7,7 @@ import pytest
 
 from flexd.api.base import ErrorBody, ProbeResult
 from flexd.api.plan import PlanReport, UserNodePage
-from flexd.api.status import Status
+from flexd.api.status import DaemonStatus
 from flexd.api.table import MAX_PAGE_ENTRIES, HotRowPage, TablePage
 from flexd.core.errors import ApiError, ConfigError, ControlError, EmbeddingError, PlanError
 from flexd.core.model import MAX_LABEL_VALUES
@@ -16,7 +16,7 @@ from tests.support.fake_daemon import USERS
 
 
 def test_every_verb_reaches_the_daemon(client, daemon):
-    assert Status.model_validate(client.get("/v1/status").json()).job == "job"
+    assert DaemonStatus.model_validate(client.get("/v1/status").json()).job == "job"
     assert PlanReport.model_validate(client.post("/v1/plan").json()).replication.messages == ("because",)
     replanned = client.post("/v1/replan", json={"reason": "new item launch", "wait_seconds": 2.5})
     assert (replanned.status_code, replanned.json()["outcome"]) == (200, "committed")

@@ -15,7 +15,7 @@ from flexd.api.placement import PlacementStatus
 from flexd.api.plan import CostReport, PlanReport
 from flexd.api.planning import PlanningStatus
 from flexd.api.rank import TopologyStatus
-from flexd.api.status import Status
+from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
 from flexd.api.training import TrainingStatus
@@ -24,7 +24,7 @@ from flexd.core.model import MAX_LABEL_VALUES
 from flexd.server.app import Metrics
 from tests.support.fake_daemon import FakeDaemon
 
-FULL = Status(
+FULL = DaemonStatus(
     job="job",
     version="1.2.3",
     started_unix_seconds=1700000000.0,
@@ -59,10 +59,10 @@ FULL = Status(
     ),
     snapshot=SnapshotStatus(age_seconds=12.0, written=9, failures=1, bytes=5000, pause_seconds=0.25),
 )  # fmt: skip
-NEW = Status(job="j", version="1", stream=StreamStatus(source="kafka"))
+NEW = DaemonStatus(job="j", version="1", stream=StreamStatus(source="kafka"))
 
 
-def samples(status: Status) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def samples(status: DaemonStatus) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     daemon = FakeDaemon(shown=status, paused=status.paused)
     page, _ = Metrics(daemon).render()
     return {

@@ -16,7 +16,7 @@ from flexd.api.placement import PlacementStatus
 from flexd.api.plan import PlanReport
 from flexd.api.planning import PlanningStatus, VerificationStatus
 from flexd.api.rank import TopologyStatus
-from flexd.api.status import Status
+from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.training import SlowMemoryStatus, SlowTableStatus
 from flexd.config.server import ServerConfig
@@ -41,9 +41,9 @@ class BusyDaemon(FakeDaemon):
         listed = super().migrations(limit, state)
         return listed.model_copy(update={"migrations": (ENDED.model_copy(update={"plan_id": "p1"}), STOPPED)})
 
-    def status(self) -> Status:
+    def status(self) -> DaemonStatus:
         super().status()
-        return Status(
+        return DaemonStatus(
             job=f"shop {STRANGE}", version="1.2.3", uptime_seconds=7300, ready=True, paused=self.paused,
             reasons=(f"note {STRANGE}",),
             stream=StreamStatus(source="kafka", accesses_per_second=1.25e6, lag_messages=3),
@@ -192,7 +192,7 @@ def test_the_page_shows_names_and_figures(open_page, busy):
 
 def test_rows_in_tiered_storage_are_shown_by_table_those_with_most_misses_first(open_page):
     class InTieredStorage(FakeDaemon):
-        def status(self) -> Status:
+        def status(self) -> DaemonStatus:
             tables = (
                 SlowTableStatus(table="few", used=1_000, missed=10, evicted=8, written=7),
                 SlowTableStatus(table=f"many {STRANGE}", used=2_000, missed=500, evicted=400, written=300),

@@ -14,7 +14,7 @@ from flexd.api.migration import AbortPreview, AbortResult, MigrationList, Replan
 from flexd.api.plan import PlanReport, ReplicationReport, ShareRangeReport, UserNodePage
 from flexd.api.planning import GateReport, ProposalList, ProposalReport
 from flexd.api.rank import RankPage, RankReport
-from flexd.api.status import Status
+from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.table import HotRow, HotRowPage, TableOrder, TablePage, TableReport
 from flexd.api.training import Timeline, TrafficSample
@@ -38,7 +38,7 @@ RELOADED = ReloadReport(
         ),
     ),
 )  # fmt: skip
-STATUS = Status(job="job", version="1.2.3", started_unix_seconds=1.0, stream=StreamStatus(source="file_log"))
+STATUS = DaemonStatus(job="job", version="1.2.3", started_unix_seconds=1.0, stream=StreamStatus(source="file_log"))
 
 STRANGE = '<img src=x onerror="boom()">'
 """A table may be called anything."""
@@ -90,7 +90,7 @@ class FakeDaemon:
     paused: bool = False
     calls: list[tuple[object, ...]] = field(default_factory=list)
     hold: threading.Event | None = None
-    shown: Status = STATUS
+    shown: DaemonStatus = STATUS
     kept_throttle: ThrottleStatus = THROTTLE
 
     def handler(self, name: str) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ class FakeDaemon:
         if self.error is not None:
             raise self.error
 
-    def status(self) -> Status:
+    def status(self) -> DaemonStatus:
         self._enter("status")
         return self.shown.model_copy(update={"paused": self.paused})
 

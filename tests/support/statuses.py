@@ -6,7 +6,7 @@ from flexd.api.daemon import SnapshotStatus
 from flexd.api.placement import DriftStatus, PlacementStatus
 from flexd.api.plan import PlanReport
 from flexd.api.rank import TopologyStatus
-from flexd.api.status import Status
+from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
 from flexd.api.training import SlowMemoryStatus, SlowTableStatus
@@ -19,7 +19,7 @@ _COMMITTED = MigrationRecord(
     rows=1500, rows_applied=1500, chunks_pushed=3, chunks_applied=3, bytes_to_copy=614_400, copied_bytes=614_400,
     base_version=9, last_version=12,
 )  # fmt: skip
-HEALTHY = Status(
+HEALTHY = DaemonStatus(
     job="shop",
     version="1.2.3",
     uptime_seconds=7300.0,
@@ -76,7 +76,7 @@ MIGRATING = HEALTHY.model_copy(
     }
 )
 PAUSED = HEALTHY.model_copy(update={"paused": True, "pause_reason": "the night of the sale"})
-NO_RANKS = Status(
+NO_RANKS = DaemonStatus(
     job="shop",
     version="1.2.3",
     uptime_seconds=75.0,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.dealing import BatchPrices, BatchRows, deal_batch
+from flexd.embedding.node_sampler import BatchPrices, BatchRows, deal_batch
 
 
 def batch_of(seed: int, nodes: int, groups: int, samples: int, rows: int) -> BatchRows:
