@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexd.cli.blocks import Block, Facts, Sentences, Table
+from flexd.cli.blocks import Sentences
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.options import ConfigOption, DryRunOption, OutputOption, YesOption, confirm
-from flexd.cli.render import OutputFormat, emit
+from flexd.cli.render import OutputFormat, emit, present
 from flexd.core import units
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
-    from flexd.daemon.state_directory import StateReport
-    from flexd.sketch.restore import TableOutcome
 
 app = typer.Typer(
     help="Show or reset the saved state of a daemon.\n\n"
@@ -47,7 +44,7 @@ def show(config: ConfigOption, output: OutputOption = OutputFormat.TABLE) -> Non
     from flexd.daemon import state_directory
 
     report = state_directory.report(loaded)
-    emit(_document(report), _blocks(report), output)
+    present(report, output, tables=True)
     raise typer.Exit(ExitCode.OK if report.starts else ExitCode.STATE_UNUSABLE)
 
 
@@ -78,60 +75,7 @@ def reset(
         f"{report.directory}."
     )
     if dry_run:
-        emit({"dry_run": True, **_document(report)}, [Sentences("", (message,))], output)
+        emit({"dry_run": True, **report.model_dump(mode="json")}, [Sentences("", (message,))], output)
         return
     confirm(f"{message} Reset?", yes)
-    directory, moved = state_directory.reset(loaded, keep_positions=keep_positions)
-    emit({"directory": str(directory), "removed": moved}, [_named("removed", moved)], output)
-
-
-def _document(report: StateReport) -> dict[str, Any]:
-    return {
-        "directory": str(report.directory),
-        "starts": report.starts,
-        "problems": [*report.problems, *report.preview.problems],
-        "restored_from": None if report.preview.path is None else report.preview.path.name,
-        "tables": [dataclasses.asdict(outcome) for outcome in report.preview.outcomes],
-        "snapshots": [dataclasses.asdict(saved) for saved in report.snapshots],
-    }
-
-
-def _blocks(report: StateReport) -> list[Block]:
-    facts = [("directory", str(report.directory)), ("a start", _verdict(report))]
-    facts += [("problem", problem) for problem in (*report.problems, *report.preview.problems)]
-    blocks: list[Block] = [
-        Facts("", tuple(facts)),
-        Table(
-            "snapshots", ("snapshot", "written", "size", "format", "accesses", "problem"),
-            tuple(
-                (
-                    saved.name, units.when(saved.unix_seconds), units.size(saved.bytes), str(saved.format or "?"),
-                    units.count(saved.accesses), saved.problem,
-                )
-                for saved in report.snapshots
-            ) or (("none", "", "", "", "", ""),),
-            frozenset(("size", "format", "accesses")),
-        ),
-    ]  # fmt: skip
-    if report.preview.outcomes:
-        rows = tuple(_outcome(outcome) for outcome in report.preview.outcomes)
-        blocks.append(Table("tables", ("table", "outcome", "accesses", "detail"), rows, frozenset(("accesses",))))
-    return blocks
-
-
-def _outcome(outcome: TableOutcome) -> tuple[str, ...]:
-    return outcome.table, outcome.outcome, units.count(outcome.accesses), outcome.detail
-
-
-def _verdict(report: StateReport) -> str:
-    if not report.starts:
-        return "would be REFUSED: see the problems"
-    if report.preview.path is None:
-        return "would be empty: there are no snapshots"
-    lost = sum(outcome.lost for outcome in report.preview.outcomes)
-    message = f"would continue from {report.preview.path.name}"
-    return f"{message}, without {units.count(lost)} accesses of tables below" if lost else message
-
-
-def _named(title: str, names: list[str]) -> Block:
-    return Table(title, ("file",), tuple((name,) for name in names) or (("nothing",),))
+    present(state_directory.reset(loaded, keep_positions=keep_positions), output)

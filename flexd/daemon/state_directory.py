@@ -15,16 +15,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 from flexd.config.model import Config
 from flexd.control.daemon import journal
+from flexd.core import units
 from flexd.core.durable import UNUSABLE, replace_file, sync_directory
 from flexd.core.errors import SketchError, SnapshotError, StateLockedError, StateVersionError, UnusableStateError
 from flexd.core.fault_points import fault_point
+from flexd.core.model import ALWAYS, DETAIL, HIDDEN, Model, Show
 from flexd.daemon import factory
 from flexd.operations import state_database
 from flexd.sketch import snapshot
-from flexd.sketch.restore import UNUSABLE_REMEDY, RestoredState, SnapshotMeta, find_newest
+from flexd.sketch.restore import UNUSABLE_REMEDY, Outcome, RestoredState, SnapshotMeta, find_newest
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 
@@ -218,42 +221,64 @@ LOCK_WAIT_SECONDS = 3.0
 """A daemon that waits for its state (``state.on_unusable: wait``) has the lock for a moment whenever files change."""
 
 
-@dataclass(frozen=True)
-class SavedSnapshot:
-    """A snapshot of the rotation.
+class SavedSnapshot(Model):
+    """A snapshot of the rotation."""
 
-    Attributes:
-        problem: why it cannot be read; "" if it can.
-        format: of its sketches; 0 if it cannot be read.
-        accesses: counted by its tables, undecayed.
-        messages: sum of its stream positions.
-    """
-
-    name: str
-    bytes: int
-    unix_seconds: float
-    format: int = 0
+    name: Annotated[str, Show("snapshot")]
+    """Name of the file."""
+    unix_seconds: Annotated[float, Show("written")] = 0.0
+    """When it was written."""
+    bytes: Annotated[int, Show("size")] = 0
+    """Size of the file."""
+    format: Annotated[int, Show(unit=lambda number: str(number or "?"))] = 0
+    """Format of its sketches; 0 if it cannot be read."""
     accesses: int = 0
-    messages: int = 0
+    """Accesses that its tables have counted, undecayed."""
+    messages: Annotated[int, DETAIL] = 0
+    """Sum of its stream positions."""
     problem: str = ""
+    """Reason why it cannot be read; empty if it can."""
 
 
-@dataclass(frozen=True)
-class StateReport:
-    """The state of a directory, and what a start with the configuration would make of it.
+class SavedTable(Model):
+    """The fate of one table at a start: ``flexd.sketch.restore.TableOutcome``."""
 
-    Attributes:
-        problems: why a start would be refused, beside the snapshots.
-    """
+    table: str
+    """Name of the table."""
+    outcome: Outcome
+    """``kept`` as it was, ``emptied`` because its counters are others now, ``new`` or ``removed``."""
+    accesses: int = 0
+    """Accesses counted in the saved state."""
+    detail: str = ""
+    """What changed, or why the table starts empty; empty if nothing did."""
 
-    directory: Path
-    snapshots: tuple[SavedSnapshot, ...]
-    preview: RestoredState
-    problems: tuple[str, ...]
 
-    @property
-    def starts(self) -> bool:
-        return self.preview.starts and not self.problems
+class StateReport(Model):
+    """The state of a directory, and what a start with the configuration would make of it."""
+
+    directory: str
+    """``state.dir``."""
+    starts: Annotated[bool, HIDDEN] = False
+    """False if a start would be refused."""
+    start: Annotated[str, Show("a start")] = ""
+    """The same in words."""
+    problems: Annotated[tuple[str, ...], Show("problem")] = ()
+    """Reasons why it would be refused, and what is wrong with snapshots."""
+    restored_from: Annotated[str | None, HIDDEN] = None
+    """Name of the snapshot that a start would continue from; null without one."""
+    snapshots: tuple[SavedSnapshot, ...] = ()
+    """The snapshots, newest first."""
+    tables: tuple[SavedTable, ...] = ()
+    """The tables of that snapshot and of the configuration."""
+
+
+class ResetState(Model):
+    """The result of a reset."""
+
+    directory: str
+    """``state.dir``."""
+    removed: Annotated[tuple[str, ...], ALWAYS] = ()
+    """Names of the files that left."""
 
 
 def directory_of(config: Config) -> Path:
@@ -282,24 +307,34 @@ def report(config: Config) -> StateReport:
         check_owner(directory, config.job)
     except SnapshotError as error:
         problems.append(error.message)
+    found = find_newest(store, config.keyspace().tables, factory.sketch_settings(config))
+    starts = found.starts and not problems
     return StateReport(
-        directory,
-        tuple(saved for path in store.paths() if (saved := _describe(path)) is not None),
-        find_newest(store, config.keyspace().tables, factory.sketch_settings(config)),
-        tuple(problems),
+        directory=str(directory),
+        starts=starts,
+        start=_start(found) if starts else "would be REFUSED: see the problems",
+        problems=(*problems, *found.problems),
+        restored_from=None if found.path is None else found.path.name,
+        snapshots=tuple(saved for path in store.paths() if (saved := _describe(path)) is not None),
+        tables=tuple(map(SavedTable.from_object, found.outcomes)),
     )
 
 
-def reset(config: Config, *, keep_positions: bool) -> tuple[Path, list[str]]:
+def _start(found: RestoredState) -> str:
+    if found.path is None:
+        return "would be empty: there are no snapshots"
+    lost = sum(outcome.lost for outcome in found.outcomes)
+    without = f", without {units.count(lost)} accesses of tables below" if lost else ""
+    return f"would continue from {found.path.name}{without}"
+
+
+def reset(config: Config, *, keep_positions: bool) -> ResetState:
     """Set the newest snapshot aside and delete the others, so that the next start is empty.
 
     Files of a newer format are set aside too.
 
     Args:
         keep_positions: count from the positions of the newest snapshot on, instead of all that the stream still holds.
-
-    Returns:
-        (the directory, the names of what left).
 
     Raises:
         StateLockedError: a daemon uses the directory.
@@ -310,7 +345,7 @@ def reset(config: Config, *, keep_positions: bool) -> tuple[Path, list[str]]:
     lock = StateLock(directory, LOCK_WAIT_SECONDS)
     try:
         check_owner(directory, config.job)
-        return directory, _reset(config, directory, keep_positions)
+        return ResetState(directory=str(directory), removed=tuple(_reset(config, directory, keep_positions)))
     finally:
         lock.release()
 
@@ -356,18 +391,19 @@ def _describe(path: Path) -> SavedSnapshot | None:
         status = path.stat()
     except OSError:
         return None  # The daemon's rotation has removed it.
-    shown = SavedSnapshot(path.name, status.st_size, status.st_mtime)
+    shown = SavedSnapshot(name=path.name, unix_seconds=status.st_mtime, bytes=status.st_size)
     try:
         saved = SnapshotMeta.of(snapshot.read(path, with_arrays=False)[0])
-        accesses = sum(int(table["samples"]) for table in saved.sketches["sketches"])
-        return SavedSnapshot(
-            shown.name, shown.bytes, shown.unix_seconds, int(saved.sketches["format"]), accesses,
-            sum(saved.positions.values()),
-        )  # fmt: skip
+        read: dict[str, Any] = {
+            "format": int(saved.sketches["format"]),
+            "accesses": sum(int(table["samples"]) for table in saved.sketches["sketches"]),
+            "messages": sum(saved.positions.values()),
+        }
     except (SnapshotError, SketchError) as error:
-        return SavedSnapshot(shown.name, shown.bytes, shown.unix_seconds, problem=error.message)
+        read = {"problem": error.message}
     except (KeyError, TypeError, ValueError) as error:
-        return SavedSnapshot(shown.name, shown.bytes, shown.unix_seconds, problem=f"damaged: {error!r}")
+        read = {"problem": f"damaged: {error!r}"}
+    return shown.model_copy(update=read)
 
 
 def _reader(directory: Path) -> SnapshotStore:

@@ -142,20 +142,20 @@ def test_the_report_says_what_a_start_would_keep(config: Config) -> None:
     assert [(saved.format, saved.accesses, saved.messages, saved.problem) for saved in report.snapshots] == [
         (6, 2 * COUNTED, 2, ""), (6, COUNTED, 1, ""),
     ]  # fmt: skip
-    assert {outcome.table: outcome.outcome for outcome in report.preview.outcomes} == {"users": "kept", "items": "kept"}
+    assert {outcome.table: outcome.outcome for outcome in report.tables} == {"users": "kept", "items": "kept"}
     for path in (config.state.dir / "snapshots").iterdir():
         path.write_bytes(path.read_bytes()[:-1])
     report = state_directory.report(config)
     assert not report.starts
-    assert "bytes of" in report.preview.problems[0]
+    assert "bytes of" in report.problems[0]
     assert len(list((config.state.dir / "snapshots").iterdir())) == 2, "nothing is changed"
 
 
 @pytest.mark.parametrize("keep_positions", [False, True])
 def test_a_reset_starts_empty_and_the_newest_snapshot_can_be_renamed_back(config: Config, keep_positions: bool) -> None:
     before = started(config)
-    _, names = state_directory.reset(config, keep_positions=keep_positions)
-    assert names == ["snapshot-000000000001.flexd", "snapshot-000000000002.flexd"]
+    reset = state_directory.reset(config, keep_positions=keep_positions)
+    assert reset.removed == ("snapshot-000000000001.flexd", "snapshot-000000000002.flexd")
     empty = started(config)
     assert empty.sketches.samples == 0
     assert empty.positions == (before.positions if keep_positions else None)
