@@ -1,4 +1,4 @@
-"""The daemon plans by itself, proposes only, or resumes a rollback first."""
+"""Automatic planning: triggers, proposals, and the wait after a failed migration."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from flexd.api.planning import planning_status
-from flexd.control.daemon.migration_record import TransitionEvent
-from flexd.operations.autoplan import FIRST_SECONDS, AutoPlanner
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_record import MigrationRecord, TransitionEvent
+from flexd.core.placement import Placement
+from flexd.operations.autoplan import FIRST_SECONDS, AutoPlanner, FailureBackoff
 from flexd.operations.triggers import Trigger, TriggerKind
 from tests.support.planning_harness import PlanningHarness, filled_harness
 
@@ -107,3 +109,27 @@ def test_ranks_of_another_generation_are_planned_for_at_once(tmp_path: Path) -> 
     time.sleep(0.11)  # MIN_SPACING_SECONDS
     planner.tick()
     assert len(it.coordinator.migrations) == 2
+
+
+def ended(event: TransitionEvent | None, generation: int | None = 3, chunks_applied: int = 0) -> Migration:
+    migration = Migration(MigrationRecord(migration_id="p", generation=generation), Placement.empty())
+    migration.fire(TransitionEvent.START)
+    migration.count(chunks_applied=chunks_applied)
+    if event is TransitionEvent.APPLIED:
+        migration.fire(TransitionEvent.EXHAUSTED)
+    if event is not None:
+        migration.fire(event, "rank 2 refused chunk 1: no memory" if event is TransitionEvent.FAIL else "")
+    return migration
+
+
+def test_progress_starts_the_waits_over() -> None:
+    failure_backoff = FailureBackoff()
+    for now in (0.0, 100.0, 200.0):
+        failure_backoff.observe(ended(TransitionEvent.FAIL), now)
+    assert failure_backoff.seconds(200.0, 3) == 4 * FIRST_SECONDS
+    failure_backoff.observe(ended(TransitionEvent.FAIL, chunks_applied=2), 300.0)
+    assert failure_backoff.seconds(300.0, 3) == FIRST_SECONDS
+    failure_backoff.observe(ended(TransitionEvent.APPLIED), 301.0)
+    assert failure_backoff.seconds(301.0, 3) == 0.0
+    failure_backoff.observe(ended(TransitionEvent.FAIL), 400.0)
+    assert failure_backoff.seconds(400.0, 3) == FIRST_SECONDS

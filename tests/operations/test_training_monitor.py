@@ -1,11 +1,31 @@
-"""Step reports, averaged for the planner and summed for the metrics."""
+"""Sums and averages over the reports of the ranks."""
 
 from __future__ import annotations
 
-import pytest
+import math
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
-from flexd.control.protocol.report import PlacementState, SentBytes, StepReport
-from flexd.operations.training_monitor import TrainingMonitor
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.control.protocol.report import (
+    PlacementState,
+    SentBytes,
+    SlowMemoryReport,
+    SlowTableReport,
+    StepPhase,
+    StepReport,
+    merge_reports,
+)
+from flexd.operations.live_prices import MIN_STEPS
+from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
+from flexd.topology.cluster import Collective, Link
+from tests.operations.test_live_prices import prices_of, step_report
+from tests.support.fake_coordinator import FakeCoordinator
+from tests.support.report_values import reports
 
 
 def report(step: int, steps: int = 1, accesses: tuple[int, int, int] = (60, 30, 10), version: int = 0) -> StepReport:
@@ -35,3 +55,97 @@ def test_a_new_generation_resets_averages_and_versions_but_not_totals() -> None:
     assert monitor.accesses_per_step(2) is None
     assert monitor.versions() == {}
     assert monitor.totals().newest_step == 5
+
+
+STEP = StepReport(1, 1, PlacementState(0, 0), 2.0, 0.0, (1, 0, 0))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def slow_report(seconds: float = 0.5, *tables: SlowTableReport) -> StepReport:
+    return replace(STEP, slow_memory=SlowMemoryReport(tables, 100, 40, seconds))
+
+
+def test_reports_of_all_ranks_add_up() -> None:
+    monitor = SlowMemoryMonitor(2, Clock())
+    monitor.add(slow_report(0.5, SlowTableReport(0, 10, 4, 3, 2), SlowTableReport(1, 5, 5, 0, 0)))
+    monitor.add(slow_report(0.25, SlowTableReport(0, 1, 1, 1, 1), SlowTableReport(SlowTableReport.OTHERS, 7, 0, 0, 0)))
+    monitor.add(slow_report(0.0, SlowTableReport(2**31, 1, 0, 0, 0)))
+    totals = monitor.totals()
+    assert totals is not None
+    assert totals.by_table.tolist() == [[11, 5, 4, 3], [5, 5, 0, 0], [8, 0, 0, 0]], "a number without a table is none"
+    assert (totals.bytes_read, totals.bytes_written, totals.wait_seconds) == (300, 120, 0.75)
+
+
+def test_waiting_reports_are_merged_by_table() -> None:
+    first = slow_report(0.5, SlowTableReport(0, 10, 4, 3, 2))
+    merged = merge_reports(merge_reports(None, first), STEP)
+    assert merged.slow_memory == first.slow_memory
+    merged = merge_reports(merged, slow_report(0.25, SlowTableReport(1, 1, 1, 0, 0), SlowTableReport(0, 1, 0, 0, 1)))
+    assert merged.slow_memory == SlowMemoryReport(
+        (SlowTableReport(0, 11, 4, 3, 3), SlowTableReport(1, 1, 1, 0, 0)), 200, 80, 0.75
+    )
+    assert merged.steps == 3
+
+
+def with_known_phases(report: StepReport) -> StepReport:
+    known = zip(report.phases.by_phase, StepPhase, strict=False)
+    by_phase = tuple(replace(phase, phase=name.value) for phase, name in known)
+    return replace(report, phases=replace(report.phases, by_phase=by_phase))
+
+
+ANY_REPORT = reports().map(with_known_phases)
+NAN_WITHOUT_LOOK_UPS = {"spread_seconds", "replica_share", "wait_share", "missed_per_step", "miss_seconds"}
+
+
+def numbers(value: Any, where: str = "") -> dict[str, float]:
+    """Return all numbers in a value, by where they are."""
+    if is_dataclass(value):
+        parts = {item.name: getattr(value, item.name) for item in fields(value)}
+    elif isinstance(value, dict):
+        parts = {str(key): part for key, part in value.items()}
+    elif isinstance(value, tuple | list | np.ndarray):
+        parts = {str(at): part for at, part in enumerate(value)}
+    else:
+        number = isinstance(value, int | float | np.number)
+        return {where: float(value)} if number else {}
+    found: dict[str, float] = {}
+    for name, part in parts.items():
+        if name not in NAN_WITHOUT_LOOK_UPS:
+            found |= numbers(part, f"{where}.{name}")
+    return found
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), ANY_REPORT), min_size=1, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_averages_sums_and_prices_stay_finite(received: list[tuple[int, StepReport]]) -> None:
+    training, slow, prices = TrainingMonitor(), SlowMemoryMonitor(3), prices_of(FakeCoordinator())
+    received += [(rank, step_report(2.0, steps=MIN_STEPS)) for rank in range(4)]
+    for rank, report in received:
+        training.add(rank, report)
+        slow.add(report)
+        prices.add(rank, report)
+    cluster = prices.cluster
+    seconds = [cluster.curve(link, collective).seconds(1e6) for link in Link for collective in Collective]
+    kept = (
+        training.totals(), training.ranks(), training.phases(), training.exposed(), training.accesses_per_step(4),
+        training.step_seconds(), (training.step_times.at_version(0) or (0.0,))[0], training.timeline.intervals(),
+        slow.totals(), seconds,
+    )  # fmt: skip
+    wrong = {where: value for where, value in numbers(kept).items() if not math.isfinite(value) or value < 0}
+    assert wrong == {}
+
+
+def test_sums_of_slow_memory_stop_before_they_overflow() -> None:
+    monitor = SlowMemoryMonitor(1)
+    most = SlowMemoryReport(tuple(SlowTableReport(0, *[2**53] * 4) for _ in range(256)))
+    for _ in range(5):
+        monitor.add(replace(step_report(1.0), slow_memory=most))
+    totals = monitor.totals()
+    assert totals is not None
+    assert (totals.by_table[0] == 2**62).all()

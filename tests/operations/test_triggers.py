@@ -3,9 +3,130 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+from zoneinfo import ZoneInfo
 
-from flexd.config.planner import PlannerConfig, WindowConfig
-from flexd.operations.triggers import Trigger, TriggerKind, Triggers
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.config.planner import DAYS, PlannerConfig, WindowConfig
+from flexd.operations.triggers import Calendar, Trigger, TriggerKind, Triggers
+
+
+def at(text: str, zone: str = "Europe/Berlin", fold: int = 0) -> float:
+    return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone), fold=fold).timestamp()
+
+
+def calendar(*windows: dict[str, Any]) -> Calendar:
+    return Calendar.of([WindowConfig(**{"time_zone": "Europe/Berlin", **window}) for window in windows])
+
+
+TUESDAY_NIGHT = {"start": "02:00", "end": "05:00", "days": ["tue"]}
+
+
+# 2026-11-24 is a Tuesday.
+@pytest.mark.parametrize(
+    ("moment", "is_open"),
+    [
+        ("2026-11-24T01:59:59", False), ("2026-11-24T02:00:00", True), ("2026-11-24T04:59:59", True),
+        ("2026-11-24T05:00:00", False), ("2026-11-25T03:00:00", False),
+    ],
+)  # fmt: skip
+def test_a_window_is_open_from_its_start_to_its_end_on_its_days(moment: str, is_open: bool) -> None:
+    assert calendar(TUESDAY_NIGHT).is_open(at(moment)) is is_open
+
+
+def test_a_window_over_midnight_belongs_to_the_day_it_begins_on() -> None:
+    late = calendar({"start": "22:00", "end": "03:00", "days": ["fri"]})
+    for moment, is_open in (
+        ("2026-11-27T21:59:00", False), ("2026-11-27T22:00:00", True), ("2026-11-28T02:59:00", True),
+        ("2026-11-28T03:00:00", False), ("2026-11-27T02:00:00", False), ("2026-11-28T23:00:00", False),
+    ):  # fmt: skip
+        assert late.is_open(at(moment)) is is_open, moment
+
+
+def test_a_forbidding_window_beats_an_allowing_one() -> None:
+    both = calendar(
+        {"start": "00:00", "end": "24:00"}, {"kind": "forbid", "start": "18:00", "end": "22:00", "days": ["sat"]}
+    )
+    assert both.is_open(at("2026-11-28T17:59:00"))
+    assert not both.is_open(at("2026-11-28T18:00:00"))
+    only = calendar({"kind": "forbid", "start": "18:00", "end": "22:00", "days": ["sat"]})
+    assert only.is_open(at("2026-11-24T12:00:00"))
+    assert not only.is_open(at("2026-11-28T19:00:00"))
+
+
+def test_a_skipped_hour_is_in_no_window() -> None:
+    """2026-03-29 in Berlin: 01:59:59 is followed by 03:00:00."""
+    skipped = calendar({"start": "02:00", "end": "03:00"})
+    start = at("2026-03-29T00:00:00")
+    assert not any(skipped.is_open(start + minute * 60) for minute in range(12 * 60))
+    assert skipped.next_change(start) == at("2026-03-30T02:00:00")
+    half = calendar({"start": "02:30", "end": "04:00"})
+    assert half.next_change(start) == at("2026-03-29T03:00:00")
+    assert half.next_change(at("2026-03-29T03:00:00")) == at("2026-03-29T04:00:00")
+
+
+def test_a_repeated_hour_is_in_the_window_both_times() -> None:
+    """2026-10-25 in Berlin: 02:00 to 03:00 comes twice."""
+    repeated = calendar({"start": "02:15", "end": "02:45"})
+    first, second = at("2026-10-25T02:15:00"), at("2026-10-25T02:15:00", fold=1)
+    assert second - first == 3600
+    changes, moment = [], at("2026-10-25T00:00:00")
+    for _ in range(4):
+        change = repeated.next_change(moment)
+        assert change is not None
+        changes.append(change)
+        moment = change
+    assert changes == [first, first + 1800, second, second + 1800]
+    hours = calendar({"start": "01:00", "end": "03:00"})
+    assert hours.next_change(at("2026-10-25T01:30:00")) == at("2026-10-25T03:00:00"), "three hours long"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    start=st.integers(0, 1439),
+    end=st.integers(0, 1440),
+    days=st.sets(st.sampled_from(DAYS), min_size=1),
+    kind=st.sampled_from(["allow", "forbid"]),
+    zone=st.sampled_from(["UTC", "Europe/Berlin", "America/New_York", "Asia/Kolkata", "Australia/Lord_Howe"]),
+    moment=st.datetimes(datetime(2026, 1, 1), datetime(2027, 1, 1)),
+)
+def test_between_now_and_the_next_change_nothing_changes(
+    start: int, end: int, days: set[str], kind: str, zone: str, moment: datetime
+) -> None:
+    if start == end:
+        return
+    text = [f"{minute // 60:02d}:{minute % 60:02d}" for minute in (start, end)]
+    window = WindowConfig(start=text[0], end=text[1], days=sorted(days), kind=kind, time_zone=zone)
+    made = Calendar.of([window])
+    now = moment.replace(tzinfo=ZoneInfo("UTC")).timestamp()
+    change = made.next_change(now)
+    before = made.is_open(now)
+    until = now + timedelta(days=8).total_seconds() if change is None else change
+    for share in range(200):
+        assert made.is_open(now + (until - now) * share / 200) is before
+    if change is not None:
+        assert made.is_open(change) is not before
+        assert made.is_open(change - 1) is before
+
+
+@pytest.mark.parametrize(
+    ("window", "said"),
+    [
+        ({"start": "25:00", "end": "02:00"}, "start"), ({"start": "01:00", "end": "01:00"}, "equals the start"),
+        ({"start": "01:00", "end": "02:00", "time_zone": "Europe/Nowhere"}, "not an IANA time zone"),
+        ({"start": "01:00", "end": "02:00", "time_zone": "../../etc/passwd"}, "not an IANA time zone"),
+        ({"start": "01:00", "end": "02:00", "days": []}, "days"),
+        ({"start": "01:00", "end": "02:00", "days": ["monday"]}, "days"), ({"start": True, "end": "02:00"}, "start"),
+    ],
+)  # fmt: skip
+def test_malformed_windows_are_refused(window: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        WindowConfig(**window)
+
 
 GENERATION = 3
 CLOSED, OPEN = 12 * 3600.0, 3 * 3600.0
