@@ -15,9 +15,8 @@ from flexd.core.errors import ApiError
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import MAX_ROLLED_BACK, DecisionFile
-from flexd.operations.executions import Executions, stopped_of
+from flexd.operations.executions import Executions, RollbackRecovery, stopped_of
 from flexd.operations.history import MigrationHistory
-from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.step_times import EffectRecorder
 
 LATEST = "latest"

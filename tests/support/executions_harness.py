@@ -23,9 +23,8 @@ from flexd.control.daemon.throttle import Throttle
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.decisions import DecisionFile
-from flexd.operations.executions import Executions
+from flexd.operations.executions import Executions, RollbackRecovery
 from flexd.operations.history import MigrationHistory
-from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.state_database import NAME, StateDatabase
 from flexd.operations.step_times import EffectRecorder, StepTimes
 from flexd.operations.triggers import Trigger, TriggerKind
