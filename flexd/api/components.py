@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexd import __version__
-from flexd.api.daemon import ConfigReport, snapshot_status, state_status
 from flexd.api.migration import migration_counts, throttle_status
 from flexd.api.placement import drift_status, placement_status, prices_status
 from flexd.api.plan import plan_report
 from flexd.api.planning import planning_status
 from flexd.api.rank import RankPage, rank_page, topology_status
-from flexd.api.status import DaemonStatus
+from flexd.api.status import ConfigReport, DaemonStatus, snapshot_status, state_status
 from flexd.api.stream import stream_status
 from flexd.api.table import HotRowPage, TableOrder, TablePage, hot_row_page, sketch_status, table_page
 from flexd.api.training import MAX_PLAN_MARKS, Timeline, slow_memory_status, timeline, training_status

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from flexd.api.daemon import DecisionsStatus, PauseState, ReloadReport
 from flexd.api.explanation import Explanation, explanation
 from flexd.api.migration import ReplanOutcome, ReplanResult, ThrottleStatus, throttle_status
 from flexd.api.plan import PlanReport, UserNodePage, proposal_report, user_node_page
 from flexd.api.planning import ProposalList, proposal_list
+from flexd.api.status import DecisionsStatus, PauseState, ReloadReport
 from flexd.config.server import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration import Migration

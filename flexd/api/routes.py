@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from flexd.api.base import CommandRequest, ProbeResult, RequestBody
-from flexd.api.daemon import ConfigReport, PauseRequest, PauseState, ReloadReport
 from flexd.api.explanation import ExplainRequest, Explanation
 from flexd.api.migration import (
     AbortPreview,
@@ -26,7 +25,7 @@ from flexd.api.migration import (
 from flexd.api.plan import PlanReport, UserNodePage, UsersRequest
 from flexd.api.planning import ProposalList
 from flexd.api.rank import RankPage
-from flexd.api.status import DaemonStatus
+from flexd.api.status import ConfigReport, DaemonStatus, PauseRequest, PauseState, ReloadReport
 from flexd.api.table import HotRowPage, PageRequest, RowsRequest, TablePage, TablesRequest
 from flexd.api.training import Timeline
 from flexd.control.daemon.migration_record import MigrationRecord

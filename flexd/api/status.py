@@ -1,11 +1,15 @@
-"""The daemon on one screen: the response of ``GET /v1/status``."""
+"""The daemon on one screen, and the daemon itself: its configuration, pause, threads, saved state and snapshots."""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from flexd.api.daemon import ConfigStatus, DecisionsStatus, SnapshotStatus, StateStatus, ThreadsStatus
+from pydantic import Field
+
+from flexd.api.base import CommandRequest, Reason
 from flexd.api.migration import MigrationCounts, ThrottleStatus
 from flexd.api.placement import DriftStatus, PlacementStatus, PricesStatus
 from flexd.api.plan import PlanReport
@@ -15,7 +19,8 @@ from flexd.api.stream import StreamStatus
 from flexd.api.table import SketchStatus
 from flexd.api.training import SlowMemoryStatus, TrainingStatus
 from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.core.model import ALWAYS, HIDDEN, Model, Show, gauge, info
+from flexd.core.errors import SnapshotError
+from flexd.core.model import ALWAYS, HIDDEN, FiniteOrNone, Model, Show, counter, gauge, info, with_zeros
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -23,6 +28,231 @@ if TYPE_CHECKING:
     from flexd.api.base import ProbeResult
     from flexd.config.model import Config
     from flexd.core.fast_start import ProcessStart
+    from flexd.core.supervision import Supervisor
+    from flexd.sketch.ingestor import Ingestor
+    from flexd.sketch.snapshot import SnapshotStore
+
+
+class KeyChange(Model):
+    """A key whose value in the file differs from what runs; secrets are replaced."""
+
+    key: str
+    """Path of the key."""
+    before: Any = None
+    """The running value, or the one before the reload."""
+    after: Any = None
+    """The value in the file."""
+    needs_restart: bool = False
+    """True if a reload does not apply it."""
+
+
+class ReloadReport(Model):
+    """The result of reading the configuration file again, or the preview of one."""
+
+    file: str
+    """The file that was read."""
+    dry_run: bool = False
+    """True for a preview, which changes nothing."""
+    applied: tuple[str, ...] = ()
+    """Key paths that differ from what ran, and are in effect now."""
+    pending: tuple[str, ...] = ()
+    """Key paths that differ from what runs, and need a restart."""
+    changes: tuple[KeyChange, ...] = ()
+    """Both, with their values."""
+
+
+class ConfigStatus(Model):
+    """The file that the daemon runs on."""
+
+    file: str | None = None
+    """Path of the file; null for a daemon without one."""
+    read_unix_seconds: FiniteOrNone = None
+    """When it was last read and applied."""
+    pending: tuple[str, ...] = ()
+    """Key paths in which it differs from what runs, until a restart."""
+    reloads: dict[str, int] = Field(default_factory=dict)
+    """Reloads since the daemon started, by outcome: ``applied``, ``unchanged``, ``rejected``."""
+    problem: str | None = None
+    """Reason why the newest reload was rejected; null if it was not."""
+
+    FAMILIES = (counter("flexd_config_reloads", "Reloads by outcome.", "reloads", ("outcome",)),)
+
+
+class ConfigReport(Model):
+    """The effective configuration."""
+
+    version: str
+    """Version of flexd: another version may know other keys."""
+    config: dict[str, Any]
+    """The effective configuration, defaults included; secrets are replaced."""
+
+
+class PauseRequest(CommandRequest):
+    """Body of ``POST /v1/pause``."""
+
+    reason: Reason = "requested by hand"
+    """Shown in the status until ``resume``; recorded."""
+
+
+class PauseState(Model):
+    """The state after a pause or resume."""
+
+    paused: bool
+    """True while planning and pushing are held."""
+    reason: str | None = None
+    """Reason given for the pause."""
+    changed: bool = True
+    """False if the state was the same before."""
+
+
+class DecisionsStatus(Model):
+    """The file of the operators' decisions, which outlive the daemon; counters run since it started."""
+
+    failures: int = 0
+    """Writes that failed, and are tried again."""
+
+    FAMILIES = (
+        counter(
+            "flexd_decisions_failures", "Writes of decisions to state.sqlite that failed, and are tried again.",
+            "failures",
+        ),
+    )  # fmt: skip
+
+
+class ThreadsStatus(Model):
+    """Unexpected exceptions of the daemon's threads; counters run since the process started."""
+
+    faults: dict[str, int] = Field(default_factory=dict)
+    """Exceptions by thread."""
+    problems: dict[str, str] = Field(default_factory=dict)
+    """The work that fails now, in words, by thread; it is attempted again after a back-off."""
+    ending: str | None = None
+    """Reason why the daemon is ending because it cannot go on safely; null otherwise."""
+
+    FAMILIES = (
+        counter("flexd_thread_faults", "Unexpected exceptions, by thread.", "faults", ("thread",)),
+        gauge(
+            "flexd_thread_failing", "1 while the work of the thread fails, which makes the daemon not ready.",
+            lambda threads: {name: float(name in threads.problems) for name in threads.faults},
+            ("thread",),
+        ),
+    )  # fmt: skip
+
+
+def threads_status(supervisor: Supervisor) -> ThreadsStatus:
+    """Return the state of a supervisor's threads."""
+    problems: dict[str, str] = {}
+    for problem in supervisor.problems():
+        before = problems.get(problem.thread)
+        problems[problem.thread] = f"{before}; {problem}" if before else str(problem)
+    return ThreadsStatus(faults=supervisor.faults(), problems=problems, ending=supervisor.fatal or None)
+
+
+MAX_TABLES = 100
+
+
+class RestoredTable(Model):
+    """One table of the restored snapshot that is not as it was saved."""
+
+    table: str
+    """Name."""
+    outcome: str
+    """``emptied``, ``new`` or ``removed``."""
+    accesses: int = 0
+    """Accesses counted in the snapshot."""
+    detail: str = ""
+    """The change, or the reason why the table starts empty."""
+
+
+class StateStatus(Model):
+    """The saved state: what the newest start kept of it."""
+
+    restored_from: str | None = None
+    """The snapshot that this start continued from; null if there was none."""
+    outcomes: dict[str, int] = Field(default_factory=dict)
+    """Tables of that snapshot by outcome."""
+    tables: tuple[RestoredTable, ...] = ()
+    """The tables that are not as they were saved; at most 100."""
+    lost_accesses: int = 0
+    """Accesses of tables that were emptied or removed."""
+    problems: tuple[str, ...] = ()
+    """Why snapshots were not used by this start."""
+
+    FAMILIES = (
+        gauge(
+            "flexd_state_tables", "Tables of the snapshot that this start continued from, by outcome.",
+            lambda state: with_zeros(_outcomes(), state.outcomes), ("outcome",),
+        ),
+        gauge(
+            "flexd_state_lost_accesses", "Counted accesses of the tables that this start emptied or removed.",
+            "lost_accesses",
+        ),
+    )  # fmt: skip
+
+
+def _outcomes() -> tuple[str, ...]:
+    from flexd.sketch.restore import OUTCOMES
+
+    return tuple(OUTCOMES)
+
+
+def state_status(ingestor: Ingestor) -> StateStatus:
+    """Return what the ingest restored."""
+    restored = ingestor.restored
+    changed = [outcome for outcome in restored.outcomes if outcome.outcome != "kept"]
+    # Those that lost counts first: the list is bounded.
+    changed.sort(key=lambda outcome: -outcome.lost)
+    return StateStatus(
+        restored_from=None if restored.path is None else restored.path.name,
+        outcomes=dict(Counter(outcome.outcome for outcome in restored.outcomes)),
+        tables=tuple(RestoredTable.from_object(outcome) for outcome in changed[:MAX_TABLES]),
+        lost_accesses=sum(outcome.lost for outcome in restored.outcomes),
+        problems=tuple(restored.problems),
+    )
+
+
+class SnapshotStatus(Model):
+    """The newest durable snapshot: what came after it is read again after a crash."""
+
+    age_seconds: FiniteOrNone = None
+    """Since the newest durable snapshot; null before the first."""
+    written: int = 0
+    """Snapshots written since the daemon started."""
+    failures: int = 0
+    """Snapshots that could not be written since the daemon started."""
+    bytes: int = 0
+    """Size of the newest snapshot."""
+    pause_seconds: FiniteOrNone = None
+    """Time in which counting stood still for the newest snapshot."""
+    problem: str | None = None
+    """Reason why the newest attempt failed; null if it did not."""
+
+    FAMILIES = (
+        gauge("flexd_snapshot_age_seconds", "Since the newest durable snapshot.", "age_seconds"),
+        gauge("flexd_snapshot_bytes", "Size of the newest snapshot.", "bytes"),
+        counter("flexd_snapshots", "Snapshots written.", "written"),
+        counter("flexd_snapshot_failures", "Snapshots that could not be written.", "failures"),
+    )
+
+
+def snapshot_status(ingestor: Ingestor, store: SnapshotStore) -> SnapshotStatus:
+    """Return the state of the snapshots in the rotation."""
+    cycle = ingestor.snapshots
+    return SnapshotStatus(
+        age_seconds=time.monotonic() - cycle.saved_at,
+        written=cycle.saved,
+        failures=ingestor.failures["snapshots"],
+        bytes=_newest_bytes(store),
+        pause_seconds=cycle.pause_seconds,
+        problem="; ".join(text for part, text in ingestor.problems() if part == "snapshots") or None,
+    )
+
+
+def _newest_bytes(snapshots: SnapshotStore) -> int:
+    try:
+        return snapshots.paths()[0].stat().st_size
+    except (OSError, SnapshotError, IndexError):
+        return 0
 
 
 DAEMON = "flexd"

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flexd.api.daemon import ConfigStatus, KeyChange, ReloadReport
+from flexd.api.status import ConfigStatus, KeyChange, ReloadReport
 from flexd.config.checks import check_tables
 from flexd.config.load import Merged, load_config, merge
 from flexd.config.model import Config

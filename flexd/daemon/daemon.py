@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from flexd.api.base import ProbeResult
-from flexd.api.daemon import ReloadReport, threads_status
-from flexd.api.status import DaemonStatus, base_status
+from flexd.api.status import DaemonStatus, ReloadReport, base_status, threads_status
 from flexd.config.checks import check_config
 from flexd.config.model import Config
 from flexd.control.daemon.membership import ProposedTables

@@ -174,18 +174,6 @@ def _require_request_header(headers: Headers) -> None:
         )
 
 
-def refuse_browsers(headers: Headers, *, loopback_only: bool) -> None:
-    """Raise ApiError for a request that a browser sent, and for a ``Host`` that is not loopback if ``loopback_only``.
-
-    For listeners that serve programs alone.
-    """
-    if loopback_only:
-        _refuse_other_hosts(headers)
-    for name in ("origin", "sec-fetch-site"):
-        if name in headers:
-            raise ApiError(f"requests of browsers are refused ({name})", status=403, remedy="use another HTTP client")
-
-
 def _host_name(host: str) -> str:
     try:
         return (urlsplit(f"//{host}").hostname or "").lower()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexd.api.daemon import snapshot_status
+from flexd.api.status import snapshot_status
 from flexd.api.stream import stream_status
 from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.snapshot import SnapshotStore

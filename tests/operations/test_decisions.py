@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from flexd.api.daemon import ReloadReport
 from flexd.api.operator_commands import OperatorCommands
+from flexd.api.status import ReloadReport
 from flexd.config.server import ControlConfig, ThrottleConfig
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core.errors import ConfigError, SnapshotError

@@ -9,13 +9,12 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexd.api.daemon import SnapshotStatus
 from flexd.api.migration import MigrationCounts
 from flexd.api.placement import PlacementStatus
 from flexd.api.plan import CostReport, PlanReport
 from flexd.api.planning import PlanningStatus
 from flexd.api.rank import TopologyStatus
-from flexd.api.status import DaemonStatus
+from flexd.api.status import DaemonStatus, SnapshotStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
 from flexd.api.training import TrainingStatus

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexd.api.base import ProbeResult
-from flexd.api.daemon import ConfigReport, KeyChange, PauseState, ReloadReport
 from flexd.api.explanation import Explanation, RowReport, ThresholdReport
 from flexd.api.migration import AbortPreview, AbortResult, MigrationList, ReplanResult, RollbackPreview, ThrottleStatus
 from flexd.api.plan import PlanReport, ReplicationReport, ShareRangeReport, UserNodePage
 from flexd.api.planning import GateReport, ProposalList, ProposalReport
 from flexd.api.rank import RankPage, RankReport
-from flexd.api.status import DaemonStatus
+from flexd.api.status import ConfigReport, DaemonStatus, KeyChange, PauseState, ReloadReport
 from flexd.api.stream import StreamStatus
 from flexd.api.table import HotRow, HotRowPage, TableOrder, TablePage, TableReport
 from flexd.api.training import Timeline, TrafficSample

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from flexd.api.daemon import SnapshotStatus
 from flexd.api.placement import DriftStatus, PlacementStatus
 from flexd.api.plan import PlanReport
 from flexd.api.rank import TopologyStatus
-from flexd.api.status import DaemonStatus
+from flexd.api.status import DaemonStatus, SnapshotStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
 from flexd.api.training import SlowMemoryStatus, SlowTableStatus
