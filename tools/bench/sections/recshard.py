@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexd.core.fast_memory import CACHE_SLOT_BYTES
 from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
 from flexd.embedding.store.slow.cold_rows import FreshRows, HostRows
+from flexd.embedding.store.slow.fast_memory import CACHE_SLOT_BYTES
 from flexd.embedding.store.slow.tiered_rows import COUNT_BYTES, TieredRows, with_counts
 from flexd.embedding.store.slow.tiered_storage import TieredStorage
 from flexd.embedding.store.store import packed

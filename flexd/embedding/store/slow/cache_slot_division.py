@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from flexd.core.fast_memory import CACHE_SLOT_BYTES, divide_cache_slots, total_misses
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import StepMoments
+from flexd.embedding.store.slow.fast_memory import CACHE_SLOT_BYTES, divide_cache_slots, total_misses
 from flexd.embedding.store.slow.tiered_rows import TieredRows
 from flexd.embedding.store.store import GroupStore
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from flexd.core.fast_memory import CacheSlotCurve
+from flexd.embedding.store.slow.fast_memory import CacheSlotCurve
 
 HALF_LIVES = (1.0, 4.0, 16.0, 64.0)
 """In rows used for each cache slot, so that a larger fast memory, whose rows are used more rarely, remembers as much

@@ -13,13 +13,13 @@ import torch
 
 from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, named_tables
 from flexd.core.errors import EmbeddingError, SlowMemoryError
-from flexd.core.fast_memory import CACHE_SLOT_BYTES, proportional_cache_slots
 from flexd.core.keyspace import DimGroup, state_columns
 from flexd.core.layout import RankLayout
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
 from flexd.embedding.store.slow.cold_rows import ColdRows, FreshRows, HostRows, SlowTraffic
+from flexd.embedding.store.slow.fast_memory import CACHE_SLOT_BYTES, proportional_cache_slots
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.log_rows import INDEX_BYTES, LogRows
 from flexd.embedding.store.slow.tiered_rows import COUNT_BYTES, CacheSlotCounts, TieredRows, with_counts

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.fast_memory import CacheSlotCurve, divide_cache_slots, proportional_cache_slots, total_misses
+from flexd.embedding.store.slow.fast_memory import (
+    CacheSlotCurve,
+    divide_cache_slots,
+    proportional_cache_slots,
+    total_misses,
+)
 
 saved_lists = st.lists(st.floats(0.001, 2.0), min_size=1, max_size=6)
 
