@@ -14,7 +14,7 @@ import torch
 
 from flexd.core.homes import HomeRun, Homes
 from flexd.embedding.exchange.collectives import Peers
-from flexd.embedding.store.store import packed, unpacked
+from flexd.embedding.store.packing import packed, unpacked
 
 if TYPE_CHECKING:
     from flexd.embedding.store.slow.tiered_rows import RowColumn

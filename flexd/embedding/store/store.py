@@ -17,6 +17,7 @@ from flexd.core.homes import NO_KEY, TURN_BITS, Homes
 from flexd.core.keyspace import state_columns
 from flexd.embedding.devices import HALF_DTYPES
 from flexd.embedding.store.directory import NOT_MOVED, Directory, max_listed_rows
+from flexd.embedding.store.packing import packed, unpacked
 
 if TYPE_CHECKING:
     from flexd.embedding.store.slow.tiered_rows import RowColumn, TieredRows
@@ -230,24 +231,6 @@ class GroupStore:
         for column, values in zip(columns, unpacked(rows, columns), strict=True):
             if column.shape[1]:
                 column.index_copy_(0, slots, values)
-
-
-def packed(*columns: torch.Tensor) -> torch.Tensor:
-    """Return uint8 [n, bytes] of [n, c] columns."""
-    return torch.cat([column.contiguous().view(torch.uint8) for column in columns if column.shape[1]], dim=1)
-
-
-def unpacked(rows: torch.Tensor, columns: Sequence[RowColumn]) -> list[torch.Tensor]:
-    """Return [n, c] of the width and dtype of each of ``columns``; inverse of ``packed``. Bytes behind them are
-    ignored."""
-    found, first = [], 0
-    for column in columns:
-        end = first + column.shape[1] * column.element_size()
-        # A copy: part of a row may begin at an offset that is invalid for a wider dtype.
-        part = rows[:, first:end].clone(memory_format=torch.contiguous_format)
-        found.append(part.view(column.dtype) if end > first else part.to(column.dtype))
-        first = end
-    return found
 
 
 def make_stores(

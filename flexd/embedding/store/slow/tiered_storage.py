@@ -17,13 +17,14 @@ from flexd.core.keyspace import DimGroup, state_columns
 from flexd.core.layout import RankLayout
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.store.initial_values import fill_initial_rows
+from flexd.embedding.store.packing import packed
 from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
 from flexd.embedding.store.slow.cold_rows import ColdRows, FreshRows, HostRows, SlowTraffic
 from flexd.embedding.store.slow.fast_memory import CACHE_SLOT_BYTES, proportional_cache_slots
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.log_rows import INDEX_BYTES, LogRows
 from flexd.embedding.store.slow.tiered_rows import COUNT_BYTES, CacheSlotCounts, TieredRows, with_counts
-from flexd.embedding.store.store import TORCH_DTYPES, GroupStore, packed
+from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 MAX_INDEX_SHARE = 1 / 4
 """Of fast memory, for the index of cold rows; rows of larger tables have fixed places in their file instead."""

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import SlowMemoryError
+from flexd.embedding.store.packing import packed
 from flexd.embedding.store.slow.cold_rows import ColdRows, HostRows
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.tiered_rows import COUNT_BYTES, EVICTED, MISSED, TieredColumn, TieredRows, with_counts
 from flexd.embedding.store.slow.tiered_storage import CACHE_SLOT_BYTES
-from flexd.embedding.store.store import packed
 
 HOME, REPLICAS, DIM, STATE = 150, 10, 3, 1
 
