@@ -1,4 +1,4 @@
-"""Access by tokens and their scopes, and counters of refused requests."""
+"""Access by tokens and their scopes, replaced tokens, and counters of refused requests."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flexd.server.access import REFUSED_REASONS, current_caller
-from tests.support.api_tokens import ADMIN, READ, get, serve, token_configs
+from flexd.config.server import TokenConfig
+from flexd.core import secrets as secret
+from flexd.server.access import REFUSED_REASONS
+from tests.support.api_tokens import ADMIN, READ, CallerDaemon, get, serve, token_configs
 from tests.support.fake_daemon import FakeDaemon
-
-
-class CallerDaemon(FakeDaemon):
-    """Records the name of the sender with each call."""
-
-    def _enter(self, *call: object) -> None:
-        super()._enter(*call, current_caller().name)
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +83,35 @@ def test_admin_requests_are_logged_with_sender_and_outcome(guarded: str, caplog:
         ["operator", "127.0.0.1", "POST", "/v1/resume", 200]
     ]
     assert ADMIN not in caplog.text + str([vars(record) for record in caplog.records])
+
+
+@pytest.fixture
+def own_tokens(tmp_path: Path) -> Iterator[str]:
+    server = serve(FakeDaemon(), tokens=token_configs(tmp_path))
+    yield server.address
+    assert server.stop(10)
+
+
+def test_a_token_is_replaced_without_a_restart(
+    own_tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secret, "RELOAD_SECONDS", 0.0)
+    (tmp_path / "read").write_text(f"another token of it\n{READ}\n")
+    assert [get(own_tokens, token).status_code for token in (READ, "another token of it")] == [200, 200]
+    (tmp_path / "read").write_text("another token of it\n")
+    assert [get(own_tokens, token).status_code for token in (READ, "another token of it")] == [401, 200]
+
+
+@pytest.mark.parametrize(
+    "token", ["sha256:" + "0" * 64 + " and more", "x" * 2_000, "sécurité des données", "  with spaces around it "]
+)
+def test_a_token_is_its_whole_line(tmp_path: Path, token: str) -> None:
+    """A token that begins like a digest, is long, or is not ASCII is compared as a whole."""
+    (tmp_path / "token").write_text(token + "\n", encoding="utf-8")
+    server = serve(FakeDaemon(), tokens=[TokenConfig(name="x", scope="read", file=tmp_path / "token")])
+    try:
+        for sent, status in ((token, 200), (token.strip() + "x", 401), (token.strip()[:-1], 401)):
+            headers = {b"authorization": b"Bearer " + sent.strip().encode()}
+            assert httpx.get(f"{server.address}/v1/status", headers=headers, timeout=10).status_code == status
+    finally:
+        assert server.stop(10)

@@ -18,18 +18,12 @@ from flexd.cli.exit_codes import DaemonRefusedError, DaemonUnreachableError
 from flexd.config.server import ServerConfig, TlsConfig, TokenConfig
 from flexd.core.errors import ConfigError
 from flexd.server import protocol
-from flexd.server.access import current_caller
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
 from tests.support.api_requests import COMMAND_HEADERS
-from tests.support.fake_daemon import FakeDaemon
+from tests.support.api_tokens import CallerDaemon
 
 TOKEN = "the token of the operator"
-
-
-class CallerDaemon(FakeDaemon):
-    def _enter(self, *call: object) -> None:
-        super()._enter(*call, current_caller().name)
 
 
 class Certificates:

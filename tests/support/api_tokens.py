@@ -8,12 +8,20 @@ from pathlib import Path
 import httpx
 
 from flexd.config.server import ServerConfig, TokenConfig
+from flexd.server.access import current_caller
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.fake_daemon import FakeDaemon
 
 READ, ADMIN = "the token of the dashboard", "the token of the operator"
+
+
+class CallerDaemon(FakeDaemon):
+    """Records the name of the sender with each call."""
+
+    def _enter(self, *call: object) -> None:
+        super()._enter(*call, current_caller().name)
 
 
 def serve(daemon: FakeDaemon, **config: object) -> DaemonServer:
