@@ -15,8 +15,6 @@ from tests.support.forked import Forked
 from tests.support.repository import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MOST_FILES = {"One access": 11, "One plan": 20, "One training step": 16}
-"""Most files to open for each path of docs/how-it-works.md."""
 
 
 def page_name(page: Path) -> str:
@@ -107,20 +105,6 @@ def test_the_overview_counts_the_decision_records() -> None:
     overview = (DECISIONS / "README.md").read_text()
     counted = {name: int(number) for name, number in re.findall(r"\]\((\S+\.md)\) \| (\d+) \|", overview)}
     assert counted == {name: len(re.findall(r"^## ", text, re.MULTILINE)) for name, text in RECORDS.items()}
-
-
-def test_files_to_read_are_few_and_distinct() -> None:
-    text = (ROOT / "docs" / "how-it-works.md").read_text().split("## Files to read")[1]
-    lists: dict[str, list[str]] = {}
-    for section in text.split("\n### ")[1:]:
-        entries = re.findall(r"^(\d+)\. `([^`]+)`: \S", section, re.MULTILINE)
-        assert [int(number) for number, _ in entries] == list(range(1, len(entries) + 1)), section
-        lists[section.partition(":")[0]] = [path for _, path in entries]
-    assert lists.keys() == MOST_FILES.keys()
-    for title, paths in lists.items():
-        assert 0 < len(paths) <= MOST_FILES[title], title
-        assert len(set(paths)) == len(paths), title
-        assert [path for path in paths if not (ROOT / path).is_file()] == [], title
 
 
 def command_words(command: Any) -> set[str]:

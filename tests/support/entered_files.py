@@ -1,12 +1,12 @@
-"""Files of flexd in which a function was entered while a piece of work was done, in any thread."""
+"""Files of flexd in which a function is entered while a piece of work is done, in any thread."""
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 import sys
 import threading
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 from tests.support.repository import ROOT
@@ -16,36 +16,51 @@ _SOURCES = f"{ROOT}/flexd/"
 
 
 class EnteredFiles:
-    """Record the files of functions that are called; made before the threads whose calls are to be seen.
+    """Record the files of functions that are called, directly or not, by the functions in which a way begins.
 
-    Bodies of modules and classes do not count, nor do what dataclasses generate and properties of values.
+    Bodies of modules and classes do not count, nor does what dataclasses generate. Make it before the threads whose
+    calls are to be seen, and close it in the thread that made it.
+
+    Args:
+        starts: by way, the functions that it begins in, one for each thread that takes part.
+        others: functions that belong to no way: what they call is left out.
 
     Attributes:
-        found: paths relative to the repository, in the order in which they were entered first.
+        found: by way, paths relative to the repository in the order in which they were entered first.
+        recorded: ways that are recorded now.
     """
 
-    def __init__(self) -> None:
-        self.found: dict[str, None] = {}
-        self._records = False
+    def __init__(
+        self, starts: Mapping[str, Sequence[Callable[..., Any]]], others: Sequence[Callable[..., Any]] = ()
+    ) -> None:
+        self.found: dict[str, dict[str, None]] = {way: {} for way in starts}
+        self.recorded: set[str] = set()
+        self._starts = {_code_of(function): way for way, functions in starts.items() for function in functions}
+        self._starts |= {_code_of(function): "" for function in others}
+        self._inside = threading.local()
         threading.setprofile(self._profile)
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record until the end of the block."""
-        before = sys.getprofile()
         sys.setprofile(self._profile)
-        self._records = True
-        try:
-            yield
-        finally:
-            self._records = False
-            sys.setprofile(before)
 
     def close(self) -> None:
-        threading.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+        sys.setprofile(None)
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
-        if self._records and event == "call":
-            code = frame.f_code
-            if code.co_filename.startswith(_SOURCES) and code.co_flags & 2:  # A function has fast locals.
-                self.found.setdefault(code.co_filename.removeprefix(_PREFIX))
+        if event not in ("call", "return"):
+            return
+        code = frame.f_code
+        ways = self._inside.__dict__.setdefault("ways", [])
+        way = self._starts.get(code)
+        if way is not None and event == "call":
+            ways.append(way)
+        is_function = code.co_flags & inspect.CO_NEWLOCALS and code.co_filename.startswith(_SOURCES)
+        if event == "call" and is_function and ways and ways[-1]:
+            for each in self.recorded.intersection(ways):
+                self.found[each].setdefault(code.co_filename.removeprefix(_PREFIX))
+        if way is not None and event == "return" and ways and ways[-1] == way:
+            ways.pop()
+
+
+def _code_of(function: Callable[..., Any]) -> CodeType:
+    code: CodeType = inspect.unwrap(function).__code__  # type: ignore[attr-defined]
+    return code

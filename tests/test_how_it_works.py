@@ -1,0 +1,167 @@
+"""``docs/how-it-works.md`` lists the files that a message, a plan, a step and a command really enter."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+import flexd
+from flexd.cli.main import app
+from flexd.config.load import parse_config
+from flexd.core.layout import RankLayout
+from flexd.stream.file_log.log import FileLogSink
+from tests.support.entered_files import EnteredFiles
+from tests.support.rank_pool import RankPool
+from tests.support.repository import ROOT
+from tests.support.until import until
+
+ROWS, IDS = 5_000, 2_000
+SECONDS = 60.0
+PAGE = ROOT / "docs" / "how-it-works.md"
+LIMITS = {"message": 16, "plan": 54, "step": 28, "status": 68}
+"""By way: the most files that it may enter."""
+
+
+def train_step(collection: flexd.EmbeddingCollection, ids: torch.Tensor) -> None:
+    collection({"item": flexd.Jagged(ids, torch.tensor([len(ids)]))})["item"].values.square().sum().backward()
+    collection.optimizer.step()
+
+
+def run_command(*arguments: str) -> str:
+    done = CliRunner().invoke(app, [*arguments])
+    assert done.exit_code == 0, (done.output, done.stderr)
+    return done.output
+
+
+def starts() -> dict[str, list[Callable[..., Any]]]:
+    """By way, where it begins in each thread."""
+    from flexd.control.agent.rank_connection import RankConnection
+    from flexd.control.daemon.coordinator import Coordinator
+    from flexd.daemon import Daemon
+    from flexd.embedding.engine import RowEngine
+    from flexd.operations.executions import Executions
+    from flexd.server.access import AccessControl
+    from flexd.server.guard import RequestGuard
+    from flexd.sketch.ingestor import Ingestor
+
+    return {
+        "message": [Ingestor._read_some],
+        "plan": [Executions.start, Coordinator._tick_until_stopped, RankConnection.run, RowEngine._apply_chunks],
+        "step": [train_step],
+        "status": [run_command, AccessControl.__call__, RequestGuard.__call__, Daemon.handler, Daemon.status],
+    }
+
+
+def live(rank: int, directory: str) -> dict[str, list[str]]:
+    """Train beside a daemon, which the process of rank 0 runs, and record what each way enters on this rank."""
+    from flexd.control.agent.rank_connection import RankConnection
+    from flexd.daemon import Daemon
+    from flexd.daemon.parts import Parts
+    from flexd.embedding.connect import Connection
+
+    files = EnteredFiles(starts(), [Parts._take_report, Connection.updated, RankConnection._send_progress])
+    port, daemon = [0], None
+    if rank == 0:
+        config = {
+            "job": "ways", "shutdown_seconds": 20.0,
+            "tables": [{"name": "item", "rows": ROWS, "dim": 8}],
+            "stream": {"source": {"kind": "file_log", "path": f"{directory}/log"}, "poll_seconds": 0.05},
+            "topology": {"file": str(ROOT / "examples" / "rehearsal_cluster.yaml")},
+            "planner": {
+                "auto": False, "horizon_steps": 1000, "min_samples": 1000, "min_saving": {"seconds": 0, "share": 0},
+            },
+            "control": {"listen_port": 0}, "server": {"port": 0}, "state": {"dir": f"{directory}/state"},
+        }  # fmt: skip
+        daemon = Daemon(parse_config(config))
+        daemon.start()
+        looping = threading.Thread(target=daemon.run_until_stopped)
+        looping.start()
+        port[0] = daemon.parts.coordinator.port
+    dist.broadcast_object_list(port)
+    collection = flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable("item", ROWS, 8)], layout=RankLayout(2, 2), replica_fraction=0.05
+    )
+    connection = flexd.connect(collection, f"127.0.0.1:{port[0]}", job="ways", timeout_seconds=5.0)
+    publisher = flexd.Publisher(FileLogSink(f"{directory}/log", f"rank-{rank}"), source_rank=rank)
+    random = torch.Generator().manual_seed(rank)
+    steps = 0
+
+    def steps_until(condition: Callable[[], bool]) -> None:
+        """Train until rank 0 sees the condition."""
+        nonlocal steps
+        going, deadline = torch.ones(1), time.monotonic() + SECONDS
+        while going:
+            ids = (ROWS * torch.rand(IDS, generator=random) ** 8).long()
+            publisher.publish("item", ids, step=steps)
+            train_step(collection, ids)
+            steps += 1
+            assert time.monotonic() < deadline, "the condition is not met in time"
+            going.fill_(float(rank > 0 or not condition()))
+            dist.all_reduce(going, op=dist.ReduceOp.MIN)
+
+    def planned() -> bool:
+        return CliRunner().invoke(app, ["plan", "--url", daemon.address]).exit_code == 0
+
+    steps_until(lambda: steps > 3 and planned())
+    files.recorded.add("plan")
+    if rank == 0:
+        run_command("replan", "--yes", "--reason", "test", "--url", daemon.address)
+    dist.barrier()
+    steps_until(lambda: collection.placement_version > 0)
+    files.recorded.clear()
+    if rank == 0:
+        files.recorded.update(("message", "status"))
+        run_command("status", "--url", daemon.address)
+        counted = daemon.parts.ingestor.counter.messages
+        publisher.publish("item", torch.arange(9), step=steps)
+        until(lambda: daemon.parts.ingestor.counter.messages > counted)
+        files.recorded.clear()
+    dist.barrier()
+    files.recorded.add("step")
+    steps_until(lambda: True)
+    files.close()
+    publisher.close(5.0)
+    connection.close(5.0)
+    if daemon is not None:
+        daemon.request_stop()
+        looping.join(30)
+    collection.close()
+    return {way: list(found) for way, found in files.found.items()}
+
+
+@pytest.mark.timeout(180)
+def test_the_page_lists_the_files_that_are_entered(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """RECORD_GOLDEN=1 writes the lists anew, in the order in which the files were entered."""
+    entered: dict[str, dict[str, None]] = {way: {} for way in LIMITS}
+    for of_rank in ranks(4).run(live, str(tmp_path)):
+        for way, found in of_rank.items():
+            entered[way] |= dict.fromkeys(found)
+    page = PAGE.read_text(encoding="utf-8")
+    if os.environ.get("RECORD_GOLDEN"):
+        for way, found in entered.items():
+            listed = "".join(f"{n}. `{path}`: {task_of(path)}\n" for n, path in enumerate(found, 1))
+            page = re.sub(rf"(<!-- entered: {way} -->\n).*?(?=<!-- end -->)", rf"\g<1>{listed}", page, flags=re.DOTALL)
+        PAGE.write_text(page, encoding="utf-8")
+    for way, most in LIMITS.items():
+        (lines,) = re.findall(rf"<!-- entered: {way} -->\n(.*?)<!-- end -->", page, flags=re.DOTALL)
+        listed = re.findall(r"^\d+\. `([^`]+)`", lines, flags=re.MULTILINE)
+        assert sorted(listed) == sorted(entered[way]), f"{way}: record the lists anew (RECORD_GOLDEN=1)"
+        assert len(listed) <= most, f"{way}: {len(listed)} files"
+
+
+def task_of(path: str) -> str:
+    """Return the first clause of a module's docstring."""
+    text = " ".join((ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) or "").split())
+    clause = re.split(r"[:;.] |, |\.$", text)[0]
+    return clause[0].lower() + clause[1:]
