@@ -140,13 +140,13 @@ def test_a_piece_of_another_length_is_counted_and_the_payload_arrives_complete(d
     broken = [0]
     send = RankConnection._send
 
-    def cut(connection: RankConnection, message: ControlMessage, body: bytes = b"") -> None:
+    def send_shortened(connection: RankConnection, message: ControlMessage, body: bytes = b"") -> None:
         if isinstance(message, TapPiece) and broken[0] < 2:
             broken[0] += 1
             body = body[:-1]
         send(connection, message, body)
 
-    monkeypatch.setattr(RankConnection, "_send", cut)
+    monkeypatch.setattr(RankConnection, "_send", send_shortened)
     monkeypatch.setattr("flexd.control.daemon.tap_receiver._RETRY_SECONDS", 0.05)
     with TappedRanks(harness.hosted.port) as ranks:
         ranks.outboxes[0].put(b"the original")
