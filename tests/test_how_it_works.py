@@ -149,7 +149,7 @@ def test_the_page_lists_the_files_that_are_entered(ranks: Callable[[int], RankPo
     page = PAGE.read_text(encoding="utf-8")
     if os.environ.get("RECORD_GOLDEN"):
         for way, found in entered.items():
-            tasks = [f"`{path}`" if way == "status" else f"`{path}`: {task_of(path)}" for path in found]
+            tasks = [f"`{path}`" if way in ("plan", "status") else f"`{path}`: {task_of(path)}" for path in found]
             listed = "".join(f"{n}. {task}\n" for n, task in enumerate(tasks, 1))
             page = re.sub(rf"(<!-- entered: {way} -->\n).*?(?=<!-- end -->)", rf"\g<1>{listed}", page, flags=re.DOTALL)
         PAGE.write_text(page, encoding="utf-8")
