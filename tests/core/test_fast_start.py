@@ -47,7 +47,7 @@ def test_a_running_daemon_has_its_garbage_collector_enabled() -> None:
         "    return True\n"
         "from flexd.core.supervision import Supervisor\n"
         "fake = types.SimpleNamespace(start=start, run_until_stopped=run_until_stopped, supervisor=Supervisor())\n"
-        "module._daemon_of = lambda *_: fake\n"
+        "module.Daemon = lambda *_: fake\n"
         "run(Path('configs/laptop.yaml'))\n"
     )
     assert printed == ["False", "True"]

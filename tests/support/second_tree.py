@@ -83,7 +83,7 @@ def write_second_tree(directory: Path) -> Path:
     _append(directory / "flexd/control/agent/channel_client.py", _CLIENT_GREETS)
     _append(directory / "flexd/control/daemon/channel_server.py", _SERVER_GREETS)
     _add_field(directory / "flexd/control/protocol/report.py", ["StepReport"], f"{ADDED}: int = 5")
-    _add_field(directory / "flexd/api/status.py", ["Status"], f'{ADDED}: str = "of the status"')
+    _add_field(directory / "flexd/api/status.py", ["DaemonStatus"], f'{ADDED}: str = "of the status"')
     # The next format is read one version before it is written.
     _replace(directory / "flexd/core/tap_counts.py", {
         "OLDEST_FORMAT, NEWEST_FORMAT = 2, 2": "OLDEST_FORMAT, NEWEST_FORMAT = 2, 3",

@@ -40,7 +40,7 @@ def test_misses_are_those_of_a_search(cache_slots: int) -> None:
     weights = 1.0 / np.arange(1, 61)
     keys = np.random.default_rng(1).choice(60, 900, p=weights / weights.sum())
     steps, single = Steps.of(keys, 5), Steps.of(keys, 1)  # in single rows no two have the same last use
-    lru = missed_by_cache_slots(single, cache_slots, 0.0, 0)
+    lru = missed_by_cache_slots(single, cache_slots, 1e-9, 0)
     assert lru == pytest.approx(missed_by_search(single, cache_slots, ahead=False))
     belady = missed_by_cache_slots(steps, cache_slots, 20.0, len(steps) + 1)
     assert belady == pytest.approx(missed_by_search(steps, cache_slots, ahead=True))
