@@ -151,7 +151,7 @@ def advise(
     if sampled is not None:
         affinity = outlook_of_samples(sampled, accesses.keyspace, layout, found.simulation.accesses_per_step)
     if affinity is not None:
-        answer["affinity"] = asdict(affinity)
+        answer["affinity"] = {"messages": affinity.messages, **asdict(affinity.forecast)}
         blocks.append(Sentences("affinity", affinity.messages))
     emit(answer, blocks, output)
 

@@ -31,8 +31,7 @@ def deal(costs: Float32Array, groups: Int64Array, sweeps: int = _SWEEPS) -> Int6
 
     Args:
         costs: float32 [samples, nodes] of training a sample in a node.
-        groups: int64 [samples], from 0: samples of each group are dealt in equal numbers , as a
-            rank deals its own; None: all are one group.
+        groups: int64 [samples], from 0: samples of each group are dealt in equal numbers, as a rank deals its own.
         sweeps: of exchanging pairs, at most.
     """
     shares = _equal_shares(np.bincount(groups, minlength=1), costs.shape[1])
