@@ -53,7 +53,8 @@ class Drift:
     @property
     def table_ratios(self) -> dict[str, float]:
         """Exposed seconds of each table alone, live / plan; infinite for one that the plan would rid of them all."""
-        return dict(zip(self.tables, map(_ratio, *self.table_seconds[[LIVE, PLAN]].tolist()), strict=True))
+        by_table = zip(self.tables, *self.table_seconds.tolist(), strict=True)
+        return {name: _ratio(live, plan) for name, plan, live in by_table}
 
     def reason_to_plan(self, threshold: float) -> str | None:
         """Return the reason to plan again, with the table that would gain the most; None up to the threshold."""

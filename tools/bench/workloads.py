@@ -145,7 +145,7 @@ def given_cluster(local_ranks: int, rate_mbit: float, *, latencies: bool = True)
     order that four processes on two processors show; without them messages count as those of a large job."""
 
     def link(bytes_per_second: float, latency_seconds: float) -> LinkModel:
-        curve = CollectiveCurve(latency_seconds * latencies, ((1.0, bytes_per_second),))
+        curve = CollectiveCurve(latency_seconds if latencies else 0.0, ((1.0, bytes_per_second),))
         return LinkModel(bytes_per_second, curve, curve, curve)
 
     inter = rate_mbit * 1e6 / 8 / local_ranks
