@@ -219,7 +219,7 @@ class PlanReport(Model):
     exchange: ExchangeReport = ExchangeReport()
     """The planned and the recommended exchange."""
     affinity: AffinityReport | None = None
-    """What homes and dealing by affinity would win; null if rows that occur together are not sampled."""
+    """The forecast of homes and dealing by affinity; null if rows that occur together are not sampled."""
     baselines: dict[str, CostReport] = Field(default_factory=dict)
     """Other strategies under the same profile, by name."""
     replication: ReplicationReport = ReplicationReport()

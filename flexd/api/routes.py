@@ -66,12 +66,12 @@ class Operation(Generic[Answer]):
 
     @property
     def waits(self) -> bool:
-        """Whether a request says how long it waits for what it has started; status 202 if that goes on."""
+        """Return True if a request says how long it waits for what it has started; status 202 if that goes on."""
         return self.request is not None and "wait_seconds" in self.request.model_fields
 
 
 class DaemonApi(Protocol):
-    """What the server needs of a daemon. Called from several HTTP threads at once.
+    """The daemon as the server needs it. Called from several HTTP threads at once.
 
     A handler that fails raises a FlexdError and has changed nothing: ``ApiError`` with its own HTTP status (409 while
     paused, 503 if this daemon does not have the data), ``PlanError`` if no plan can be made.

@@ -297,7 +297,7 @@ class DaemonStatus(Model):
     slow_memory: SlowMemoryStatus | None = None
     """Rows in tiered storage; null if all are in fast memory."""
     prices: PricesStatus = PricesStatus()
-    """What steps have shown of the curves that price plans."""
+    """Corrections that steps have shown of the curves that price plans."""
     last_plan: Annotated[PlanReport | None, Show(brief=True)] = None
     """The newest plan that was made."""
     migration: Annotated[MigrationRecord | None, Show(brief=True)] = None

@@ -147,7 +147,7 @@ class UsageWarningStatus(Model):
     rank: int
     """The rank that reported the newest."""
     text: str
-    """What it says."""
+    """The warning itself."""
     heard_unix_seconds: float = 0.0
     """When the daemon received it."""
 

@@ -16,7 +16,7 @@ MAX_TEXT = 400
 
 
 class UsageWarningKind(StrEnum):
-    """What a trainer did wrong."""
+    """Mistakes of a trainer."""
 
     ROW_COUNTS = "row_counts"
     """Tables or loaded values have other row counts than on another rank, or than the table."""
@@ -34,7 +34,7 @@ class UsageWarningKind(StrEnum):
 
 @dataclass(frozen=True)
 class UsageWarningReport:
-    """What one process of a rank has noted of one kind.
+    """Warnings of one kind that one process of a rank has noted.
 
     Attributes:
         kind: value of ``UsageWarningKind``; a rank of another version may have others.

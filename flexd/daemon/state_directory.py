@@ -250,7 +250,7 @@ class SavedTable(Model):
     accesses: int = 0
     """Accesses counted in the saved state."""
     detail: str = ""
-    """What changed, or why the table starts empty; empty if nothing did."""
+    """The change, or why the table starts empty; empty if nothing changed."""
 
 
 class StateReport(Model):

@@ -20,7 +20,7 @@ BATCHES = BatchOptions(HISTORY, steps=300)
 
 
 class ExchangeStrategy(StrEnum):
-    """How a training exchanges rows: ``PLANS`` beside a daemon, the others without one."""
+    """Ways in which a training exchanges rows: ``PLANS`` beside a daemon, the others without one."""
 
     ROW_WISE = "row_wise"
     CHAIN = "chain"

@@ -125,7 +125,7 @@ class EmbeddingCollection(TableAccess):
     """
 
     pools: ClassVar[bool] = False
-    """Whether look-ups return one vector per bag, so that tables can be pooled at the owner."""
+    """True if look-ups return one vector per bag, so that tables can be pooled at the owner."""
 
     def __init__(
         self,

@@ -122,7 +122,7 @@ class RowEngine:
         self._scale = gradient_scale
         self._max_migration_bytes = max_migration_bytes_per_step
         self.stale_replicas = self.migrator.list_copied_tables()
-        """Whether copies of rows are refreshed before the next look-up. Equal on all ranks."""
+        """True if copies of rows are refreshed before the next look-up. Equal on all ranks."""
         self.summed: StepGradients | None = None
         """Gradients that are summed at their rows and wait for ``push``."""
 

@@ -69,7 +69,7 @@ def measure_step_costs(layout: RankLayout, device: torch.device, budget_seconds:
     started = time.monotonic()
 
     def until(share: float) -> Callable[[int], bool]:
-        """Whether a turn begins: rank 0 decides for all."""
+        """Return a function that says if a turn begins: rank 0 decides for all."""
 
         def goes_on(turn: int) -> bool:
             wanted = turn < MOST_TURNS and (turn < FEWEST_TURNS or time.monotonic() < started + share * budget_seconds)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TableAccess(nn.Module):
-    """What a collection does with whole tables. Its attributes are those of ``EmbeddingCollection``."""
+    """A collection's access to whole tables. Its attributes are those of ``EmbeddingCollection``."""
 
     device: torch.device
 

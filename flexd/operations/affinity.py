@@ -114,7 +114,7 @@ class AffinityMonitor:
 
     @property
     def outlook(self) -> AffinityOutlook | None:
-        """What the newest homes would win; None before the first, without a sample, and with one node."""
+        """Return what the newest homes would win; None before the first, without a sample, and with one node."""
         newest = self._newest
         return None if newest is None else newest.outlook
 

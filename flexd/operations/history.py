@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _SAVING = {"measured_saving_seconds", "measured_error_seconds"}
 _LATER = {*_SAVING, "verification"}
-"""What is recorded of a migration after its end, by itself."""
+"""Fields of a migration that are recorded after its end, by themselves."""
 _UPSERT = (
     "INSERT INTO migrations (id, document) VALUES (?, ?) "
     "ON CONFLICT (id) DO UPDATE SET document = json_patch(document, excluded.document)"

@@ -34,7 +34,7 @@ _EXCHANGES = {"chain": Exchange.CHAIN, "direct": Exchange.DIRECT_DEDUP}
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """How the ranks train, as they say when they register.
+    """Settings of the training, as the ranks say when they register.
 
     Attributes:
         exchange, comm_dtype: of their collections.
@@ -99,7 +99,7 @@ def plan_limits(settings: PlannerConfig, job: TrainingJob) -> PlanLimits:
 
 @dataclass(frozen=True)
 class PlanBasis:
-    """What a plan is made from: one look at ranks, placement, prices and accesses.
+    """The input of a plan: one look at ranks, placement, prices and accesses.
 
     Attributes:
         live: the placement.

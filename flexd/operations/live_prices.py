@@ -77,7 +77,7 @@ def _exchange(
 
 
 MIN_STEPS, MIN_SECONDS = 8, 1.0
-"""What is learnt from at once has at least so many steps of every rank, and so much of their time."""
+"""Reports that are learnt from at once have at least so many steps of every rank, and so much of their time."""
 LINK_WORDS = {Link.INTRA_NODE: "in nodes", Link.INTER_NODE: "between nodes"}
 
 

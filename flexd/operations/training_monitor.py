@@ -1,4 +1,4 @@
-"""What the ranks report of their steps: summed for metrics and the page, averaged for the planner."""
+"""Reports of the ranks on their steps: summed for metrics and the page, averaged for the planner."""
 
 from __future__ import annotations
 

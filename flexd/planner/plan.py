@@ -31,7 +31,7 @@ blocks."""
 
 @dataclass(frozen=True)
 class PlanOrigin:
-    """What a plan is made for and from.
+    """The name of a plan, the plan before it, and the reason to make it.
 
     Attributes:
         plan_id, parent_id: this plan and the one the live placement came from ("" if none).

@@ -76,7 +76,7 @@ NOW = {option.name: option for option in OPTIONS[:3]}
 
 @dataclass(frozen=True)
 class Prediction:
-    """What an option takes, and saves against today's exchange.
+    """The time that an option takes, and saves against today's exchange.
 
     Attributes:
         step_seconds, saved_seconds: a step, and by how much less than today's.

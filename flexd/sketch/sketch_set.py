@@ -34,7 +34,7 @@ KINDS: dict[Kind, type[TableSketch]] = {"dense": DenseTable, "logarithmic": LogT
 
 @dataclass
 class _Table:
-    """What is remembered of one table, at ``index`` in the order of the key space."""
+    """The counters of one table, at ``index`` in the order of the key space."""
 
     index: int
     spec: TableSpec

@@ -1,4 +1,4 @@
-"""How samples are made and batched; commands have it as options, so no library is imported here."""
+"""Ways to make and batch samples; commands have it as options, so no library is imported here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class SampleKind(StrEnum):
-    """How samples are made and given to ranks."""
+    """Ways to make samples and give them to ranks."""
 
     SEQUENCES = "sequences"
     """Pieces of a history that do not overlap, at most one of a user in a global batch, given to the ranks in turn."""

@@ -167,8 +167,8 @@ class WorldModel:
 
 @dataclass(frozen=True)
 class Exposed:
-    """What a step waits for: a share (0-1) of each part of the communication, which cannot run beside compute, and of
-    the rest what is longer than the compute beside it.
+    """The communication that a step waits for: a share (0-1) of each of its parts, which cannot run beside compute, and
+    of the rest what is longer than the compute beside it.
 
     The shares of a file hold until ranks have reported theirs (``flexd.operations.step_times``).
 
@@ -187,7 +187,7 @@ class Exposed:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What a step of flexd's exchange takes beside the bytes on its links: launches, processor time, memory.
+    """The cost of a step of flexd's exchange beside the bytes on its links: launches, processor time, memory.
 
     ``flexd probe`` measures it on the ranks and device that train. Plans of tables are priced by it.
 

@@ -61,7 +61,7 @@ def dump_cluster(cluster: Cluster) -> str:
 
 
 class _File(BaseModel):
-    """What is in a file, but for its version."""
+    """The content of a file, but for its version."""
 
     model_config = ConfigDict(extra="forbid")
     cluster: Cluster

@@ -61,7 +61,7 @@ class _Replaced(nn.Module):
 
 
 class RowsOfModule(EmbeddingCollectionInterface):
-    """What TorchRec asks an ``EmbeddingCollection`` for, of a ``ReplacedModule``."""
+    """The interface of TorchRec's ``EmbeddingCollection`` over a ``ReplacedModule``."""
 
     _module: ReplacedModule
 
@@ -80,7 +80,7 @@ class RowsOfModule(EmbeddingCollectionInterface):
 
 
 class BagsOfModule(EmbeddingBagCollectionInterface):
-    """What TorchRec asks an ``EmbeddingBagCollection`` for, of a ``ReplacedModule``."""
+    """The interface of TorchRec's ``EmbeddingBagCollection`` over a ``ReplacedModule``."""
 
     _module: ReplacedModule
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
 CONTROL_PORT = "29400"
 """In the README's commands; rewritten, as another daemon may run on the machine."""
 FOREIGN = ("FLEXD", "MAKE", "MFLAGS", "PYTEST", "PYTHONPATH", "VIRTUAL_ENV")
-"""What would lead out of the checkout."""
+"""Variables that would lead out of the checkout."""
 SECONDS = 280.0
 
 

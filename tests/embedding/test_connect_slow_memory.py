@@ -1,4 +1,4 @@
-"""What tiered storage did reaches the daemon: counted on a rank, sent in a progress message, summed, shown."""
+"""Counts of tiered storage reach the daemon: counted on a rank, sent in a progress message, summed, shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step takes beside its links: differences within turns, real ranks, budgets."""
+"""The cost of a step beside its links: differences within turns, real ranks, budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner is given: the configuration, and what the trainer says of itself."""
+"""The planner's input: the configuration, and what the trainer says of itself."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ LAYOUT = RankLayout(3, 2)
 
 @dataclass(frozen=True)
 class PlannedCopies:
-    """What ``with_moves`` reads and replaces of a plan."""
+    """The part of a plan that ``with_moves`` reads and replaces."""
 
     target: Placement
     gains: np.ndarray

@@ -79,7 +79,7 @@ _WAYS: dict[str, tuple[Callable[[str, Jagged], Jagged], Callable[[Features, str,
     "lengths replaced": (_other_lengths, _lengths_replaced),
     "out of range before": (_impossible, _in_place),
 }
-"""What is announced instead of a feature, and how the trainer makes it the right one."""
+"""Inputs that are announced instead of a feature, and how the trainer makes them the right one."""
 WAYS = (*_WAYS, "new mapping")
 
 

@@ -33,7 +33,7 @@ COLLECTIVES: list[str] = []
 MIRROR_SECONDS = [0.0]
 """Processor time that the mirrors took themselves."""
 INSIDE = [False]
-"""Whether a mirror works at the moment: what it does is not counted."""
+"""True while a mirror works: what it does is not counted."""
 
 
 @contextmanager

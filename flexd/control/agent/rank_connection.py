@@ -78,7 +78,7 @@ PlacementLists = Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """What is fixed for the life of an agent.
+    """Settings that are fixed for the life of an agent.
 
     Attributes:
         tables: sent to a daemon whose digest differs.

@@ -62,7 +62,7 @@ class Topology:
 
     @property
     def trainer(self) -> TrainerSettings | None:
-        """How the trainer constructed its collections; None if rank 0 does not say."""
+        """Return how the trainer constructed its collections; None if rank 0 does not say."""
         return self.hellos[0].identity.trainer
 
     @property

@@ -170,7 +170,7 @@ class MigrationRecord(Model):
     demotions: Annotated[int, HIDDEN] = 0
     """Rows of its plan that lose copies."""
     why: Annotated[tuple[str, ...], HIDDEN] = ()
-    """What its plan wins, in sentences."""
+    """The gains of its plan, in sentences."""
     predicted_saving_seconds: Annotated[FiniteOrNone, Show("saving predicted")] = None
     """Exposed seconds of a step, by its plan; null without one."""
     measured_saving_seconds: Annotated[FiniteOrNone, Show("measured")] = None

@@ -28,7 +28,7 @@ Part = TypeVar("Part", bound="DataclassInstance")
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How the collections of a job were constructed; equal on all its ranks.
+    """Arguments that the collections of a job were constructed with; equal on all its ranks.
 
     Attributes:
         exchange, comm_dtype: as in ``flexd.EmbeddingCollection``. A rank of another version may have
@@ -147,7 +147,7 @@ class StepPhase(StrEnum):
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """What one rank did in one phase of its steps (sums).
+    """Time and bytes of one rank in one phase of its steps (sums).
 
     Attributes:
         phase: value of ``StepPhase``; a rank of another version may have others.
@@ -211,7 +211,7 @@ def named_tables(reports: Sequence[SlowTableReport]) -> tuple[SlowTableReport, .
 
 @dataclass(frozen=True)
 class SlowMemoryReport:
-    """What slow memory did for a rank (sums over steps).
+    """Work of slow memory for a rank (sums over steps).
 
     Attributes:
         tables: by table, those with a count only.

@@ -58,7 +58,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What ``CheckpointSeries.load`` has loaded.
+    """The checkpoint that ``CheckpointSeries.load`` has loaded.
 
     Attributes:
         number: of the save.

@@ -106,7 +106,7 @@ class FaultNotices:
     def __init__(self) -> None:
         self._store = BoundedStore()
         self.live = self._store.live
-        """Whether there are other ranks to reach."""
+        """True if there are other ranks to reach."""
         self.number = next(_numbers)
         self._key = f"flexd/fault/{self.number}" if self.live else ""
         self._meetings = 0

@@ -74,7 +74,7 @@ class StationLookup:
         self.listed = self.stores[0].directory
         """The rows that this rank lists."""
         self.deduplicates = True
-        """Whether each row is requested once."""
+        """True if each row is requested once."""
         first, end = stores[0].group.first_key, stores[-1].group.end_key
         device = stores[0].rows.device
         self._numbers = devices.Numbers(device)

@@ -152,7 +152,7 @@ class AnnouncedInput:
 
     @property
     def overwritten(self) -> bool:
-        """Whether the loader has written a later batch to its memory. Waits for the device."""
+        """Return True if the loader has written a later batch to its memory. Waits for the device."""
         return any(map(bool, self._overwritten))
 
 
@@ -164,7 +164,7 @@ class ChangeNotice:
 
     @property
     def changed(self) -> bool:
-        """Whether it has on any rank, once every hop has exchanged its columns. Waits for the device."""
+        """Return True if it has on any rank, once every hop has exchanged its columns. Waits for the device."""
         return bool(self._changed)
 
     def columns(self, hop: Hop) -> list[Column]:

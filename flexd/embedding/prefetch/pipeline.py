@@ -108,7 +108,7 @@ class PrefetchPipeline(StepHooks):
         self._claimed = False
         self._claimed_input: AnnouncedInput | None = None
         self._changed: torch.Tensor | None = None
-        """Whether the claimed input is another one than the announced; None: it cannot be."""
+        """True if the claimed input is another one than the announced; None: it cannot be."""
         self._changed_anywhere = False
         self._announced_with_grad = False
         self._trained_otherwise = self._warned = False

@@ -140,7 +140,7 @@ class PrefetchPipelineJob:
         no_keys = torch.empty(0, dtype=torch.int64, device=self._device)
         self._no_keys = FeatureKeys([], no_keys, None, [0] * len(self._stores))
         self.input_changed = False
-        """Whether any rank's ``changed`` was true in the last job, as soon as the ranks have agreed."""
+        """True if any rank's ``changed`` was true in the last job, as soon as the ranks have agreed."""
         self.world: Peers | None = None
         """All ranks, if batches farther ahead are announced to the homes; set on all ranks or on none."""
         self._slot_marks = [

@@ -1,4 +1,4 @@
-"""What a tap counts on the training device: look-ups by row, and the distinct rows of some forward passes.
+"""Counters of a tap on the training device: look-ups by row, and the distinct rows of some forward passes.
 
 Counters take fixed memory; no host waits for the device, and nothing loops over ids. From the distinct rows of a pass
 the daemon counts touches. These passes are chosen by their number alone, so all ranks keep the same ones without

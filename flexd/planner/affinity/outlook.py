@@ -1,4 +1,4 @@
-"""What homes and dealing by affinity would win, in sentences."""
+"""Say in sentences what homes and dealing by affinity would win."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ FORGOTTEN_AFTER = 8
 
 @dataclass(frozen=True)
 class AffinityForecast:
-    """What homes and dealing by affinity are expected to send between nodes.
+    """The bytes that homes and dealing by affinity are expected to send between nodes.
 
     Shares are of the chain's bytes, with the 5th to the 95th percentile over batches; None if there are too few batches
     to tell.
@@ -64,12 +64,12 @@ class AffinityForecast:
 
     @property
     def pays(self) -> bool:
-        """Whether even the high end of the range saves a share of the chain's bytes; False means "no gain expected"."""
+        """True if even the high end of the range saves a share of the chain's bytes; False means "no gain expected"."""
         return self.loader is not None and self.loader.expected <= 1 - MIN_SAVING and self.loader.high < 1
 
     @property
     def moves_pay(self) -> bool:
-        """Whether moved rows save a share of the chain's bytes beside dealing alone."""
+        """True if moved rows save a share of the chain's bytes beside dealing alone."""
         alone, both = self.dealing_loader, self.loader
         return alone is not None and both is not None and alone.expected - both.expected >= MIN_SAVING
 

@@ -18,8 +18,8 @@ from flexd.sketch.coaccess import NO_USER
 MIN_SAVING = 0.02
 """Share of the chain's bytes between nodes below which affinity does not pay."""
 _USER_SLACK = 0.02
-"""How many samples above the mean a node may have, as share of the mean. A user is not divided, so one with more
-samples than that is where her rows are."""
+"""Samples above the mean that a node may have, as share of the mean. A user is not divided, so one with more samples
+than that is where her rows are."""
 NodesOfSamples = Callable[[SampledWindow, Int64Array], Int64Array]
 """(one batch, the nodes that read its samples) -> the nodes that train them."""
 

@@ -106,7 +106,7 @@ class SampleRows:
 
 @dataclass(frozen=True)
 class RowCosts:
-    """What rows cost, by row of a window.
+    """Costs by row of a window.
 
     Attributes:
         weight: float32 [rows], bytes of a row that crosses, over ``SampledWindow.row_bytes``.

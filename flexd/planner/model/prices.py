@@ -160,7 +160,7 @@ _SHRINKAGE = 0.3
 
 @dataclass(frozen=True)
 class PriceCorrection:
-    """What reports have shown of one link. Its size does not grow; ``learn`` returns the next one.
+    """The correction of one link's prices by reports. Its size does not grow; ``learn`` returns the next one.
 
     Each report is predicted before it is learnt from, so that errors are held-out ones (prequential; Dawid 1984).
 

@@ -126,7 +126,7 @@ class GroupLoad:
 
     @property
     def sums_at_home(self) -> bool:
-        """Whether gradients of copies are summed at their homes instead of all-reduced."""
+        """True if gradients of copies are summed at their homes instead of all-reduced."""
         return self.shape.narrow_wire(self.spec)
 
     @property

@@ -45,7 +45,7 @@ _PRICE_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Optimum:
-    """What was minimised, in exposed seconds (mean over the ranks).
+    """The minimum that was found, in exposed seconds (mean over the ranks).
 
     Attributes:
         objective_seconds: with the row bounds, plus migration over the horizon.

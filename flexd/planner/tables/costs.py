@@ -203,7 +203,7 @@ CHAIN_OPTIONS = (
     TableOption(ShardingKind.TABLE_WISE, PoolingAt.OWNER),
     TableOption(ShardingKind.DATA_PARALLEL, PoolingAt.NONE),
 )
-"""What the runtime can do with a table."""
+"""Options that the runtime has for a table."""
 CHAIN_PHASES = (
     *(
         f"{pooling_at}_{message}_{link}"
@@ -225,7 +225,7 @@ _SUMS = (
     (Link.INTRA_NODE, TrafficPhase.SYNC_SUMS, Collective.ALL_TO_ALL),
     (Link.INTER_NODE, TrafficPhase.SYNC_ROWS, Collective.ALL_REDUCE),
 )
-"""How gradients of copies are summed, by link."""
+"""The messages that sum gradients of copies, by link."""
 
 
 ROW_BYTES_PER_SECOND = 0.8e12
@@ -318,7 +318,7 @@ TORCHREC_OPTIONS = (
     TableOption(ShardingKind.COLUMN_WISE, PoolingAt.OWNER, 2),
     TableOption(ShardingKind.COLUMN_WISE, PoolingAt.OWNER, 4),
 )
-"""What TorchRec can do with a table; un-pooled tables have no table-row-wise."""
+"""Options that TorchRec has for a table; un-pooled tables have no table-row-wise."""
 _TORCHREC_MESSAGES = (
     ("ids", TrafficPhase.FORWARD_IDS, Collective.ALL_TO_ALL),
     ("values", TrafficPhase.FORWARD_ROWS, Collective.ALL_TO_ALL),

@@ -77,7 +77,7 @@ class TableOption:
 
     @property
     def everywhere(self) -> bool:
-        """Whether all ranks hold as much of it."""
+        """True if all ranks hold as much of it."""
         return self.rule in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL)
 
     def places(self, layout: RankLayout) -> int:

@@ -38,7 +38,7 @@ WIRE_DTYPE = "float32"
 
 @dataclass(frozen=True)
 class TableStatistics:
-    """How tables are read, where the list does not say it.
+    """Accesses of tables, where the list does not say them.
 
     Attributes:
         zipf: exponent of every table that the profile does not have.

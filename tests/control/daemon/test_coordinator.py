@@ -64,7 +64,7 @@ def test_pause_resume_and_abort_leave_a_prefix(host: Callable[..., Any]) -> None
 
 
 def test_no_step_can_copy_more_than_the_limit_until_it_is_lifted(host: Callable[..., Any]) -> None:
-    """What is pushed and not applied by every rank is the most that one step may apply."""
+    """One step may apply at most what is pushed and not applied by every rank."""
     throttle = Throttle(ThrottleLimits(bytes_per_step=4_096))
     hosted = host(throttle=throttle)
     planned = target(2, 20_000)

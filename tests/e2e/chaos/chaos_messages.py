@@ -51,7 +51,7 @@ class Vandal:
         self._change(flip)
 
     def replay(self) -> None:
-        """What was heard goes to the daemon again, on connections of its own, and into those of the ranks."""
+        """Send what was heard to the daemon again, on connections of its own, and into those of the ranks."""
         kept = list(self._kept)
         for _ in range(4):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=5.0) as raw:

@@ -30,7 +30,7 @@ from tests.support.forked import Forked
 from tests.support.rank_pool import RankPool
 
 Events = list[tuple[str, Any]]
-"""What happens to a job: ("train", steps), ("move", seed), ("ahead", steps), ("rows", (table, first, count)),
+"""Events of a job: ("train", steps), ("move", seed), ("ahead", steps), ("rows", (table, first, count)),
 ("reset", None), ("save", None), ("load", number)."""
 
 

@@ -1,4 +1,4 @@
-"""What affinity sends, counted, and where it says "no gain expected"."""
+"""Bytes that affinity sends, counted, and where it says "no gain expected"."""
 
 from __future__ import annotations
 

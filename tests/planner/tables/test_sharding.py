@@ -33,7 +33,7 @@ ROWS = replace(POOLED, name="rows", bags=0.0)
 
 @pytest.mark.parametrize("layout", [RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1)])
 def test_loads_are_the_bytes_of_the_collectives(layout: RankLayout):
-    """What is sent is received, and the mean rank sends to other nodes what TorchRec's collectives carry."""
+    """All that is sent is received, and the mean rank sends to other nodes what TorchRec's collectives carry."""
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
     work = torchrec_work([POOLED, ROWS], layout, TableStatistics())
     options = torchrec_options(work, [DIM, DIM], layout, CLUSTER.of_layout(nodes, local))

@@ -206,7 +206,7 @@ def made(way: str, setting: dict[str, Any], directory: Path) -> Way:
 
 
 def process_figures() -> dict[str, float]:
-    """What this process has used: processor seconds, and bytes that it had the disk read and write."""
+    """Return what this process has used: processor seconds, and bytes that it had the disk read and write."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     io = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {

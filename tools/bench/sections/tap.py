@@ -1,4 +1,4 @@
-"""What a tap costs a training step, and what it ships compared with every id.
+"""The cost of a tap to a training step, and what it ships compared with every id.
 
 One process, one rank, one thread, Zipf accesses. Steps with and without a tap take turns; medians.
 """

@@ -336,7 +336,7 @@ class BlockBatch:
 
 
 class _Lane:
-    """What makes the calls of one direction."""
+    """The threads or the kernel's queue that make the calls of one direction."""
 
     def __init__(self, direct: bool, threads: int) -> None:
         self.queue = KernelQueue.make() if direct else None

@@ -1,5 +1,5 @@
-"""What every slow memory does: keep packed rows with their optimizer state, and give them back in batches. One of them
-is host memory, beside cache slots on an accelerator."""
+"""The task of every slow memory: keep packed rows with their optimizer state, and give them back in batches. One of
+them is host memory, beside cache slots on an accelerator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FreshRows = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass
 class SlowTraffic:
-    """What a slow memory has done since it was made.
+    """Bytes, calls and seconds of a slow memory since it was made.
 
     Attributes:
         bytes_read, bytes_written: moved to and from the medium, whole blocks where it has blocks; what a write must

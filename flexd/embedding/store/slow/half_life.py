@@ -1,6 +1,6 @@
-"""How long the counts of cache slots remember, chosen live from a sample of the rows.
+"""The half-life of the counts of cache slots, chosen live from a sample of the rows.
 
-How long is best depends on how fast popularity moves, which differs by job and changes. So a sample of the home rows is
+The best one depends on how fast popularity moves, which differs by job and changes. So a sample of the home rows is
 counted with several half-lives at once, and the one by which the sample would have missed least is used: a cache is
 judged by a small one that sees a sample of its rows (Waldspurger, Saemundsson, Ahmad, Park: Cache modeling and
 optimization using miniature simulations, USENIX ATC 2017).

@@ -1,4 +1,4 @@
-"""How a rank divides its rows over fast and slow memory, where the cold ones are, and what happened there."""
+"""The division of a rank's rows over fast and slow memory, where the cold ones are, and what happened there."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _row_bytes(group: DimGroup) -> int:
 
 
 class SlowMemoryMeter:
-    """What happened in the tiered storage of a rank between two reports.
+    """Counts of the tiered storage of a rank between two reports.
 
     Args:
         stores: of all dim-groups.

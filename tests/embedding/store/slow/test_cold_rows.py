@@ -1,4 +1,4 @@
-"""What every slow memory promises: rows come back as written, others as their seed makes them."""
+"""Every slow memory's promise: rows come back as written, others as their seed makes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays in cache slots while batches ahead are known."""
+"""Rows that stay in cache slots while batches ahead are known."""
 
 from __future__ import annotations
 
