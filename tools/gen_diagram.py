@@ -12,11 +12,12 @@ import re
 import sys
 import textwrap
 import tomllib
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from generated import write_or_check
-from house import imports
+from house import import_graph, reachable
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "images" / "packages.svg"
@@ -27,6 +28,10 @@ STARTS = {
 }
 """By process: the packages whose modules it starts from."""
 COLUMNS = {"training ranks": "#cfe8d5", "both": "#f3e3bd", "daemon": "#cfdcf2", "commands": "#e8e8e8"}
+ARROWS = (
+    ("row ids, counts, reports of steps", 0, 2, 46), ("rows and tiers, in chunks", 2, 0, 66), ("HTTP", 3, 2, 46),
+)  # fmt: skip
+"""(what passes, the columns from and to, height)."""
 BOX_WIDTH, GAP, FLOW, LINE, TOP = 214, 8, 30, 13, 78
 FONT = "font-family='sans-serif' fill='#1c1c1c'"
 
@@ -50,19 +55,16 @@ def ranks_of_layers() -> dict[str, int]:
 
 def loaded_modules() -> dict[str, set[str]]:
     """Return by process the modules that it imports, at once or inside a function."""
-    paths = sorted((ROOT / "flexd").rglob("*.py"))
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
-    trees = {name: ast.parse(path.read_text()) for name, path in names.items()}
-    graph = {name: imports(trees[name], name, names[name].stem == "__init__", set(names)) for name in names}
-    loaded: dict[str, set[str]] = {}
-    for process, starts in STARTS.items():
-        pending = [name for name in names if any(f"{name}.".startswith(f"{start}.") for start in starts)]
-        loaded[process] = set()
-        while pending:
-            if (name := pending.pop()) not in loaded[process]:
-                loaded[process].add(name)
-                pending += graph[name]
-    return loaded
+    paths = (ROOT / "flexd").rglob("*.py")
+    graph = import_graph({str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths})
+    return {
+        process: reachable(graph, [name for name in graph if is_inside(name, starts)])
+        for process, starts in STARTS.items()
+    }
+
+
+def is_inside(module: str, packages: Sequence[str]) -> bool:
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
 def columns() -> dict[str, list[tuple[str, list[str]]]]:
@@ -70,7 +72,7 @@ def columns() -> dict[str, list[tuple[str, list[str]]]]:
     loaded, order = loaded_modules(), ranks_of_layers()
     found: dict[str, list[tuple[str, list[str]]]] = {name: [] for name in COLUMNS}
     for package, task in sorted(docstrings().items(), key=lambda item: (order.get(item[0], 0), item[0])):
-        by = [process for process, names in loaded.items() if any(f"{m}.".startswith(f"{package}.") for m in names)]
+        by = [process for process, names in loaded.items() if any(is_inside(name, [package]) for name in names)]
         column = "both" if len(by) == len(STARTS) else by[0] if by else "commands"
         found[column].append((package, textwrap.wrap(task, 34, max_lines=5, placeholder=" ...")))
     return found
@@ -95,8 +97,7 @@ def draw() -> str:
             parts += [text(left + 7, top + 33 + LINE * k, 11, escape(line, False)) for k, line in enumerate(lines)]
             top += height + GAP
         bottom = max(bottom, top)
-    arrows = (("row ids, counts, reports of steps", 0, 2, 46), ("rows and tiers, in chunks", 2, 0, 66))
-    for written, start, end, top in (*arrows, ("HTTP", 3, 2, 46)):
+    for written, start, end, top in ARROWS:
         from_, to = (GAP + (n + (n == min(start, end)) * 0.62) * (BOX_WIDTH + FLOW) for n in (start, end))
         parts.append(f"<path d='M{from_:.0f} {top}H{to:.0f}' stroke='#444' marker-end='url(#tip)'/>\n")
         parts.append(text((from_ + to) / 2, top - 5, 11, written, "text-anchor='middle'"))

@@ -117,15 +117,25 @@ def imports(tree: ast.Module, name: str, package: bool, modules: set[str]) -> se
     return (found & modules) - {name}
 
 
+def import_graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Return for each module, given by path, the others that it imports."""
+    names = {path: path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in trees}
+    return {n: imports(trees[path], n, path.endswith("__init__.py"), set(names.values())) for path, n in names.items()}
+
+
+def reachable(graph: dict[str, set[str]], starts: Iterable[str]) -> set[str]:
+    reached: set[str] = set()
+    pending = list(starts)
+    while pending:
+        if (node := pending.pop()) not in reached:
+            reached.add(node)
+            pending += graph[node]
+    return reached
+
+
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Return the groups of modules of which each reaches every other."""
-    reached: dict[str, set[str]] = {}
-    for start in graph:
-        pending, reached[start] = list(graph[start]), set()
-        while pending:
-            if (node := pending.pop()) not in reached[start]:
-                reached[start].add(node)
-                pending += graph[node]
+    reached = {start: reachable(graph, graph[start]) for start in graph}
     return sorted(map(sorted, {frozenset(m for m in reached[n] if n in reached[m]) for n in graph if n in reached[n]}))
 
 
@@ -198,9 +208,7 @@ def report(root: Path) -> dict[str, Any]:
     trees = {str(path.relative_to(root)): ast.parse(text) for path, text in texts.items()}
     nodes = {path: walk(tree) for path, tree in trees.items()}
     lines = {str(path.relative_to(root)): len(text.splitlines()) for path, text in texts.items()}
-    flexd = [path for path in trees if path.startswith("flexd/")]
-    names = {path: path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in flexd}
-    graph = {n: imports(trees[path], n, path.endswith("__init__.py"), set(names.values())) for path, n in names.items()}
+    graph = import_graph({path: tree for path, tree in trees.items() if path.startswith("flexd/")})
     docs = [
         (f"{path}:{node.lineno}", node.value.value.strip().split("\n")[0])
         for path in trees for node in nodes[path]

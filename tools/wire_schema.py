@@ -70,15 +70,16 @@ def differences(older: Mapping[str, Any], newer: Mapping[str, Any]) -> list[str]
                 side = "older" if reader is older else "newer"
                 found.append(f"{name}: format {written} is written, the {side} version does not read it")
     found += _of_types(older["messages"], newer["messages"])
-    responses = _of_types(older["api"]["responses"], newer["api"]["responses"])
-    for name, fields in older["api"]["responses"].items():
-        gone = fields.keys() - newer["api"]["responses"].get(name, {}).keys()
-        responses += [f"{name}.{field} is removed from the API" for field in sorted(gone)]
-    commands = _of_types(older["api"]["commands"], newer["api"]["commands"])
-    for name, fields in older["api"]["commands"].items():
-        gone = fields.keys() - newer["api"]["commands"].get(name, fields).keys()
-        commands += [f"{name}.{field} is removed: a command with it is refused" for field in sorted(gone)]
-    return found + sorted(set(responses)) + sorted(set(commands))
+    for models, removed in (
+        ("responses", "is removed from the API"),
+        ("commands", "is removed: a command with it is refused"),
+    ):
+        before, after = older["api"][models], newer["api"][models]
+        changes = _of_types(before, after)
+        for name in before.keys() & after.keys():
+            changes += [f"{name}.{field} {removed}" for field in before[name].keys() - after[name].keys()]
+        found += sorted(set(changes))
+    return found
 
 
 def _of_types(older: Mapping[str, Fields], newer: Mapping[str, Fields]) -> list[str]:

@@ -46,6 +46,21 @@ def why_not() -> str | None:
     return f"needs {', '.join(missing)} (iproute2, util-linux)" if missing else None
 
 
+def torchrun_variables(
+    rank: int, nodes: int, local_ranks: int, master: tuple[str, int], interface: str
+) -> dict[str, str]:
+    """Return the variables that torchrun would set for a rank, and the interface for gloo."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % local_ranks),
+        "WORLD_SIZE": str(nodes * local_ranks),
+        "LOCAL_WORLD_SIZE": str(local_ranks),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "GLOO_SOCKET_IFNAME": interface,
+    }
+
+
 @dataclass(frozen=True)
 class LinkBytes:
     """Bytes that all nodes together sent, headers included: ``inter`` over the network, ``intra`` inside nodes."""
@@ -142,30 +157,16 @@ class Cluster:
         return LinkBytes(inter, intra)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables that torchrun would set for this rank, and the interface for gloo."""
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank % self.ranks),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.ranks),
-            "MASTER_ADDR": self.address(0),
-            "MASTER_PORT": str(MASTER_PORT),
-            "GLOO_SOCKET_IFNAME": "eth0",
-        }
+        return torchrun_variables(rank, self.nodes, self.ranks, (self.address(0), MASTER_PORT), "eth0")
 
-    def start(
-        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, **popen: Any
-    ) -> list[subprocess.Popen[bytes]]:
+    def start(self, command: Sequence[str], **popen: Any) -> list[subprocess.Popen[bytes]]:
         """One process a rank, by rank; they are killed when this process ends, however it does.
 
         Args:
-            environment: besides this process's own and ``self.environment``.
             popen: further arguments of ``subprocess.Popen``.
         """
-        return [
-            self.start_in(rank // self.ranks, command, {**(environment or {}), **self.environment(rank)}, **popen)
-            for rank in range(self.world_size)
-        ]
+        ranks = range(self.world_size)
+        return [self.start_in(rank // self.ranks, command, self.environment(rank), **popen) for rank in ranks]
 
     def start_in(
         self, node: int, command: Sequence[str], environment: Mapping[str, str], **popen: Any

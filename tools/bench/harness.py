@@ -75,11 +75,6 @@ def _name(entry: Any, position: int) -> str:
     return str(position)
 
 
-def last_line(figures: Any, checks: Sequence[Mapping[str, Any]]) -> str:
-    """``{"figures": {name: number}, "checks": [{"name", "value", "target", "ok"}]}``."""
-    return json.dumps({"figures": flat(figures), "checks": [dict(entry) for entry in checks]}, default=float)
-
-
 def show(figures: Any) -> None:
     """Print figures: the numbers of one path on a line."""
     lines: dict[str, list[str]] = {}
@@ -88,16 +83,6 @@ def show(figures: Any) -> None:
         lines.setdefault(where, []).append(f"{name} {value:,.0f}" if value.is_integer() else f"{name} {value:.4g}")
     for where, parts in lines.items():
         print(f"{where or 'all'}: {', '.join(parts)}")
-
-
-def ending(figures: Any, checks: Sequence[Mapping[str, Any]], *, as_json: bool) -> int:
-    """Print the checks, and the last line if it is asked for; return the exit code."""
-    for entry in checks:
-        state = "met" if entry["ok"] else "not met"
-        print(f"{state}: {entry['name']}: {entry['value']:.4g} (target {entry['target']})", file=sys.stderr)
-    if as_json:
-        print(last_line(figures, checks))
-    return 0 if all(entry["ok"] for entry in checks) else 1
 
 
 def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
@@ -165,17 +150,17 @@ def reset_peak() -> bool:
     return True
 
 
-def resident_bytes() -> int:
-    return _status_bytes("VmRSS")
+def resident_bytes(process: int | str = "self") -> int:
+    return _status_bytes(process, "VmRSS")
 
 
-def peak_resident_bytes() -> int:
+def peak_resident_bytes(process: int | str = "self") -> int:
     """Return the largest resident memory since the process started or ``reset_peak`` was called."""
-    return _status_bytes("VmHWM")
+    return _status_bytes(process, "VmHWM")
 
 
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+def _status_bytes(process: int | str, field: str) -> int:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
@@ -219,7 +204,10 @@ def parser_of(name: str) -> tuple[Any, argparse.ArgumentParser]:
 
 
 def run(sections: Mapping[str, Callable[[Namespace], Outcome]], options: Namespace) -> int:
-    """Run the chosen sections; figures of a case with several are named by their section first."""
+    """Run the chosen sections and print figures and checks, with ``--json`` also as a last line; return the exit code.
+
+    Figures of a case with several sections are named by their section first.
+    """
     exit_on_sigterm()
     print(", ".join(f"{name} {value}" for name, value in environment().items()))
     figures: dict[str, Any] = {}
@@ -234,4 +222,9 @@ def run(sections: Mapping[str, Callable[[Namespace], Outcome]], options: Namespa
         show(found)
         figures |= found
         checks += outcome.checks
-    return ending(figures, checks, as_json=options.json)
+    for entry in checks:
+        state = "met" if entry["ok"] else "not met"
+        print(f"{state}: {entry['name']}: {entry['value']:.4g} (target {entry['target']})", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"figures": flat(figures), "checks": [dict(entry) for entry in checks]}, default=float))
+    return 0 if all(entry["ok"] for entry in checks) else 1

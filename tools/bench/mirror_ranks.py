@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
 from typing import Any
 from unittest import mock
 
@@ -52,8 +51,8 @@ class MirrorPeers(Peers):
 
     def __init__(self, ranks: Sequence[int], rank: int, layout: RankLayout, traffic: Traffic) -> None:
         super().__init__(None, ranks, rank, layout, traffic)
-        self.served: tuple[int, int] | None = None
-        """(modulus, remainder): requested keys become keys with this remainder."""
+        self.modulus = 0
+        """Requested keys become multiples of it; 0: they stay as they are."""
 
     def all_to_all(
         self,
@@ -111,12 +110,19 @@ class MirrorGroups:
         self.world = MirrorPeers(range(layout.world_size), 0, layout, traffic)
         self.node = MirrorPeers(list(layout.node_ranks(0)), 0, layout, traffic)
         self.rail = MirrorPeers(list(layout.rail_ranks(0)), 0, layout, traffic)
-        self.node.served = (layout.local_ranks, 0)
-        self.rail.served = (layout.world_size, 0)
-        self.world.served = (layout.world_size, 0)
+        self.node.modulus = layout.local_ranks
+        self.rail.modulus = self.world.modulus = layout.world_size
 
     def close(self, *, destroy: bool = True) -> None:
         pass
+
+
+def _moved(keys: torch.Tensor, modulus: int, counts: Sequence[int]) -> torch.Tensor:
+    """Return keys, so many of each dim-group, moved to multiples of ``modulus`` inside their dim-group."""
+    moved = keys - keys % modulus
+    for part, (low, high) in zip(torch.split(moved, list(counts)), hop_ranges, strict=True):
+        part += torch.where(part < low, modulus, 0) - torch.where(part >= high, modulus, 0)
+    return moved
 
 
 def _served_ids(
@@ -126,17 +132,11 @@ def _served_ids(
     """``Hop.exchange_ids``, with the received keys moved to this rank's."""
     arrived, received_words = _exchange_ids(hop, ids, requested, served, words)
     peers = hop.peers
-    if not isinstance(peers, MirrorPeers) or peers.served is None:
+    if not isinstance(peers, MirrorPeers) or not peers.modulus:
         return arrived, received_words
-    modulus, remainder = peers.served
     with _outside():
         keys, counts = arrived & ((1 << COUNT_SHIFT) - 1), arrived >> COUNT_SHIFT
-        moved = keys - keys % modulus + remainder
-        bounds = accumulate(served.sum(axis=0).tolist(), initial=0)
-        for (low, high), (first, end) in zip(hop_ranges, pairwise(bounds), strict=True):
-            part = moved[first:end]
-            part += torch.where(part < low, modulus, 0) - torch.where(part >= high, modulus, 0)
-        return moved | (counts << COUNT_SHIFT), received_words
+        return _moved(keys, peers.modulus, served.sum(axis=0).tolist()) | (counts << COUNT_SHIFT), received_words
 
 
 def _third(rows: SyncList, words: torch.Tensor) -> torch.Tensor:
@@ -183,11 +183,7 @@ def _served_bags(bags: BagExchange, ids: BagIds | None) -> tuple[torch.Tensor, B
     """``BagExchange.send``, with the keys that arrived moved to this rank's."""
     keys, route = _send_bags(bags, ids)
     with _outside():
-        modulus = bags._world_size
-        moved = keys - keys % modulus
-        for part, (low, high) in zip(torch.split(moved, list(route.numbers)), hop_ranges, strict=True):
-            part += torch.where(part < low, modulus, 0) - torch.where(part >= high, modulus, 0)
-    return moved, route
+        return _moved(keys, bags._world_size, route.numbers), route
 
 
 _send_bags = BagExchange.send

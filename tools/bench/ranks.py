@@ -9,7 +9,7 @@ import selectors
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -19,29 +19,19 @@ from multiprocessing.context import ForkServerContext
 from subprocess import PIPE, TimeoutExpired
 from typing import Any
 
-from tools.bench.cluster import Cluster, ClusterError, why_not
+from tools.bench.cluster import Cluster, ClusterError, torchrun_variables, why_not
 from tools.bench.harness import ROOT, Skipped
 
 _MAX_ANSWER_BYTES = 16 * 2**20
 TIMEOUT = timedelta(seconds=120)
 
 
-def rank_program(module: str, *arguments: str) -> list[str]:
-    """Return the command of a module's ranks for ``Ranks``."""
-    return ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", sys.executable, "-m", module, *arguments]
-
-
 class Ranks:
-    """Rank programs that wait for questions (``answer_questions``). A context manager: they are gone afterwards.
+    """A module's ranks, which wait for questions (``serve``). A context manager: they are gone afterwards."""
 
-    Args:
-        environment: besides what ``Cluster.environment`` sets.
-    """
-
-    def __init__(
-        self, cluster: Cluster, command: Sequence[str], *, environment: Mapping[str, str] | None = None
-    ) -> None:
-        self._processes = cluster.start(command, environment=environment, stdin=PIPE, stdout=PIPE)
+    def __init__(self, cluster: Cluster, module: str, argument: str) -> None:
+        command = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", sys.executable, "-m", module, argument]
+        self._processes = cluster.start(command, stdin=PIPE, stdout=PIPE)
         self._unread = [b""] * len(self._processes)
         for process in self._processes:
             assert process.stdout is not None
@@ -60,14 +50,14 @@ class Ranks:
                 with suppress(BrokenPipeError):  # of a question that the rank did not read
                     pipe.close()
 
-    def ask(self, question: Mapping[str, Any], seconds: float) -> list[Any]:
-        """Answers by rank.
+    def ask(self, seconds: float, name: str, **arguments: Any) -> list[Any]:
+        """Return what the handler's method of this name returns, by rank.
 
         Raises:
             ClusterError: a rank ended or raised, with its traceback; or some have not answered within ``seconds``. The
                 ranks are of no use after that.
         """
-        line = json.dumps(dict(question)).encode() + b"\n"
+        line = json.dumps({"ask": name, **arguments}).encode() + b"\n"
         for rank, process in enumerate(self._processes):
             assert process.stdin is not None
             try:
@@ -161,30 +151,44 @@ def on_ranks(
     """
     from flexd.demo.processes import free_ports
 
-    context = preloaded(function.__module__)
     (port,) = free_ports(1)
+    variables = (
+        torchrun_variables(rank, nodes, local_ranks, ("127.0.0.1", port), "lo") for rank in range(nodes * local_ranks)
+    )
+    ranks = [(of_rank, function, arguments, cuda) for of_rank in variables]
+    with children(function.__module__, _one_rank, ranks) as pipes:
+        return results_of(pipes, seconds)
+
+
+@contextmanager
+def children(
+    module: str, target: Callable[..., None], arguments: Iterable[Sequence[Any]]
+) -> Iterator[list[Connection]]:
+    """Run ``target(pipe, *arguments)`` in a process for each entry, with ``module`` imported; kill them at the end."""
+    context = preloaded(module)
     pipes, processes = [], []
-    for rank in range(nodes * local_ranks):
-        variables = {
-            "RANK": rank, "LOCAL_RANK": rank % local_ranks, "WORLD_SIZE": nodes * local_ranks,
-            "LOCAL_WORLD_SIZE": local_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_one_rank, args=(there, variables, function, arguments, cuda), daemon=True)
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
     try:
-        return _results(pipes, time.monotonic() + seconds)
+        for of_child in arguments:
+            here, there = context.Pipe()
+            process = context.Process(target=target, args=(there, *of_child), daemon=True)
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        yield pipes
     finally:
         for process in processes:
             process.kill()
             process.join(10)
 
 
-def _results(pipes: Sequence[Connection], deadline: float) -> list[Any]:
+def results_of(pipes: Sequence[Connection], seconds: float) -> list[Any]:
+    """Return what each child sends as (result, None).
+
+    Raises:
+        RuntimeError: one sent (None, error) or ended, or some have sent nothing within ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
@@ -203,10 +207,9 @@ def _results(pipes: Sequence[Connection], deadline: float) -> list[Any]:
 
 
 def _one_rank(
-    pipe: Connection, variables: Mapping[str, object], function: Callable[..., Any], arguments: Sequence[Any],
-    cuda: bool,
-) -> None:  # fmt: skip
-    os.environ.update({name: str(value) for name, value in variables.items()})
+    pipe: Connection, variables: Mapping[str, str], function: Callable[..., Any], arguments: Sequence[Any], cuda: bool
+) -> None:
+    os.environ.update(variables)
     try:
         join_group(cuda)
         pipe.send((function(*arguments), None))
@@ -245,6 +248,6 @@ def training_ranks(module: str, setting: Any) -> Iterator[tuple[Cluster, Ranks]]
         # 64 KiB is what the kernel hands to a link at once; a smaller burst would cut it up on the processors that the
         # ranks need.
         Cluster(setting.nodes, setting.local_ranks, burst_kib=64, mtu=9000) as cluster,
-        Ranks(cluster, rank_program(module, json.dumps(asdict(setting)))) as ranks,
+        Ranks(cluster, module, json.dumps(asdict(setting))) as ranks,
     ):
         yield cluster, ranks

@@ -6,7 +6,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -81,7 +80,7 @@ class Bench:
     """
 
     def __init__(self, cluster: Cluster, ranks: Ranks, rate_mbit: float, wanted: Sequence[str] | None) -> None:
-        self._cluster, self._ranks, self._rate = cluster, ranks, rate_mbit
+        self._cluster, self._rate, self.ask = cluster, rate_mbit, ranks.ask
         cluster.limit(None)
         self.prepared = self.ask(START_SECONDS, "prepare", rate_mbit=rate_mbit)[0]
         lacks = self.prepared["strategies"]
@@ -93,9 +92,6 @@ class Bench:
         for name in self.chosen:
             self.ask(START_SECONDS, "make", strategy=name)
             self.train(name, dense=False, steps=WARM_UP)
-
-    def ask(self, seconds: float, name: str, **arguments: Any) -> list[Any]:
-        return self._ranks.ask({"ask": name, **arguments}, seconds)
 
     def train(self, strategy: str, *, dense: bool, steps: int) -> tuple[list[float], float]:
         """Return seconds of each step and processor seconds per step, means over the ranks."""

@@ -1,7 +1,8 @@
-"""Batches of ``cases.cluster``: the same for every strategy, their bound, and their true profile."""
+"""Batches of ``cases.cluster``: the same for every strategy, their bound, and their true profile; and Zipf draws."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +11,18 @@ import numpy.typing as npt
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingTable
 from flexd.sketch.profile import Profile, TableProfile
+from flexd.stream.zipf import ZipfSampler
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 
 Int64Array = npt.NDArray[np.int64]
+
+
+def zipf_batches(rows: int, ids: int, exponent: float, seed: int | list[int] = 0) -> Iterator[Int64Array]:
+    """Draw ids of batch after batch: Zipf-popular rows, the popular ones anywhere, in the same places for any seed."""
+    places, random = np.random.default_rng(1).permutation(rows), np.random.default_rng(seed)
+    sampler = ZipfSampler(rows, exponent)
+    while True:
+        yield places[sampler.sample(ids, random)]
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def exchanged(options: Namespace) -> Outcome:
             cluster.limit(options.rate_mbit)
             for name, work in works.items():
                 found = {
-                    way: ranks.ask({"ask": "train", "work": name, "way": way}, TRAIN_SECONDS)
+                    way: ranks.ask(TRAIN_SECONDS, "train", work=name, way=way)
                     for way in WAYS
                     if way != "moved_loader" or len(work.moved)
                 }

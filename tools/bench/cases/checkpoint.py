@@ -13,33 +13,29 @@ from __future__ import annotations
 
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
 import flexd
-from flexd.stream.zipf import ZipfSampler
 from tools.bench.harness import Outcome, at_most, check, peak_resident_bytes, reset_peak, resident_bytes
+from tools.bench.workloads import zipf_batches
 
-INTERVALS, QUICK_INTERVALS = (10, 100, 1_000), (10, 50)
 MOST_OVERHEAD = 1.05
-_SCATTER = 2_654_435_761
-"""Odd, so that popular rows are anywhere in the table."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    rows: int
-    dim: int
-    ids: int
-    zipf: float
-    intervals: tuple[int, ...]
+    rows: int = 2_000_000
+    intervals: tuple[int, ...] = (10, 100, 1_000)
+    dim: int = 64
+    ids: int = 25_600
+    zipf: float = 1.05
 
     @property
     def row_bytes(self) -> int:
@@ -57,13 +53,12 @@ class Setting:
 class Trainer:
     def __init__(self, setting: Setting) -> None:
         self.collection = setting.collection(seed=1)
-        self._setting = setting
-        self._sampler, self._random = ZipfSampler(setting.rows, setting.zipf), np.random.default_rng(0)
+        self._batches = zipf_batches(setting.rows, setting.ids, setting.zipf)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            drawn = self._sampler.sample(self._setting.ids, self._random) * _SCATTER % self._setting.rows
-            ids = flexd.Jagged(torch.from_numpy(drawn), torch.tensor([len(drawn)]))
+            drawn = torch.from_numpy(next(self._batches))
+            ids = flexd.Jagged(drawn, torch.tensor([len(drawn)]))
             self.collection({"items": ids})["items"].values.square().sum().backward()
             self.collection.optimizer.step()
 
@@ -132,16 +127,8 @@ def checks_of(setting: Setting, figures: dict[str, Any]) -> list[dict[str, Any]]
     return checks
 
 
-def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, default=2_000_000)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--ids", type=int, default=25_600, help="look-ups a step")
-    parser.add_argument("--zipf", type=float, default=1.05)
-
-
 def section(options: Namespace) -> Outcome:
-    rows, intervals = (options.rows // 10, QUICK_INTERVALS) if options.quick else (options.rows, INTERVALS)
-    setting = Setting(rows, options.dim, options.ids, options.zipf, intervals)
+    setting = Setting(200_000, (10, 50)) if options.quick else Setting()
     with tempfile.TemporaryDirectory() as path:
         figures = run(setting, Path(path))
     return Outcome(figures, checks_of(setting, figures))

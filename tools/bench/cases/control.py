@@ -13,10 +13,8 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,12 +27,8 @@ from flexd.core.layout import Tier
 from flexd.core.placement import Placement
 from flexd.demo.processes import free_ports
 from tools.bench.harness import Outcome, check
-from tools.bench.programs.control import (
-    JOB,
-    big_keyspace,
-    simulated_ranks,
-)
-from tools.bench.ranks import preloaded
+from tools.bench.programs.control import JOB, big_keyspace, simulated_ranks
+from tools.bench.ranks import children, results_of
 from tools.bench.sections import daemon
 
 LISTED_CHUNK_ROWS = 4096
@@ -43,40 +37,9 @@ _DEADLINE_SECONDS = 120.0
 
 
 @contextmanager
-def children(count: int, target: Any, *arguments: Any) -> Iterator[list[Connection]]:
-    """Runs ``target(number, pipe, *arguments)`` in so many processes; they are killed at the end."""
-    context = preloaded("tools.bench.programs.control")
-    pipes, processes = [], []
-    try:
-        for number in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(number, theirs, *arguments), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        yield pipes
-        for process in processes:
-            process.join(20)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(10)
-
-
-def receive_all(pipes: list[Connection]) -> list[Any]:
-    """One answer of every child. Raises TimeoutError."""
-    deadline = time.monotonic() + _DEADLINE_SECONDS
-    for number, pipe in enumerate(pipes):
-        if not pipe.poll(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError(f"child {number} does not answer")
-    return [pipe.recv() for pipe in pipes]
-
-
-@contextmanager
-def hosted(directory: Path, keyspace: KeySpace, timeout_seconds: float = 60.0) -> Iterator[Coordinator]:
+def hosted(directory: Path, keyspace: KeySpace) -> Iterator[Coordinator]:
     journal = PlacementJournal(directory)
-    options = ControlOptions(JOB, listen_port=0, timeout_seconds=timeout_seconds, tick_seconds=0.005)
+    options = ControlOptions(JOB, listen_port=0, timeout_seconds=60.0, tick_seconds=0.005)
     coordinator = Coordinator(options, keyspace, journal)
     coordinator.start()
     try:
@@ -94,15 +57,17 @@ def until_ready(coordinator: Coordinator) -> None:
         time.sleep(0.005)
 
 
-def bench_ranks(ranks: int, rows: int) -> Outcome:
+def ranks_section(options: Namespace) -> Outcome:
+    ranks, rows = (16, 50_000) if options.quick else (options.ranks, options.rows)
     keyspace, processes = big_keyspace(rows), min(8, ranks // 4)
     target = Placement.of(
         np.arange(0, 4 * rows, 4, dtype=np.int64), np.full(rows, Tier.DEVICE, dtype=np.uint8), 0
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as directory, hosted(Path(directory), keyspace) as coordinator:
         ports = (free_ports(1)[0], coordinator.port)
+        numbered = [(number, processes, *ports, ranks, rows) for number in range(processes)]
         began = time.perf_counter()
-        with children(processes, simulated_ranks, processes, *ports, ranks, rows) as pipes:
+        with children("tools.bench.programs.control", simulated_ranks, numbered) as pipes:
             until_ready(coordinator)
             joined = time.perf_counter() - began
             used = time.process_time()
@@ -113,7 +78,7 @@ def bench_ranks(ranks: int, rows: int) -> Outcome:
             seconds, used = time.perf_counter() - began, time.process_time() - used
             for pipe in pipes:
                 pipe.send("stop")
-            reports = receive_all(pipes)
+            reports = results_of(pipes, _DEADLINE_SECONDS)
             status = coordinator.status()
             progress = migration.record
             journal_bytes = sum(path.stat().st_size for path in Path(directory).iterdir())
@@ -125,7 +90,7 @@ def bench_ranks(ranks: int, rows: int) -> Outcome:
         "start_and_join_seconds": joined, "deliver_seconds": seconds, "rows_per_second": rows / seconds,
         "bytes_to_a_rank": progress.pushed_bytes, "bytes_to_all_ranks": progress.pushed_bytes * ranks,
         "journal_bytes": journal_bytes, "daemon_processor_seconds": used, "epochs": status.epochs,
-        "largest_rank_process": asdict(max((look for *_, look in reports), key=lambda look: look.rss_bytes)),
+        "largest_rank_process": max((resources for *_, resources in reports), key=itemgetter("rss_bytes")),
     }  # fmt: skip
     everywhere = versions == {progress.last_version} and digests == {target.digest()}
     checks = [
@@ -138,16 +103,9 @@ def bench_ranks(ranks: int, rows: int) -> Outcome:
     return Outcome(figures, checks)
 
 
-def ranks_section(options: Namespace) -> Outcome:
-    return bench_ranks(*((16, 50_000) if options.quick else (options.ranks, options.rows)))
-
-
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=128, help="a multiple of 8")
     parser.add_argument("--rows", type=int, default=1_000_000, help="of the delta")
 
 
-SECTIONS = {
-    "ranks": ranks_section,
-    "daemon": daemon.section,
-}
+SECTIONS = {"ranks": ranks_section, "daemon": daemon.section}

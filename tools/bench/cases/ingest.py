@@ -19,6 +19,7 @@ import tempfile
 import time
 import uuid
 from argparse import Namespace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ from flexd.sketch.types import SketchSettings
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.types import AccessBatch, Source
-from flexd.stream.zipf import ZipfSampler
 from tools.bench.harness import ROOT, Outcome, at_least
 from tools.bench.sections import tap
+from tools.bench.workloads import zipf_batches
 
 MESSAGE_IDS = 8192
 TABLE = "t"
@@ -43,12 +44,9 @@ TARGETS = {"kafka-python int64": 25.0, "kafka-python int32": 40.0, "file log int
 
 def make_messages(rows: int, count: int, dtype: type) -> list[bytes]:
     """Make ``count`` messages over a permuted Zipf table in the form that ranks publish."""
-    random = np.random.default_rng(0)
-    spread = random.permutation(rows).astype(dtype)
-    sampler = ZipfSampler(rows, 1.05)
     return [
-        encode_arrow([AccessBatch(TABLE, spread[sampler.sample(MESSAGE_IDS, random)], i % 16, 1.7e9 + i / 1000)])
-        for i in range(count)
+        encode_arrow([AccessBatch(TABLE, ids.astype(dtype), i % 16, 1.7e9 + i / 1000)])
+        for i, ids in enumerate(islice(zipf_batches(rows, MESSAGE_IDS, 1.05), count))
     ]
 
 

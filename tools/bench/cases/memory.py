@@ -50,7 +50,6 @@ TARGETS_AT = "1.05"
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--zipf", type=float, nargs="+", default=[0.9, 1.05, 1.2], help="not 1; --quick: 1.05")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY")
-    parser.add_argument("--limit-mib", type=int, default=1536, help="of a process of ways")
     parser.add_argument("--warm-seconds", type=float, default=4.0, help="before each measurement of ways")
     parser.add_argument("--seconds", type=float, default=6.0, help="measured of each way and exponent, and of billion")
     parser.add_argument("--tables", type=Path, metavar="FILE.csv", help="TorchRec's published list, for recshard")
@@ -111,7 +110,7 @@ def ways_section(options: Namespace) -> Outcome:
     if os.geteuid() != 0 or not (CGROUPS / "memory.limit_in_bytes").exists():
         raise Skipped("needs root and a memory cgroup of version 1")
     ways = [way for way in WAYS if way in (options.ways or WAYS)]
-    limit = options.limit_mib << 20
+    limit = 1536 << 20
     setting: dict[str, Any] = {
         "rows": 25_200_000, "dim": 128, "ids": 25_600, "zipfs": options.zipf, "fast_bytes": int(limit * FAST_SHARE),
         "warm_seconds": options.warm_seconds, "seconds": options.seconds, "dense_seconds": {},

@@ -17,7 +17,7 @@ import os
 import statistics
 import threading
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -31,7 +31,6 @@ from tools.bench.harness import Outcome, at_most, peak_resident_bytes, reset_pea
 from tools.bench.ranks import on_ranks
 
 NODES, LOCAL_RANKS = 2, 2
-RANKS = NODES * LOCAL_RANKS
 HOT_ROWS = 200_000
 """Looked up; the rows that move stand behind them."""
 CHUNK_ROWS, WINDOW_CHUNKS = 4096, 8
@@ -191,12 +190,8 @@ def memory_figures(of_ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, help="rows that migrate (default 1,000,000; 60,000 with --quick)")
-
-
 def section(options: Namespace) -> Outcome:
-    rows = options.rows or (60_000 if options.quick else 1_000_000)
+    rows = 60_000 if options.quick else 1_000_000
     caps = (DEFAULT_CAP, 4 * 2**20) if options.quick else (2**19, 2**20, DEFAULT_CAP, 4 * 2**20, 16 * 2**20)
     still, ids = (15, 6_000) if options.quick else (50, 25_600)
     cases = [Case(cap, rows, 2 if cap == DEFAULT_CAP else 1, still, ids, 64) for cap in sorted(set(caps))]

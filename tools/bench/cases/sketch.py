@@ -27,6 +27,7 @@ from flexd.sketch.sketch_set import SketchSet, warm_up
 from flexd.sketch.types import SketchSettings, TableChoice
 from tools.bench.harness import Outcome, at_least, at_most, timed
 from tools.bench.sections import accuracy
+from tools.bench.workloads import zipf_batches
 
 MESSAGE_IDS = 8192
 UNSET_THRESHOLD = 2**62
@@ -67,13 +68,6 @@ def _median_seconds(work: Callable[[], object], repeats: int) -> float:
     return statistics.median(timed(work) for _ in range(repeats))
 
 
-def _zipf(rows: int, count: int, exponent: float) -> npt.NDArray[np.int64]:
-    random = np.random.default_rng(0)
-    cumulative = np.cumsum(1 / np.arange(1, rows + 1) ** exponent)
-    ranks = np.searchsorted(cumulative, random.random(count) * cumulative[-1])
-    return random.permutation(rows)[ranks].astype(np.int64)
-
-
 def _count_min(rows: npt.NDArray[Any], table_rows: int) -> Callable[[], object]:
     choice = TableChoice("t", "count_min", 0, 0.0, 0.0, 20, 1, 1)
     table = CountMinTable(TableSpec("t", table_rows, 64), choice, 0)
@@ -105,7 +99,7 @@ def _sketch_set(
 def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
     """Return figures in millions of ids a second and in seconds."""
     warm_up()
-    ids = _zipf(rows, count, 1.05)
+    ids = next(zipf_batches(rows, count, 1.05))
     ids32 = ids.astype(np.int32)
     few = ids[: count // 20]
     peer = datasketches.count_min_sketch(4, 2**20)
@@ -182,7 +176,6 @@ def section(options: Namespace) -> Outcome:
 
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, help="accuracy of a trace (docs/demo.md) besides the Zipf streams")
-    parser.add_argument("--exponents", type=float, nargs="*", default=[1.05, 0.9, 1.2], help="of the Zipf streams")
 
 
 SECTIONS = {"rates": section, "accuracy": accuracy.section}

@@ -24,6 +24,7 @@ from tools.bench.harness import Outcome, at_most, in_turns
 from tools.bench.peers import torchrec_collection
 from tools.bench.ranks import on_ranks
 from tools.bench.sections import dispatch
+from tools.bench.workloads import zipf_batches
 
 DIM, WARM_UP, SKEW = 64, 6, 1.05
 ROWS, IDS = {"cpu": 200_000, "cuda": 5_000_000}, {"cpu": 25_600, "cuda": 204_800}
@@ -45,13 +46,6 @@ def device_seconds(run: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - started
-
-
-def zipf_ids(rows: int, count: int, device: torch.device, seed: list[int]) -> torch.Tensor:
-    share = np.arange(1, rows + 1) ** -SKEW
-    rng = np.random.default_rng(seed)
-    at = np.searchsorted(np.cumsum(share / share.sum()), rng.random(count)).clip(max=rows - 1)
-    return torch.from_numpy(np.random.default_rng(1).permutation(rows)[at]).to(device)
 
 
 def flexd_steps(table: flexd.EmbeddingTable, lengths: torch.Tensor) -> tuple[Any, dict[str, Step]]:
@@ -114,7 +108,8 @@ def limit_seconds(ids: torch.Tensor) -> float:
 def measured_on_rank(kind: str, steps: int) -> dict[str, Any]:
     """Return the median milliseconds of a step on this rank, by what runs it, and flexd's by phase."""
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    ids = [zipf_ids(ROWS[kind], IDS[kind], device, [1, dist.get_rank(), number]) for number in range(6)]
+    drawn = zipf_batches(ROWS[kind], IDS[kind], SKEW, dist.get_rank())
+    ids = [torch.from_numpy(next(drawn)).to(device) for _ in range(6)]
     table, lengths = flexd.EmbeddingTable("item", ROWS[kind], DIM), torch.tensor([IDS[kind]], device=device)
     collection, found = flexd_steps(table, lengths)
     found["nn.Embedding, sparse SGD, this rank alone"] = embedding_step(table, device)

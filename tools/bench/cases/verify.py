@@ -1,6 +1,6 @@
 """A job whose plans a daemon makes and verifies (``planner.verify``), beside the same job without a daemon.
 
-Two nodes of two ranks, joined by a limited link ; the daemon runs in the first node, counts by the
+Two nodes of two ranks, joined by a limited link; the daemon runs in the first node, counts by the
 tap, and prices plans by a probe of these links. After the daemon has come to a decision (nothing to move, or a verdict
 on its plan), it is paused, and steps with it and without it (chain, no tap, no connection) are trained in turns on the
 same batches. The ratio of the two is the median over the turns, with its 95 % interval by order statistics.
@@ -20,7 +20,7 @@ import secrets
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -37,7 +37,6 @@ from tools.bench.harness import Outcome, at_least, at_most, check
 from tools.bench.ranks import Ranks, training_ranks
 from tools.bench.workloads import Setting
 
-KINDS = ("ordinary", "winning")
 CONTROL_PORT, API = 29_400, "http://127.0.0.1:8080"
 START_SECONDS, STEP_SECONDS = 120.0, 20.0
 TURN_STEPS = 10
@@ -63,13 +62,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Effort:
-    decide_seconds: float
-    rounds: int
-    block_steps: int
-    budget_steps: int
+    """Longest time until the daemon decides, turns of each of the two in the comparison, and ``planner.verify``."""
+
+    decide_seconds: float = 420.0
+    rounds: int = 9
+    block_steps: int = 8
+    budget_steps: int = 480
 
 
-def jobs(seeds: Sequence[int], wanted: Sequence[str]) -> list[Job]:
+def jobs() -> list[Job]:
     winning = Job(
         "winning", Setting(rows=20_000, dim=256, samples=64, zipf=1.5, batches=48), rate_mbit=50, micro_batches=4,
         most=WINS,
@@ -78,23 +79,20 @@ def jobs(seeds: Sequence[int], wanted: Sequence[str]) -> list[Job]:
         Job(f"ordinary, Zipf {zipf}{', dense' * dense}, seed {seed}", Setting(zipf=zipf, seed=seed), dense=dense)
         for zipf in (1.05, 1.2)
         for dense in (False, True)
-        for seed in seeds
+        for seed in (1, 2, 3)
     ]
-    return [job for job in (*ordinary, winning) if job.name.split(",")[0] in wanted]
+    return [*ordinary, winning]
 
 
 class Bench:
     """The jobs of one cluster."""
 
     def __init__(self, cluster: Cluster, ranks: Ranks, directory: Path) -> None:
-        self._cluster, self._ranks, self._directory = cluster, ranks, directory
+        self._cluster, self.ask, self._directory = cluster, ranks.ask, directory
         self._secret = directory / "secret"
         self._secret.write_text(secrets.token_hex(32))
         self._secret.chmod(0o600)
         self._probed: dict[float, Path] = {}
-
-    def ask(self, seconds: float, name: str, **arguments: Any) -> list[Any]:
-        return self._ranks.ask({"ask": name, **arguments}, seconds)
 
     def train(self, which: str, job: Job, steps: int) -> list[float]:
         """Seconds of each step, the mean over the ranks."""
@@ -237,18 +235,8 @@ def checks_of(job: Job, found: dict[str, Any]) -> list[dict[str, Any]]:
     return checks
 
 
-def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--jobs", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each of the two in the comparison")
-    parser.add_argument("--block-steps", type=int, default=8, help="planner.verify.block_steps")
-    parser.add_argument("--budget-steps", type=int, default=480, help="planner.verify.budget_steps")
-    parser.add_argument("--decide-seconds", type=float, default=420.0, help="longest time until the daemon decides")
-
-
 def section(options: Namespace) -> Outcome:
-    effort = Effort(options.decide_seconds, options.rounds, options.block_steps, options.budget_steps)
-    chosen = jobs(options.seeds, options.jobs)
+    effort, chosen = Effort(), jobs()
     if options.quick:
         effort = Effort(20.0, 2, 4, 64)
         chosen = [Job("quick", Setting(samples=64, batches=4, zipf=1.2))]

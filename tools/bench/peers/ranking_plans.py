@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from flexd.core.layout import RankLayout
 from flexd.planner.tables.sharding import (
     TableStatistics,
     listed_seconds,
@@ -18,13 +18,13 @@ from flexd.planner.tables.sharding import (
     shard_tables,
     sharding_document,
 )
-from flexd.planner.tables.table_list import ListedTable
 from flexd.topology.cluster import Cluster, Exposed, StepCosts
-from tools.bench.peers.whole_tables import place_greedily
 from tools.bench.ranking_tables import POOLED, SEQUENCES, Setting
 from tools.bench.workloads import INTRA_BYTES_PER_SECOND, given_cluster
 
 Document = dict[str, Any]
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
 
 MEMORY_BYTES = 2e9
 """Of a rank, far more than the tables take: what is compared is traffic."""
@@ -35,36 +35,21 @@ def prices(setting: Setting, rate_mbit: float) -> Cluster:
     return given_cluster(setting.local_ranks, rate_mbit, latencies=False)
 
 
-def torchrec_model(setting: Setting, device: str = "meta") -> torch.nn.Module:
-    """Return TorchRec's collections, ``bags`` and ``rows``."""
+def torchrec_model(setting: Setting) -> torch.nn.Module:
+    """Return TorchRec's collections, ``bags`` and ``rows``, without memory."""
     import torchrec
 
+    kinds: dict[str, tuple[Any, Any]] = {
+        POOLED: (torchrec.EmbeddingBagCollection, torchrec.EmbeddingBagConfig),
+        SEQUENCES: (torchrec.EmbeddingCollection, torchrec.EmbeddingConfig),
+    }
     model = torch.nn.Module()
-    tables = setting.listed()
-    model.add_module(
-        POOLED,
-        torchrec.EmbeddingBagCollection(
-            device=torch.device(device),
-            tables=[
-                torchrec.EmbeddingBagConfig(
-                    name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name]
-                )
-                for t in tables if t.bags
-            ],
-        ),
-    )  # fmt: skip
-    model.add_module(
-        SEQUENCES,
-        torchrec.EmbeddingCollection(
-            device=torch.device(device),
-            tables=[
-                torchrec.EmbeddingConfig(
-                    name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name]
-                )
-                for t in tables if not t.bags
-            ],
-        ),
-    )  # fmt: skip
+    for module, (collection, config) in kinds.items():
+        configs = [
+            config(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name])
+            for t in setting.listed() if t.module == module
+        ]  # fmt: skip
+        model.add_module(module, collection(device=torch.device("meta"), tables=configs))
     return model
 
 
@@ -112,7 +97,11 @@ def torchrecs_own(setting: Setting, rate_mbit: float) -> Document:
 
 
 def greedy_best(setting: Setting, rate_mbit: float) -> tuple[str, Document]:
-    """Return the one of AutoShard's four greedy placements of whole tables whose step is predicted shortest."""
+    """Return the one of AutoShard's four greedy placements of whole tables whose step is predicted shortest.
+
+    Their costs are those of its heuristic baselines (Zha et al., KDD 2022, arXiv 2208.06399, "Baselines" of the
+    experiments, and the released ``autoshard`` sharders).
+    """
     tables, layout = setting.listed(), setting.layout
     dim = np.array([float(t.dim) for t in tables])
     rows = np.array([float(t.rows) for t in tables])
@@ -123,20 +112,25 @@ def greedy_best(setting: Setting, rate_mbit: float) -> tuple[str, Document]:
     }  # fmt: skip
     found: list[tuple[float, str, list[int]]] = []
     for name, cost in costs.items():
-        rank = place_greedily(cost, rows * (4 * dim + 4), layout.world_size, MEMORY_BYTES)
-        assert rank is not None
+        rank = place_greedily(cost, rows * (4 * dim + 4), layout.world_size)
         placed = [replace(t, sharding="table_wise", ranks=(int(r),)) for t, r in zip(tables, rank, strict=True)]
-        seconds = priced(placed, layout, setting, rate_mbit)
+        seconds = listed_seconds(placed, layout, prices(setting, rate_mbit), TableStatistics(setting.zipf))
+        assert seconds is not None
         found.append((seconds, name, rank.tolist()))
     _, name, ranks = min(found)
     chosen = {t.name: ("table_wise", [rank]) for t, rank in zip(tables, ranks, strict=True)}
     return name, torchrec_document(setting, chosen)
 
 
-def priced(tables: Sequence[ListedTable], layout: RankLayout, setting: Setting, rate_mbit: float) -> float:
-    seconds = listed_seconds(tables, layout, prices(setting, rate_mbit), TableStatistics(setting.zipf))
-    assert seconds is not None
-    return seconds
+def place_greedily(cost: Float64Array, size: Float64Array, ranks: int) -> Int64Array:
+    """Return int64[tables] the rank of each: in descending cost, to the least loaded rank."""
+    load, used = np.zeros(ranks), np.zeros(ranks)
+    rank = np.empty(len(cost), np.int64)
+    for table in np.lexsort((np.arange(len(cost)), -size, -cost)):
+        rank[table] = best = int(np.lexsort((used, load))[0])
+        load[best] += cost[table]
+        used[best] += size[table]
+    return rank
 
 
 def flexds_for_torchrec(setting: Setting, rate_mbit: float) -> Document:

@@ -62,23 +62,18 @@ class Tables:
         )  # fmt: skip
 
     def periods(self, steps: int, moved_share: float) -> Iterator[tuple[str, Int64Array]]:
-        """Yield the period of each step ("" while frames warm up) and the rows that it accesses."""
-        for step, keys in enumerate(self.batches(3 * steps, 2 * steps, moved_share, seed=1)):
-            yield ("", PLANNED, MOVED)[step // steps], keys
-
-    def batches(self, steps: int, moved_at: int, moved_share: float, seed: int) -> Iterator[Int64Array]:
-        """Yield the rows that the samples of a step access. From ``moved_at`` on the rows of a share of the tables
-        have changed places in the order of popularity."""
-        generator = np.random.default_rng(seed)
+        """Yield the period of each step ("" while frames warm up) and the rows that its samples access. In the period
+        ``MOVED`` the rows of a share of the tables have changed places in the order of popularity."""
+        generator = np.random.default_rng(1)
         tables = len(self.cumulative)
         moves = generator.permutation(tables) < round(moved_share * tables)
         order = [generator.permutation(len(cumulative)) for cumulative in self.cumulative]
-        for step in range(steps):
+        for period in np.repeat(["", PLANNED, MOVED], steps).tolist():
             accesses = []
             for table, number in enumerate(generator.poisson(self.accesses)):
                 drawn = np.searchsorted(self.cumulative[table], generator.random(number))
                 drawn = np.minimum(drawn, len(self.cumulative[table]) - 1)
-                if step >= moved_at and moves[table]:
+                if period == MOVED and moves[table]:
                     drawn = order[table][drawn]
                 accesses.append(self.first[table] + drawn)
-            yield np.concatenate(accesses)
+            yield period, np.concatenate(accesses)

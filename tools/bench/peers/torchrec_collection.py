@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.store.initial_values import initial_rows
 
+Int64Array = npt.NDArray[np.int64]
 MODULES = ("torchrec", "fbgemm_gpu")
 
 
@@ -24,6 +26,14 @@ def missing() -> str | None:
     """Which of its packages are not installed, in words; None if they all are."""
     absent = [name for name in MODULES if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(absent)} (make torchrec)" if absent else None
+
+
+def keyed(names: Sequence[str], values: Sequence[Int64Array], lengths: Sequence[Int64Array]) -> Any:
+    """Return TorchRec's input of features given one by one."""
+    from torchrec import KeyedJaggedTensor
+
+    joined, of_samples = torch.from_numpy(np.concatenate(values)), torch.from_numpy(np.concatenate(lengths))
+    return KeyedJaggedTensor(list(names), joined, lengths=of_samples)
 
 
 def sharded_collection(
@@ -87,21 +97,7 @@ def sharded_collection(
         device_type=device.type,
     )
     sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), device)
-    by_name = {t.name: t for t in tables}
-    for name, parameter in sharded.state_dict().items():
-        table = by_name[name.split(".")[-2]]
-        for shard in parameter.local_shards():
-            first, count = shard.metadata.shard_offsets[0], shard.tensor.shape[0]
-            shard.tensor.copy_(
-                initial_rows(
-                    table.name,
-                    np.arange(first, first + count),
-                    table.dim,
-                    shard.tensor.dtype,
-                    scale=table.scale,
-                    seed=seed,
-                )
-            )
+    _fill(sharded, tables, seed)
     return sharded
 
 
@@ -142,7 +138,7 @@ def sharded_by_document(
         for entry in of_module.values():
             if entry.sharding_type != "data_parallel":
                 entry.compute_kernel = "fused"
-            elif path_is_unpooled(model, path):
+            elif hasattr(model.get_submodule(path), "embedding_configs"):
                 raise ValueError(
                     f"{path}: an un-pooled data-parallel table, which FBGEMM's dense kernel pools on a CPU"
                 )
@@ -150,10 +146,6 @@ def sharded_by_document(
         found[path] = sharders[type(module)].shard(module, of_module, environment, torch.device("cpu"))
         _fill(found[path], tables, seed)
     return found
-
-
-def path_is_unpooled(model: torch.nn.Module, path: str) -> bool:
-    return hasattr(model.get_submodule(path), "embedding_configs")
 
 
 def _fill(sharded: torch.nn.Module, tables: Sequence[EmbeddingTable], seed: int) -> None:

@@ -124,18 +124,18 @@ class Rank:
         self._works: dict[str, Work] = pickle.loads(Path(job.path).read_bytes())  # noqa: S301
 
     def train(self, work: str, way: str) -> dict[str, Any]:
-        """Return the bytes that this rank sent to other nodes, the mean losses and the median seconds of a step."""
-        return train(dist.get_rank(), self._works[work], way)
+        return train(self._works[work], way)
 
 
-def train(rank: int, work: Work, way: str) -> dict[str, Any]:
+def train(work: Work, way: str) -> dict[str, Any]:
+    """Return the bytes that this rank sent to other nodes, the mean losses and the median seconds of a step."""
     table = flexd.EmbeddingTable("item", work.table_rows, DIM, init_scale=0.1)
     slots = int(work.layout.replica_slots_used(work.moved.keys, work.moved.tiers).max(initial=0))
     collection = flexd.EmbeddingCollection(
         [table], layout=work.layout, optimizer=flexd.Adagrad(0.05), replica_slots=[slots]
     )
     moving = move(collection, work.moved) if way == "moved_loader" and len(work.moved) else 0
-    indices: Any = work.read_by(rank)
+    indices: Any = work.read_by(dist.get_rank())
     if way.endswith("loader"):
         everything = work.features(np.arange(len(work.offsets) - 1))
         indices = NodeSampler(everything, collection, work.per_rank, shuffle=False)

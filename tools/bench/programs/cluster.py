@@ -87,21 +87,12 @@ def forever(batches: list[Any]) -> Iterator[Any]:
 
 class TorchRecTrainer:
     def __init__(self, setting: Setting, batches: list[Batch], **options: Any) -> None:
-        from torchrec import KeyedJaggedTensor
-
         tables = setting.embedding_tables()
         self._names = [table.name for table in tables]
         self._module = torchrec_peer.sharded_collection(
             tables, local_ranks=setting.local_ranks, learning_rate=LEARNING_RATE, eps=EPS, **options
         )
-        inputs = [
-            KeyedJaggedTensor(
-                self._names,
-                torch.from_numpy(np.concatenate(batch.values)),
-                lengths=torch.from_numpy(np.concatenate(batch.lengths)),
-            )
-            for batch in batches
-        ]
+        inputs = [torchrec_peer.keyed(self._names, batch.values, batch.lengths) for batch in batches]
         self._loader = forever(list(zip(batches, inputs, strict=True)))
 
     def step(self, loss_of: Callable[[Batch, list[torch.Tensor]], torch.Tensor]) -> float:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,30 +18,15 @@ from flexd.control.protocol.report import PlacementState, RankIdentity, StepRepo
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
+from tools.bench.harness import resident_bytes
 
 JOB, ATTEMPT = "bench", "a1"
-LAYOUT = RankLayout(2, 2)
-ITEMS, DIM, SLOTS = 20_000, 8, 600
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Resources of one process."""
-
-    rss_bytes: int
-    descriptors: int
-    threads: int
-
-    @staticmethod
-    def of_this_process() -> Footprint:
-        rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return Footprint(rss, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
 
 
 def simulated_ranks(
-    number: int, pipe: Connection, processes: int, store_port: int, control_port: int, ranks: int, rows: int
+    pipe: Connection, number: int, processes: int, store_port: int, control_port: int, ranks: int, rows: int
 ) -> None:
-    """Agents of every ``processes``-th rank; answers (versions, digests, footprint) on request."""
+    """Agents of every ``processes``-th rank: send (versions, digest, chunks, the process's resources) on request."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     keyspace, layout = big_keyspace(rows), RankLayout(ranks // 8, 8)
@@ -79,10 +62,15 @@ def simulated_ranks(
         time.sleep(0.01)
     versions = [inbox.applied_version for inbox in inboxes]
     chunks = sum(agent.counters.get("chunks", 0) for agent in agents)
-    pipe.send((versions, digest, chunks, Footprint.of_this_process()))
+    resources = {
+        "rss_bytes": resident_bytes(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+    pipe.send(((versions, digest, chunks, resources), None))
     for agent in agents:
         agent.stop(5.0)
 
 
 def big_keyspace(rows: int) -> KeySpace:
-    return KeySpace([TableSpec("item", 4 * rows, DIM, "float32", "sgd")])
+    return KeySpace([TableSpec("item", 4 * rows, 8, "float32", "sgd")])

@@ -175,10 +175,6 @@ class Flexd:
             "bytes_written": traffic.bytes_written, "slow_seconds": traffic.seconds, "calls": traffic.operations,
         }  # fmt: skip
 
-    @property
-    def learning_rate(self) -> float:
-        return LEARNING_RATE
-
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return [n, dim] of distinct rows, wherever they are."""
         # One rank, one table: the slot of a row is its number.

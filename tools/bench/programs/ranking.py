@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -69,23 +68,16 @@ class TorchRecTrainer:
     """TorchRec's sharded collections by a document of ``flexd shard``."""
 
     def __init__(self, setting: Setting, batches: list[Batch], document: dict[str, Any]) -> None:
-        from torchrec import KeyedJaggedTensor
-
         tables = setting.embedding_tables()
         self._modules = torchrec_peer.sharded_by_document(
             plans.torchrec_model(setting), tables, document, learning_rate=LEARNING_RATE, eps=EPS
         )
         self._optimizer: torch.optim.Optimizer | None = None
-        names = {
-            POOLED: [t.name for t in setting.listed() if t.bags],
-            SEQUENCES: [t.name for t in setting.listed() if not t.bags],
-        }
+        names = {module: [t.name for t in setting.listed() if t.module == module] for module in self._modules}
         inputs = [
             {
-                module: KeyedJaggedTensor(
-                    of_module,
-                    torch.from_numpy(np.concatenate([batch.values[name] for name in of_module])),
-                    lengths=torch.from_numpy(np.concatenate([batch.lengths[name] for name in of_module])),
+                module: torchrec_peer.keyed(
+                    of_module, [batch.values[name] for name in of_module], [batch.lengths[name] for name in of_module]
                 )
                 for module, of_module in names.items()
             }

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from tools.bench.harness import Outcome, at_most, peak_resident_bytes, reset_peak, resident_bytes
-from tools.bench.programs.memory import Flexd, batches, process_figures
+from tools.bench.programs.memory import LEARNING_RATE, Flexd, batches, process_figures
 
 START_SECONDS, BESIDE_BYTES, TOLERANCE = 10.0, 1.5 * 2**30, 1e-5
 ZIPF, COMPARED_STEPS, DIM = 1.05, 4, 64
@@ -64,7 +64,7 @@ def difference(held: Flexd, given: Sequence[torch.Tensor]) -> float:
     used = torch.cat(list(given)).unique()
     plain = held.rows(used)
     first, state = plain.clone(), torch.zeros(len(used), 1)
-    optimizer = RowWiseAdagrad(lr=held.learning_rate)
+    optimizer = RowWiseAdagrad(lr=LEARNING_RATE)
     for number, ids in enumerate(given):
         held.step(ids)
         distinct, counts = ids.unique(return_counts=True)

@@ -34,14 +34,10 @@ def plot_steps(answers: Sequence[Mapping[str, Any]], rate_mbit: float, path: Pat
         names = [name for name in LABELS if name in rows]
         step = [rows[name]["step_seconds"] * 1e3 for name in names]
         exposed = [max(0.0, rows[name]["exposed_seconds"] * 1e3) for name in names]
+        unlimited = [s - e for s, e in zip(step, exposed, strict=True)]
         labels = [LABELS[name] for name in names]
-        axes.barh(
-            labels, [s - e for s, e in zip(step, exposed, strict=True)], color="#9db4c0", label="step, unlimited link"
-        )
-        axes.barh(
-            labels, exposed, left=[s - e for s, e in zip(step, exposed, strict=True)], color="#c8553d",
-            label="exposed communication",
-        )  # fmt: skip
+        axes.barh(labels, unlimited, color="#9db4c0", label="step, unlimited link")
+        axes.barh(labels, exposed, left=unlimited, color="#c8553d", label="exposed communication")
         for at, (total, waited) in enumerate(zip(step, exposed, strict=True)):
             axes.text(total, at, f" {total:.0f} ({waited:.0f})", va="center", fontsize=8)
         axes.set_xlim(0, max(step) * 1.22)

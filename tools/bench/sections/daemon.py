@@ -23,7 +23,7 @@ import numpy as np
 import yaml
 
 from flexd.demo.processes import free_ports
-from tools.bench.harness import Outcome, check
+from tools.bench.harness import Outcome, check, peak_resident_bytes, resident_bytes
 
 MANY_TABLES = 1_935
 """As many as TorchRec's published planner example has (arXiv 2301.02959 starts from jobs of this size)."""
@@ -82,11 +82,10 @@ def start(directory: Path, tables: int, idle_seconds: float) -> dict[str, float]
         page = httpx.get(f"{url}/metrics", timeout=30, trust_env=False)
         scrape = time.monotonic() - asked
         page.raise_for_status()
-        memory = _memory(process.pid)
         return {
             "ready_seconds": ready, "ready_cpu_seconds": ready_cpu, "idle_cpu_share": idle,
-            "rss_bytes": memory["VmRSS"], "peak_rss_bytes": memory["VmHWM"], "scrape_seconds": scrape,
-            "page_bytes": len(page.content),
+            "rss_bytes": resident_bytes(process.pid), "peak_rss_bytes": peak_resident_bytes(process.pid),
+            "scrape_seconds": scrape, "page_bytes": len(page.content),
         }  # fmt: skip
     finally:
         process.send_signal(signal.SIGTERM)
@@ -128,12 +127,6 @@ def _running_seconds(pid: int) -> float:
     """As ``_cpu_seconds`` of the threads there are, to the nanosecond: a tick of 10 ms is much of an idle second."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
-
-
-def _memory(pid: int) -> dict[str, int]:
-    """Bytes by the names of /proc/PID/status."""
-    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3 and parts[2] == "kB"}
 
 
 def command_cpu_seconds() -> float:

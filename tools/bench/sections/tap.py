@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from argparse import Namespace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from flexd.embedding.tap.counters import TableCounter, counter_bytes
 from flexd.stream.codec import encode_arrow
 from flexd.stream.types import AccessBatch
 from tools.bench.harness import Outcome, check, in_turns, timed
+from tools.bench.workloads import zipf_batches
 
 ZIPF = 1.05
 SEQUENCE = 200
@@ -27,13 +29,7 @@ SHIPPED_STEPS = 100
 
 
 def _batches(rows: int, ids: int, count: int) -> list[torch.Tensor]:
-    random = np.random.default_rng(0)
-    cumulative = np.cumsum(1 / np.arange(1, rows + 1) ** ZIPF)
-    names = random.permutation(rows)
-    return [
-        torch.from_numpy(names[np.searchsorted(cumulative, random.random(ids) * cumulative[-1])].astype(np.int64))
-        for _ in range(count)
-    ]
+    return [torch.from_numpy(batch) for batch in islice(zipf_batches(rows, ids, ZIPF), count)]
 
 
 def _step_seconds(rows: int, dim: int, batches: list[torch.Tensor], steps: int) -> dict[str, float]:
