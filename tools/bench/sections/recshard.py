@@ -112,15 +112,15 @@ class ColdRows(HostRows):
 
     def __init__(self, rows: int, row_bytes: int, fresh: FreshRows) -> None:
         super().__init__(rows, row_bytes, fresh)
-        self._read = [np.empty(0, dtype=np.int64)]
+        self._slots_read = [np.empty(0, dtype=np.int64)]
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
-        self._read.append(slots.numpy())
+        self._slots_read.append(slots.numpy())
         return super().read(slots)
 
     def drain(self) -> Int64Array:
         """Return the slots read since the call before."""
-        found, self._read = np.concatenate(self._read), self._read[:1]
+        found, self._slots_read = np.concatenate(self._slots_read), self._slots_read[:1]
         return found
 
 
