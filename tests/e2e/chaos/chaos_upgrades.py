@@ -17,7 +17,8 @@ def upgrade_daemon(world: ChaosWorld, chance: random.Random) -> str:
     """Another version continues from the state of the daemon before it, under the ranks that are there."""
     assert world.daemon is not None
     how = chance.choice(("ended", "killed"))
-    until(lambda: (world.status().get("migration") or {}).get("state") == "pushing", _SECONDS, world.where)
+    moving = ("pushing", "applying")
+    until(lambda: (world.status().get("migration") or {}).get("state") in moving, _SECONDS, world.where)
     if how == "ended":
         world.stop_daemon()
     else:
