@@ -96,11 +96,16 @@ def collect(
     whole = [torch.empty((len(wanted[homes.rank]), c.shape[1]), dtype=c.dtype, device=device) for c in columns]
     first = 0
     for window in homes.windows(row_bytes, wanted):
-        parts = {rows: packed(*(column[homes.run(rows).slots] for column in columns)) for rows in window}
         order, received = homes.by_home(window[homes.rank], columns[0].device)
+        parts = {rows: packed(*(column[homes.run(rows).slots] for column in columns)) for rows in window}
+        counts = [len(parts[rows]) for rows in window]
         sent = torch.cat([parts[rows] for rows in window])
-        arrived = _exchanged(world, sent, [len(parts[rows]) for rows in window], received)
+        # Of what is as large as a window no more than two are in memory at once.
+        del parts
+        arrived = _exchanged(world, sent, counts, received)
+        del sent
         ordered = torch.empty_like(arrived).index_copy_(0, order, arrived)
+        del arrived
         for column, part in zip(whole, unpacked(ordered, columns), strict=True):
             column[first : first + len(order)] = part
         first += len(order)
@@ -130,7 +135,9 @@ def distribute(
         first += len(order)
         runs = [homes.run(rows) for rows in window]
         received = [len(run.rows) for run in runs]
-        arrived = _exchanged(world, rows.index_select(0, order), sent, received)
+        rows = rows.index_select(0, order)
+        arrived = _exchanged(world, rows, sent, received)
+        del rows
         for held, part in zip(columns, unpacked(arrived, columns), strict=True):
             for run, of_run in zip(runs, part.split_with_sizes(received), strict=True):
                 held[run.slots] = of_run
