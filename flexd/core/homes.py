@@ -13,15 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import BoolArray, Int64Array, UInt8Array
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import DimGroup, KeySpace
 from flexd.core.layout import RankLayout
-
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
-BoolArray = npt.NDArray[np.bool_]
 
 MAX_ADDRESS = 2**44
 """Requests carry addresses in 44 bits (``COUNT_SHIFT`` of ``flexd.embedding.exchange.route``)."""

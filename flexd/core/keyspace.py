@@ -12,10 +12,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.arrays import Int64Array
 from flexd.core.errors import ConfigError
 from flexd.core.sharding_types import ROW_WISE, ShardingType
-
-Int64Array = npt.NDArray[np.int64]
 
 RowDType = Literal["float64", "float32", "float16", "bfloat16"]
 RowOptimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam"]

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import BoolArray, Int64Array, UInt8Array
 from flexd.core.errors import TopologyError
-
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
 
 MOVED = 3
 """``MOVED + n`` in place of a tier: the row's one copy is in node n, on the node owner of its rail there, and not in
@@ -31,9 +28,9 @@ class Tier(IntEnum):
     """A copy on every rank."""
 
 
-def is_moved(tiers: UInt8Array) -> npt.NDArray[np.bool_]:
+def is_moved(tiers: UInt8Array) -> BoolArray:
     """Map uint8 [n] tiers to bool [n]: true for rows that live in another node than their home."""
-    moved: npt.NDArray[np.bool_] = tiers >= MOVED
+    moved: BoolArray = tiers >= MOVED
     return moved
 
 
@@ -101,7 +98,7 @@ class RankLayout:
         """Map int64[n] addresses to the int64[n] nodes of their home ranks."""
         return (addresses % self.world_size) // self.local_ranks
 
-    def holds_replica(self, rank: int, addresses: Int64Array, tiers: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    def holds_replica(self, rank: int, addresses: Int64Array, tiers: UInt8Array) -> BoolArray:
         """Return bool[n]: true where ``rank`` has a copy of the row in a replica slot at its tier: beside the home
         copy, or, of a moved row, in its place."""
         home = self.home_rank(addresses)
@@ -115,10 +112,10 @@ class RankLayout:
             & (addresses % self.local_ranks == self.local_rank_of(rank))
             & (home != rank)
         )
-        held: npt.NDArray[np.bool_] = node | moved | ((tiers == Tier.DEVICE) & (home != rank))
+        held: BoolArray = node | moved | ((tiers == Tier.DEVICE) & (home != rank))
         return held
 
-    def replica_slots_used(self, addresses: Int64Array, tiers: npt.NDArray[np.uint8]) -> Int64Array:
+    def replica_slots_used(self, addresses: Int64Array, tiers: UInt8Array) -> Int64Array:
         """Return int64[world_size]: replica slots that rows at these tiers use on each rank."""
         home = self.home_rank(addresses)
         world = self.world_size

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.arrays import Int64Array
 from flexd.core.errors import ConfigError
-
-Int64Array = npt.NDArray[np.int64]
 
 _FORMAT = "flexd node map 1"
 

@@ -7,18 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Int64Array, UInt8Array, UInt64Array
 from flexd.core.errors import PlacementError
 from flexd.core.layout import Tier, is_moved
-
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
 
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
-def _row_hash(keys: Int64Array, tiers: UInt8Array) -> npt.NDArray[np.uint64]:
+def _row_hash(keys: Int64Array, tiers: UInt8Array) -> UInt64Array:
     """Return splitmix64 of (key, tier). A HOME row hashes to 0, so that only listed rows count."""
     # Two bits of a tier beside the key; what is above them, of moved rows, is mixed in.
     x = (keys.astype(np.uint64) << np.uint64(2)) + (tiers & np.uint8(3)) + np.uint64(0x9E3779B97F4A7C15)
@@ -47,7 +44,7 @@ class Delta:
     def empty() -> Delta:
         return Delta(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint8))
 
-    def select(self, index: npt.NDArray[np.int64] | slice) -> Delta:
+    def select(self, index: Int64Array | slice) -> Delta:
         """Return some of the rows."""
         return Delta(self.keys[index], self.old_tiers[index], self.new_tiers[index])
 

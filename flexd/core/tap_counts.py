@@ -21,9 +21,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.arrays import Int64Array, UInt64Array
 from flexd.core.errors import CodecError, StreamError
-
-UInt64Array = npt.NDArray[np.uint64]
 
 GAMMA = 0x9E3779B97F4A7C15
 FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -66,8 +65,6 @@ def is_sampled(number: int, every: int) -> bool:
     """
     return (number * 0x9E3779B97F4A7C15) % 2**64 < 2**64 // every
 
-
-Int64Array = npt.NDArray[np.int64]
 
 FORMAT = 2
 """The format that ``encode`` writes."""

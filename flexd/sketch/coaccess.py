@@ -22,12 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core import tap_counts
+from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowArray, UInt32Array
 from flexd.core.errors import SketchError
 from flexd.core.tap_counts import FIRST, GAMMA, SECOND
-from flexd.sketch.types import Arrays, Float64Array, Int64Array
-
-UInt32Array = npt.NDArray[np.uint32]
-UInt64Array = npt.NDArray[np.uint64]
 
 MIN_BYTES = 65_536
 MAX_ROWS = 2**32
@@ -216,8 +213,8 @@ class CoAccessSample:
     def add(
         self,
         table: int,
-        rows: npt.NDArray[np.int32] | Int64Array,
-        lengths: npt.NDArray[np.int32],
+        rows: RowArray,
+        lengths: Int32Array,
         source_rank: int,
         event_time_seconds: float,
         step: int | None = None,

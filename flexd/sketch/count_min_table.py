@@ -6,18 +6,15 @@ import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Arrays, Float64Array, Int64Array, RowArray, UInt8Array, UInt32Array
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import count_min_kernels as kernels
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.table_sketch import TableSketch, are_rows
-from flexd.sketch.types import Arrays, Float64Array, Int64Array, RowArray, TableChoice
-
-UInt8Array = npt.NDArray[np.uint8]
-UInt32Array = npt.NDArray[np.uint32]
+from flexd.sketch.types import TableChoice
 
 MIN_LOG2_WIDTH = 8
 MAX_LOG2_WIDTH = 30

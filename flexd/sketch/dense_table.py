@@ -6,17 +6,15 @@ from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Arrays, Float64Array, Int64Array, RowArray, UInt32Array
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.cache_prefetch import prefetch
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.table_sketch import TableSketch, are_rows
-from flexd.sketch.types import Arrays, Float64Array, Int64Array, RowArray, TableChoice
-
-UInt32Array = npt.NDArray[np.uint32]
+from flexd.sketch.types import TableChoice
 
 COARSEST_UNITS = 2**4
 """Least units of an access after the unit was made coarser: its weight is off by 3 % at most. Reached at 10^12 decayed
@@ -121,7 +119,7 @@ def _histogram(low: Any, counts: Any, sums: Any) -> None:
 
 
 def enumerate_rows(
-    low: npt.NDArray[np.uint32], high_rows: Int64Array, high_units: Int64Array, max_hot_rows: int
+    low: UInt32Array, high_rows: Int64Array, high_units: Int64Array, max_hot_rows: int
 ) -> tuple[Int64Array, Float64Array, Float64Array, Float64Array, int]:
     """Read exact counters in two passes: the hottest rows individually, the rest in bins of similar frequency.
 

@@ -7,17 +7,15 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Arrays, Float64Array, Int64Array, RowArray, UInt8Array
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import logarithmic_kernels as kernels
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.table_sketch import TableSketch
-from flexd.sketch.types import Arrays, Float64Array, Int64Array, RowArray, TableChoice
-
-UInt8Array = npt.NDArray[np.uint8]
+from flexd.sketch.types import TableChoice
 
 BASES = {3: 1.4, 4: 1.25, 8: 1.04}
 """Ratio of the steps of two successive levels, by bits of a counter."""

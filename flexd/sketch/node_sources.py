@@ -6,12 +6,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from flexd.core.layout import RankLayout
-from flexd.sketch.types import Float64Array, Int32Array, Int64Array
-
-Float32Array = npt.NDArray[np.float32]
 
 _LEAST_AFFINITY = 1e-4
 _LEAST_PRIOR_ACCESSES = 1e-2

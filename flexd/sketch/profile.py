@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flexd.core.arrays import Float64Array, Int64Array
 from flexd.sketch.node_sources import TableSources
-from flexd.sketch.types import Float64Array, Int64Array
 
 _ZIPF_BINS = 256
 

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from flexd.core.arrays import Arrays
 from flexd.core.errors import SketchError, SnapshotError, StateVersionError, UnusableStateError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import snapshot
 from flexd.sketch.sketch_set import STATE_FORMAT, SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.types import Arrays, SketchSettings, TableChoice
+from flexd.sketch.types import SketchSettings, TableChoice
 
 _log = logging.getLogger(__name__)
 

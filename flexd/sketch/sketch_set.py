@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowArray
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
@@ -26,7 +26,7 @@ from flexd.sketch.logarithmic_table import LogTable
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.table_sketch import TableSketch
 from flexd.sketch.touch_counts import TableTouches, capacity
-from flexd.sketch.types import AccessCounts, Arrays, Float64Array, Int64Array, Kind, SketchSettings, TableChoice
+from flexd.sketch.types import AccessCounts, Kind, SketchSettings, TableChoice
 
 STATE_FORMAT = 6
 KINDS: dict[Kind, type[TableSketch]] = {"dense": DenseTable, "logarithmic": LogTable, "count_min": CountMinTable}
@@ -120,10 +120,10 @@ class SketchSet:
     def ingest(
         self,
         table: str,
-        rows: npt.NDArray[np.int32] | Int64Array,
+        rows: RowArray,
         source_rank: int,
         event_time_seconds: float,
-        sequence_lengths: npt.NDArray[np.int32] | None = None,
+        sequence_lengths: Int32Array | None = None,
         arrival_seconds: float = math.inf,
         step: int | None = None,
         sample_ids: Int64Array | None = None,

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.arrays import Arrays
 from flexd.core.durable import UNUSABLE, replace_file, sync_directory
 from flexd.core.errors import SnapshotError
-from flexd.sketch.types import Arrays
 
 MAGIC = b"FLEXDSN2"
 _HEAD = struct.Struct("<8sQI")

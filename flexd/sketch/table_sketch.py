@@ -12,13 +12,14 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowArray
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.node_sources import read_sources
 from flexd.sketch.profile import TableProfile
-from flexd.sketch.types import Arrays, Float64Array, Int32Array, Int64Array, RowArray, TableChoice
+from flexd.sketch.types import TableChoice
 
 OFFERED_ACCESSES = 4
 """Counted accesses offered to a table's sample for each one that it keeps, at most."""
@@ -120,9 +121,7 @@ class AccessSample:
         """Return the memory of a sample: row, rank and key of twice its capacity."""
         return 2 * (8 + 4 + 8) * capacity
 
-    def add(
-        self, rows: npt.NDArray[np.int32] | Int64Array, source_rank: int, log_weight: float, table_rows: int
-    ) -> None:
+    def add(self, rows: RowArray, source_rank: int, log_weight: float, table_rows: int) -> None:
         """Offer accesses of one event time and one rank.
 
         Args:

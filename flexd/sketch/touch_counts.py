@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.arrays import Arrays, BoolArray, Float64Array, Int64Array
 from flexd.core.errors import SketchError
 from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import is_sampled
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.profile import RowTouches
-from flexd.sketch.types import Arrays, Float64Array, Int64Array
 
 MAX_ROWS = 262_144
 """Rows of a table that are kept when it is pruned; between two prunes it has up to twice as many."""
@@ -424,7 +424,7 @@ def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return narrow
 
 
-def _first_of_run(ascending: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+def _first_of_run(ascending: npt.NDArray[Any]) -> BoolArray:
     first = np.ones(len(ascending), dtype=bool)
     np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
     return first

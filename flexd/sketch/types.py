@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
-import numpy.typing as npt
-
-RowArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
-Arrays = dict[str, npt.NDArray[Any]]
-"""By name."""
+from typing import Literal
 
 Kind = Literal["dense", "logarithmic", "count_min"]
 

@@ -12,13 +12,11 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.errors import StreamError
 from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 from flexd.stream.trace import Trace
-
-Int64Array = npt.NDArray[np.int64]
 
 LEAST_EVENTS = 2
 """Events of the shortest sample: one to look up and one to predict."""
@@ -110,7 +108,7 @@ class Batches:
         shape = (self.steps, micro_batches, self.batch_size, world_size)
         self._first, self._length = self._samples.first.reshape(shape), self._samples.length.reshape(shape)
         newest = trace.seconds[made.events[self._samples.first + self._samples.length - 1]].reshape(self.steps, -1)
-        self.seconds: npt.NDArray[np.float64] = np.maximum.accumulate(newest.max(axis=1))
+        self.seconds: Float64Array = np.maximum.accumulate(newest.max(axis=1))
         """[steps]: event time of the newest sample up to each step."""
         self.span_seconds = float(self.seconds[-1] - newest[0].min())
         """Event time between the first and the last sample."""

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from flexd.core.arrays import RowArray
 from flexd.core.errors import CodecError, MissingExtraError, StreamError
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
-from flexd.stream.types import AccessBatch, RowArray
+from flexd.stream.types import AccessBatch
 
 try:
     import pyarrow as pa

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.errors import StreamError
-
-Int64Array = npt.NDArray[np.int64]
 
 _STYLES = 10
 _REQUIRED = ("row", "ts", "table_rows", "table_names")
@@ -36,7 +35,7 @@ class Trace:
 
     table: Int64Array
     row: Int64Array
-    seconds: npt.NDArray[np.float64]
+    seconds: Float64Array
     user: Int64Array | None
     table_rows: Int64Array
     table_names: tuple[str, ...]

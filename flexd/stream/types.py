@@ -8,14 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
+from flexd.core.arrays import Int32Array, Int64Array, RowArray
 
 _log = logging.getLogger(__name__)
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-RowArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 Positions = dict[str, int]
 """Partition -> offset of the next message to read."""

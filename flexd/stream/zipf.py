@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
+from flexd.core.arrays import Float64Array, Int64Array
 
 
 class ZipfSampler:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flexd.core.arrays import Arrays
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import snapshot
 from flexd.sketch.restore import restore_tables
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.types import Arrays, SketchSettings
+from flexd.sketch.types import SketchSettings
 
 
 def newest_snapshot(directory: Path) -> tuple[dict[str, Any], Arrays]:

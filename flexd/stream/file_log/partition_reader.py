@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from flexd.core.arrays import UInt8Array
 from flexd.stream.file_log import segments
 from flexd.stream.types import Losses, StreamMessage
 
@@ -247,7 +247,7 @@ class BufferPool:
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
-        self._buffers: list[tuple[npt.NDArray[np.uint8], weakref.ref[Any]]] = []
+        self._buffers: list[tuple[UInt8Array, weakref.ref[Any]]] = []
 
     def acquire(self, size_bytes: int) -> memoryview:
         """Return a writable view of ``size_bytes`` bytes of arbitrary content."""
