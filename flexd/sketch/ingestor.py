@@ -22,10 +22,10 @@ from flexd.core.tap_counts import TapCounts
 from flexd.sketch.dead_letters import DeadLetterFile
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.restore import restore
-from flexd.sketch.sketch_set import SketchSet, warm_up
+from flexd.sketch.sketch_set import AccessCounts, SketchSet, warm_up
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.snapshot_cycle import SnapshotCycle
-from flexd.sketch.types import AccessCounts, SketchSettings
+from flexd.sketch.types import SketchSettings
 from flexd.stream import codec
 from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.types import REFUSAL_REASONS, AccessBatch, RefusedMessages, Source, StreamMessage

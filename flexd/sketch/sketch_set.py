@@ -26,10 +26,36 @@ from flexd.sketch.logarithmic_table import LogTable
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.table_sketch import TableSketch
 from flexd.sketch.touch_counts import TableTouches, capacity
-from flexd.sketch.types import AccessCounts, Kind, SketchSettings, TableChoice
+from flexd.sketch.types import Kind, SketchSettings, TableChoice
 
 STATE_FORMAT = 6
 KINDS: dict[Kind, type[TableSketch]] = {"dense": DenseTable, "logarithmic": LogTable, "count_min": CountMinTable}
+
+
+@dataclass(frozen=True)
+class AccessCounts:
+    """Accesses of one or more batches by outcome.
+
+    ``accepted + unknown_table + negative_row + row_out_of_range`` is the total; ``future_clamped`` and ``late`` are
+    included in ``accepted``.
+    """
+
+    accepted: int = 0
+    unknown_table: int = 0
+    negative_row: int = 0
+    row_out_of_range: int = 0
+    future_clamped: int = 0
+    late: int = 0
+
+    def __add__(self, other: AccessCounts) -> AccessCounts:
+        return AccessCounts(
+            self.accepted + other.accepted,
+            self.unknown_table + other.unknown_table,
+            self.negative_row + other.negative_row,
+            self.row_out_of_range + other.row_out_of_range,
+            self.future_clamped + other.future_clamped,
+            self.late + other.late,
+        )
 
 
 @dataclass

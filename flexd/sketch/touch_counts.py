@@ -45,6 +45,7 @@ _LEAST_OPEN_ROWS = 2**16
 _OVERTAKING_STEPS = 16
 _RESTART_STEPS = 10_000
 """A step number this far behind is of a training that was started again, or of a partition that is read later."""
+_NOTHING = (-1, 0)
 _PENDING_ROWS = 65_536
 _UNIT_BITS = 16
 _RESCALE_HALF_LIVES = 8
@@ -72,49 +73,6 @@ class _OpenStep:
     accesses: list[int] = field(default_factory=list)
 
 
-class StepProgress:
-    """Newest step number by rank, and by partition.
-
-    A rank's batches may lie in several partitions, which are read unevenly: a step is over when every
-    rank and every partition has passed it.
-    """
-
-    def __init__(self) -> None:
-        self._ranks: dict[int, int] = {}
-        self._partitions: dict[str, int] = {}
-        self._advanced: dict[str, int] = {}
-        """Steps that were opened when a partition's newest step changed last."""
-
-    def latest(self, rank: int) -> int:
-        """Return the newest step of a rank; -1 without one."""
-        return self._ranks.get(rank, -1)
-
-    def advance(self, rank: int, step: int) -> bool:
-        """Note a step of a rank; return whether it is its newest one."""
-        if step <= self.latest(rank):
-            return False
-        self._ranks[rank] = step
-        return True
-
-    def reach(self, partition: str, step: int, opened: int) -> bool:
-        """Note a step of a partition, when ``opened`` steps were ever opened; return whether it is its newest one."""
-        if step <= self._partitions.get(partition, -1):
-            return False
-        self._partitions[partition] = step
-        self._advanced[partition] = opened
-        return True
-
-    def passed(self, ranks: int, opened: int) -> int:
-        """Return the step that all have reached; -1 if fewer than ``ranks`` ranks are known."""
-        if not self._ranks or len(self._ranks) < ranks:
-            return -1
-        stale = [name for name, then in self._advanced.items() if opened - then > STALE_STEPS]
-        for name in stale:
-            del self._partitions[name], self._advanced[name]
-        slowest = min(self._ranks.values())
-        return min(slowest, min(self._partitions.values(), default=slowest))
-
-
 class TableTouches:
     """Counters of one table. Not thread-safe: the owner holds a lock.
 
@@ -136,6 +94,8 @@ class TableTouches:
         self._seen_accesses = self._seen_batches = 0
         self._backlog = False
         self.layout: RankLayout | None = None
+        self._ranks = 0
+        """Of the layout; 0 without one."""
         self._forget()
 
     def _forget(self) -> None:
@@ -154,7 +114,12 @@ class TableTouches:
         self._follow_anew()
 
     def _follow_anew(self) -> None:
-        self._progress = StepProgress()
+        self._newest: dict[int, int] = {}
+        """Newest step number by rank."""
+        self._reached: dict[str, tuple[int, int]] = {}
+        """By partition its newest step number, and the steps that were opened when it came. A rank's batches may lie in
+        several partitions, which are read unevenly: a step is over when every rank and every partition has passed it.
+        """
         self._closed_before = 0
         self._closed: set[int] = set()
         self._passed = 0
@@ -171,14 +136,14 @@ class TableTouches:
         """Count nodes and complete steps of this layout; what was counted under another one is forgotten."""
         if self.layout not in (None, layout):
             self._forget()
-        self.layout = layout
+        self.layout, self._ranks = layout, layout.world_size
 
     def add(
         self, rows: npt.NDArray[Any], rank: int, step: int | None, event_time_seconds: float, decay: ForwardDecay,
         partition: str = "",
     ) -> None:  # fmt: skip
         """Count one entry of the stream: the rows that a rank looked up, in the step if its number is known."""
-        if self.layout is not None and rank >= self.layout.world_size:
+        if 0 < self._ranks <= rank:
             return
         self._seen_accesses += len(rows)
         self._seen_batches += 1
@@ -192,7 +157,10 @@ class TableTouches:
             self._count_batch(distinct, len(inside), event_time_seconds, decay)
         else:
             self._add_to_step(distinct, len(inside), rank, step, event_time_seconds, decay)
-            if self._progress.reach(partition, step, self._opened) or self._progress.latest(rank) == step:
+            forward = step > self._reached.get(partition, _NOTHING)[0]
+            if forward:
+                self._reached[partition] = step, self._opened
+            if forward or self._newest.get(rank) == step:
                 self._close_passed(decay)
 
     def add_pass(
@@ -209,9 +177,9 @@ class TableTouches:
         Whoever calls has sampled the passes, the same ones on all ranks, and gives those of a rank in their order: a
         number that is not above the rank's last one is of a training that was started again.
         """
-        if self.layout is not None and rank >= self.layout.world_size:
+        if 0 < self._ranks <= rank:
             return
-        if number <= self._progress.latest(rank):
+        if number <= self._newest.get(rank, -1):
             self._restart(decay)
         inside = distinct[: np.searchsorted(distinct, self._table_rows)]
         if self._add_to_step(inside, accesses, rank, number, event_time_seconds, decay):
@@ -240,7 +208,9 @@ class TableTouches:
         to.rows.append(distinct)
         to.accesses.append(accesses)
         self._open_rows += len(distinct)
-        newest = self._progress.advance(rank, step)
+        newest = step > self._newest.get(rank, -1)
+        if newest:
+            self._newest[rank] = step
         while self._open and (len(self._open) > _MAX_OPEN_STEPS or self._open_rows > self._max_open_rows):
             self._close_before(min(self._open) + 1, decay)
         return newest
@@ -309,7 +279,9 @@ class TableTouches:
             raise SketchError("touch counts do not fit the table", remedy="use an earlier snapshot")
         layout = meta["layout"]
         self._forget()
-        self.layout = None if layout is None else RankLayout(int(layout[0]), int(layout[1]))
+        self.layout, self._ranks = None, 0
+        if layout is not None:
+            self.set_layout(RankLayout(int(layout[0]), int(layout[1])))
         self._exponent = int(meta["exponent"])
         self._seen_accesses, self._seen_batches = (int(number) for number in meta["seen"])
         self._rows = np.cumsum(gaps, dtype=np.int64)
@@ -321,16 +293,18 @@ class TableTouches:
 
         Entries of one rank may overtake each other on their way into the stream.
         """
-        whole = 0 if self.layout is None else self.layout.world_size
         self._backlog = self._backlog and self._opened <= STALE_STEPS
-        passed = -1 if self._backlog else self._progress.passed(whole, self._opened)
+        if self._backlog or not self._newest or len(self._newest) < self._ranks:
+            return
+        self._reached = {name: at for name, at in self._reached.items() if self._opened - at[1] <= STALE_STEPS}
+        passed = min([*self._newest.values(), *(step for step, _ in self._reached.values())])
         if passed <= self._passed:
             return
         self._passed = passed
         if passed - _OVERTAKING_STEPS > self._closed_before:
             self._close_before(passed - _OVERTAKING_STEPS, decay)
         for number in sorted(step for step in self._open if step < passed):
-            if len(set(self._open[number].ranks)) == whole:
+            if len(set(self._open[number].ranks)) == self._ranks:
                 self._close(number, decay)
                 self._closed.add(number)
 
@@ -344,7 +318,7 @@ class TableTouches:
         step, layout = self._open.pop(number), self.layout
         self._open_rows -= sum(map(len, step.rows))
         ranks = set(step.ranks)
-        complete = layout is not None and len(ranks) == layout.world_size
+        complete = layout is not None and len(ranks) == self._ranks
         weight = self._weight(step.event_time_seconds, decay)
         self._totals += weight * np.array([len(ranks), complete, sum(step.accesses)])
         row = np.concatenate(step.rows)

@@ -1,4 +1,4 @@
-"""Settings of a ``SketchSet``, how each table is counted, and counts of accesses by outcome."""
+"""Settings of a ``SketchSet``, and how each table is counted."""
 
 from __future__ import annotations
 
@@ -68,29 +68,3 @@ class TableChoice:
         if self.kind == "logarithmic":
             return f"logarithmic ({self.counter_bits} bits)"
         return "dense" if self.kind == "dense" else f"count-min (2^{self.log2_width}, {self.hot_rows} hot rows)"
-
-
-@dataclass(frozen=True)
-class AccessCounts:
-    """Accesses of one or more batches by outcome.
-
-    ``accepted + unknown_table + negative_row + row_out_of_range`` is the total; ``future_clamped`` and ``late`` are
-    included in ``accepted``.
-    """
-
-    accepted: int = 0
-    unknown_table: int = 0
-    negative_row: int = 0
-    row_out_of_range: int = 0
-    future_clamped: int = 0
-    late: int = 0
-
-    def __add__(self, other: AccessCounts) -> AccessCounts:
-        return AccessCounts(
-            self.accepted + other.accepted,
-            self.unknown_table + other.unknown_table,
-            self.negative_row + other.negative_row,
-            self.row_out_of_range + other.row_out_of_range,
-            self.future_clamped + other.future_clamped,
-            self.late + other.late,
-        )

@@ -7,8 +7,8 @@ import pytest
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
-from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import AccessCounts, SketchSettings
+from flexd.sketch.sketch_set import AccessCounts, SketchSet
+from flexd.sketch.types import SketchSettings
 from tests.support.saved_sketches import loaded_sketches
 
 SMALL, LARGE = TableSpec("small", 300, 4), TableSpec("large", 400_000, 4)

@@ -12,7 +12,7 @@ from pathlib import Path
 from flexd.core.errors import StreamError
 from flexd.core.supervision import Backoff
 from flexd.stream.file_log import segments
-from flexd.stream.file_log.partition_reader import BufferPool, PartitionReader
+from flexd.stream.file_log.segments import BufferPool, PartitionReader
 from flexd.stream.types import Losses, Positions, Source, StreamMessage
 
 _log = logging.getLogger(__name__)
@@ -69,13 +69,12 @@ class FileLogSink:
             self._next_offset = self._recover()
             self._begin_segment()
         except OSError as error:
-            self._release()
             raise StreamError(
                 f"file log {self._directory}: cannot be written: {error}", remedy="check the path, its owner and space"
             ) from error
-        except StreamError:
-            self._release()
-            raise
+        finally:
+            if self._fd < 0:
+                self._release()
 
     @property
     def next_offset(self) -> int:
@@ -140,11 +139,8 @@ class FileLogSink:
         bases = segments.base_offsets(self._directory)
         if not bases:
             return 0
-        fd = os.open(segments.segment_path(self._directory, bases[-1]), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return segments.last_offset_after(fd, bases[-1])
-        finally:
-            os.close(fd)
+        with segments.segment_path(self._directory, bases[-1]).open("rb") as file:
+            return segments.last_offset_after(file.fileno(), bases[-1])
 
     def _begin_segment(self) -> None:
         """Open the segment that starts at ``next_offset``. The buffer must be empty."""

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from flexd.stream.file_log.partition_reader import BufferPool
+from flexd.stream.file_log.segments import BufferPool
 
 
 def address(view: memoryview) -> int:

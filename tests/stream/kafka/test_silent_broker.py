@@ -23,7 +23,7 @@ def source_at(address: str, topic: str, options: dict[str, str] | None = None):
 
 
 def send(address: str, topic: str, payloads: list[bytes], options: dict[str, str] | None = None) -> None:
-    sink = KafkaSink(address, topic, client_options=options)
+    sink = KafkaSink(address, topic, max_wait_seconds=30.0, client_options=options)
     for payload in payloads:
         sink.send(payload)
     sink.flush(30.0)
