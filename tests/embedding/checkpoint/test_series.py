@@ -58,7 +58,7 @@ def run(
     rank: int, layout: RankLayout, path: str, optimizer: str, events: Events, more: dict[str, Any], settings: dict
 ) -> list[dict[str, Any]]:
     """Run events; return of each save its number, base, rows and bytes, and all tables and state at its time."""
-    table_rows.MAX_WINDOW_BYTES = 300
+    table_rows.MAX_WINDOW_BYTES = 1_000
     collection = made(layout, optimizer, 1, **more)
     series = CheckpointSeries(collection, path, **settings)
     placement, step, saves = Placement.empty(), 0, []
@@ -104,7 +104,7 @@ def load(
     rank: int, layout: RankLayout, path: str, optimizer: str, numbers: list[int | None], more: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Load checkpoints over other values; return what was loaded, and the tables after more training."""
-    table_rows.MAX_WINDOW_BYTES = 200
+    table_rows.MAX_WINDOW_BYTES = 700
     collection = made(layout, optimizer, 2, **more)
     series = CheckpointSeries(collection, path)
     offer(collection, Placement.empty().delta_to(random_placement(8, 30)))
@@ -141,7 +141,7 @@ def refused(rank: int, layout: RankLayout, path: str, number: int | None, names:
 
 def failing_save(rank: int, layout: RankLayout, path: str, where: str) -> dict[str, Any]:
     """Save, and again while one rank cannot write; then train on and save a third time."""
-    table_rows.MAX_WINDOW_BYTES = 300
+    table_rows.MAX_WINDOW_BYTES = 1_000
     collection = made(layout, "adam", 1)
     series = CheckpointSeries(collection, path)
     train_steps(collection, 0, 1)
@@ -171,7 +171,7 @@ def failing_save(rank: int, layout: RankLayout, path: str, where: str) -> dict[s
 
 def end_while_saving(rank: int, layout: RankLayout, path: str, where: str) -> None:
     """End the process in the middle of the second save of a rank."""
-    table_rows.MAX_WINDOW_BYTES = 300
+    table_rows.MAX_WINDOW_BYTES = 1_000
     collection = made(layout, "adam", 1)
     series = CheckpointSeries(collection, path)
     series.save({"step": torch.tensor(0)})
