@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,7 +94,7 @@ class NodeMap:
                 if str(file["format"]) != _FORMAT:
                     raise KeyError(str(file["format"]))
                 return NodeMap(file["ids"], file["nodes_of"].astype(np.int64), int(file["nodes"]))
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
             raise ConfigError(
                 f"{path} is no node map: {error}", remedy="write one with flexd affinity users"
             ) from error

@@ -10,6 +10,7 @@ from flexd.core.errors import SketchError
 UNIT_BITS = 16
 """Of an exact counter: an access is counted with 2^16 to 2^18 units, so rounding to a whole unit changes its weight by
 at most 2^-17."""
+_MAX_POWER = 500.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ class ForwardDecay:
         if self.half_life_seconds is None or math.isnan(self.newest_seconds):
             return 1.0
         power = exponent - self.newest_seconds / self.half_life_seconds
-        return 2.0**power if power > -1000 else 0.0
+        # Positive where the clock was set back (``limit``), perhaps by years.
+        return 2.0 ** min(power, _MAX_POWER) if power > -1000 else 0.0
 
     def log_weight(self, event_time_seconds: float) -> float:
         """Return the natural logarithm of the forward weight ``2^(t/H)``; 0 without decay."""

@@ -97,8 +97,8 @@ class LogTable(TableSketch):
         Returns:
             (ids below 0, ids beyond the table).
         """
-        if units and not self.step:
-            self.step = float(units)
+        if units:
+            self._fit_step(float(units))
         readonly = rows.view()
         readonly.flags.writeable = False
         negative, outside = 0, 0
@@ -126,11 +126,10 @@ class LogTable(TableSketch):
             total_units: added to the exact total.
         """
         self.total_units += total_units
-        if not self.step:
-            self.step = float(units[units > 0].min(initial=np.inf))
-            if not math.isfinite(self.step):
-                self.step = 0.0
-                return
+        least = float(units[units > 0].min(initial=np.inf))
+        if not math.isfinite(least):
+            return
+        self._fit_step(least)
         for start in range(0, len(rows), CHECK_IDS):
             part = np.ascontiguousarray(rows[start : start + CHECK_IDS], dtype=np.int64)
             weights = units[start : start + CHECK_IDS] / self.step
@@ -141,9 +140,16 @@ class LogTable(TableSketch):
             self._double_step_if_crowded()
 
     def rescale(self, bits: int) -> None:
-        """Divide all counters by ``2^bits``. The levels do not change; the value of each does."""
+        """Divide all counters by ``2^bits``. The levels do not change; the value of each does.
+
+        Once all rows together are less than a unit they start anew: a step may become too small for a float.
+        """
         self.step = math.ldexp(self.step, -bits)
         self.total_units = (self.total_units + (1 << (bits - 1))) >> bits
+        if not self.total_units:
+            self.step = 0.0
+            self._packed[:] = 0
+            self._count_levels()
 
     def levels(self, rows: Int64Array) -> UInt8Array:
         """Return the levels of int64[n] rows of the table as uint8[n]."""
@@ -184,6 +190,14 @@ class LogTable(TableSketch):
         variance -= variance[1] if equal and weight >= 1 else 0.0
         errors: Float64Array = np.sqrt(np.maximum(variance, 0.0)) / np.maximum(values, 1.0)
         return errors
+
+    def _fit_step(self, units: float) -> None:
+        """Make the first level as wide as an access: at first, and after a pause so long that the highest level is less
+        than an exact counter would keep."""
+        if not self.step:
+            self.step = units
+        elif math.ldexp(units, -UNIT_BITS) > level_values(self.bits)[-1] * self.step:
+            self._set_step(units)
 
     def _double_step_if_crowded(self) -> bool:
         """Double the step until few rows are at the top level. Return whether it was."""

@@ -20,9 +20,10 @@ from flexd.core.arrays import Arrays
 from flexd.core.durable import UNUSABLE, replace_file, sync_directory
 from flexd.core.errors import SnapshotError
 
-MAGIC = b"FLEXDSN2"
+_MARK = b"FLEXDSN2"
+"""Of any snapshot: its format is the one that its description states (``flexd.sketch.sketch_set.STATE_FORMAT``)."""
 _HEAD = struct.Struct("<8sQI")
-"""Magic, bytes of the description, its CRC-32."""
+"""Mark, bytes of the description, its CRC-32."""
 _DTYPES = ("|u1", "<u2", "<u4", "<u8", "<i4", "<i8", "<f4", "<f8")
 _NAME = re.compile(r"^snapshot-(\d{12})\.flexd$")
 _TEMPORARY = re.compile(r"^snapshot-\d{12}\.flexd\.tmp$")
@@ -122,8 +123,8 @@ def read(path: Path, *, with_arrays: bool = True) -> tuple[dict[str, Any], Array
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            magic, length, checksum = _HEAD.unpack(file.read(_HEAD.size))
-            if magic != MAGIC or length > size:
+            mark, length, checksum = _HEAD.unpack(file.read(_HEAD.size))
+            if mark != _MARK or length > size:
                 raise ValueError("not a flexd snapshot, or its head is damaged")
             text = file.read(length)
             if zlib.crc32(text) != checksum:
@@ -158,7 +159,7 @@ def _encode(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
         text = json.dumps({"meta": dict(meta), "arrays": layout}, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise SnapshotError(f"snapshot description: {error}", remedy="give plain JSON values") from error
-    return [_HEAD.pack(MAGIC, len(text), zlib.crc32(text)), text, *map(_bytes, plain.values())]
+    return [_HEAD.pack(_MARK, len(text), zlib.crc32(text)), text, *map(_bytes, plain.values())]
 
 
 def _bytes(array: npt.NDArray[Any]) -> memoryview:

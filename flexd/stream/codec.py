@@ -390,7 +390,8 @@ _JSON_LISTS = {
 
 def _decode_json(payload: bytes | memoryview) -> list[AccessBatch]:
     try:
-        lines = [line for line in bytes(payload).decode().splitlines() if line.strip()]
+        # Not ``splitlines``: text may hold other line separators, such as U+2028.
+        lines = [line for line in bytes(payload).decode().split("\n") if line.strip()]
     except UnicodeDecodeError as error:
         _fail("bad_json", f"no UTF-8: {error.reason} at byte {error.start}")
     if not lines:

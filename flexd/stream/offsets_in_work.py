@@ -64,12 +64,12 @@ class OffsetsInWork:
         """Record that a range is read or counted from now on. Return False if it must be skipped instead."""
         if self._page is None:
             return True
+        # Clear until the next range is written whole: a range that is half written is none, nor is a skipped one.
+        self._page[0] = 0
         self._forget_current()
         name = f"{partition} {first} {last} {'counted' if counting else 'read'}"
         if self._deaths and self._deaths.get(name, 0) >= DEATHS_UNTIL_SKIPPED:
             return False
-        # The flag is cleared first: a range that is half written is none.
-        self._page[0] = 0
         text = name.encode()
         if len(text) <= _BYTES - _TEXT_AT:
             self._page[1 : _TEXT_AT + len(text)] = len(text).to_bytes(2, "little") + text

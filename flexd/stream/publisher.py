@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import time
 import zlib
@@ -152,7 +153,7 @@ class Publisher:
                 self._source_rank,
                 time.time() if event_time_seconds is None else float(event_time_seconds),
                 None if lengths is None else _host_array(lengths).astype(np.int32),
-                step,
+                None if step is None else operator.index(step),
                 None if sample_ids is None else _host_array(sample_ids).astype(np.int64),
                 None if user_ids is None else _host_array(user_ids).astype(np.int64),
             )

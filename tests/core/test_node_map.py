@@ -21,13 +21,21 @@ def test_users_are_in_the_nodes_of_the_map_and_others_by_their_id(known: dict[in
     assert node_map.node_of(wanted).tolist() == [known.get(one, one % 7) for one in wanted]
 
 
-@pytest.mark.parametrize("kind", ["missing", "text", "arrays"])
+@pytest.mark.parametrize("kind", ["missing", "text", "arrays", "empty", "damaged"])
 def test_another_file_is_named(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "nodes.npz"
     if kind == "text":
         path.write_text("nodes")
+    if kind == "empty":
+        path.touch()
     if kind == "arrays":
         np.savez(path, ids=np.arange(3))
+    if kind == "damaged":
+        NodeMap(np.arange(1000), np.arange(1000) % 4, 4).save(path)
+        whole = path.read_bytes()
+        # Behind the header of the largest member's compressed bytes.
+        at = whole.index(b"ids.npy") + 60
+        path.write_bytes(whole[:at] + bytes(200) + whole[at + 200 :])
     with pytest.raises(ConfigError, match=r"nodes\.npz is no node map"):
         NodeMap.load(path)
 

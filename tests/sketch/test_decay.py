@@ -134,6 +134,17 @@ def test_an_idle_stream_decays_by_the_formula(kind: str, half_life: float, idle_
     assert sketches.profile(idle_seconds=-1.0).event_time_seconds == float(times[-1])
 
 
+def test_counts_of_a_clock_that_was_years_ahead_stay_finite() -> None:
+    """The machine's clock was set back, and nothing has arrived since."""
+    sketches = _set(10.0)
+    sketches.ingest("t", np.array([1, 1, 2]), 0, T0)
+    sketches.limit_clock(1000.0 - 1e9)
+    (table,) = sketches.profile(100.0).tables
+    assert np.isfinite([table.weight, table.accesses_per_step]).all()
+    assert table.hot_share.tolist() == pytest.approx([2 / 3, 1 / 3])
+    assert np.isfinite(sketches.query("t", np.arange(8))).all()
+
+
 def test_late_is_what_is_older_than_the_allowance() -> None:
     sketches = _set(late_after_seconds=5.0)
     one = np.zeros(3, dtype=np.int64)

@@ -132,6 +132,22 @@ def test_a_coarser_unit_keeps_the_counts(name: str):
     assert table.query(ALL, decay) == pytest.approx(before, rel=1e-3, abs=2.0**-6 if name == "count-min" else 2.0**-12)
 
 
+@pytest.mark.parametrize("half_lives", [30, 60, 3000])
+@pytest.mark.parametrize("name", BUDGETS)
+def test_what_was_counted_before_a_long_pause_weighs_nothing_beside_what_comes_after(name: str, half_lives: int):
+    table, decay = make(name), ForwardDecay(25.0, 1e9)
+    fed(table, decay, range(6))
+    time = decay.admit(decay.newest_seconds + 25.0 * half_lives).event_time_seconds
+    table.add(np.arange(100), 0, time, decay)
+    assert table.query(ALL, decay) == pytest.approx((ALL < 100).astype(float), abs=2.0**-6)
+    profile = table.profile(decay, 100)
+    assert profile.weight == pytest.approx(100, rel=0.01)
+    assert set(profile.hot_rows.tolist()) == set(range(100))
+    again = make(name)
+    again.load(*table.state())
+    assert same_state(table, again)
+
+
 SMALL, LARGE = TableSpec("small", 500, 8), TableSpec("large", 3_000_000, 8)
 MEMORY = 6 * 2**20
 

@@ -315,11 +315,12 @@ def test_refused_json(line, reason):
 
 def test_hand_written_json_is_read():
     text = '\n{"event_time": 3, "table": "t", "rows": [1, 2], "source_rank": 7}\r\n\n' + json.dumps(
-        {"table": "u", "rows": [], "source_rank": 0, "event_time": 0.5, "sequence_lengths": []}
+        {"table": "u\u2028\x85", "rows": [], "source_rank": 0, "event_time": 0.5, "sequence_lengths": []},
+        ensure_ascii=False,
     )
     first, second = decode(text.encode(), MAX)
     assert (first.table, first.rows.tolist(), first.source_rank, first.event_time_seconds) == ("t", [1, 2], 7, 3.0)
-    assert second.sequence_lengths.tolist() == []
+    assert (second.table, second.sequence_lengths.tolist()) == ("u\u2028\x85", []), "only a line feed ends a line"
     assert reason_of(b'{"table":"\xff"}') == "bad_json"
 
 

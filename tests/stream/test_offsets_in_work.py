@@ -31,8 +31,10 @@ def test_a_range_is_skipped_after_the_second_death_in_a_row_until_a_week_has_pas
     assert work.begin("t/0", 5, 8)
     assert work.begin("t/1", 5, 9)
     assert work.begin("t/0", 5, 9, counting=True)
-    work.close()
+    work.begin("t/0", 1, 4)
+    assert not work.begin("t/0", 5, 9)
     assert skips(tmp_path)
+    assert "1 4" not in (tmp_path / RECORD_NAME).read_text(), "a death after a skipped range is not of the one before"
     monkeypatch.setattr(offsets_in_work, "_FORGET_SECONDS", -1.0)
     assert not skips(tmp_path)
 

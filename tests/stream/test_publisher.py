@@ -140,6 +140,7 @@ def test_closing_gives_up_at_its_deadline():
         ("t", torch.zeros(3, dtype=torch.int64, device="meta"), None, ()),
         ("t", np.arange(3), np.array([1, 2]), (1.0, None, np.arange(3))),
         ("t", np.arange(3), None, (1.0, None, np.arange(3))),
+        ("t", np.arange(3), None, (1.0, 1.5)),
         ("t", "abc", None, ()),
         ("t", None, None, ()),
     ],

@@ -234,7 +234,7 @@ class KafkaSource(Source):
         numbers = [each.partition for each in every]
         chosen = sampled_partitions(self._job, self._config.topic, numbers, self._config.share)
         self._unread = frozenset(each for each in every if each.partition not in chosen)
-        self._read_share = len(chosen) / max(len(every), 1)
+        self._read_share = len(chosen) / len(every) if every else self._config.share
         for partition in every - self._unread:
             with contextlib.suppress(KafkaError, ValueError, KeyError):
                 consumer.resume(partition)

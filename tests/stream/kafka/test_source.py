@@ -250,6 +250,14 @@ def test_a_share_of_the_partitions_is_read_and_it_is_the_same_at_every_start(tan
     producer.close()
 
 
+def test_a_member_without_partitions_has_the_share_of_the_configuration():
+    source = kafka_source("nowhere:1", "t", "g", share=0.4, job="job")
+    consumer = ScriptedConsumer()
+    consumer.assignment = set
+    assert source._choose(consumer, set()) == set()
+    assert source.read_share == 0.4, "weights are divided by it"
+
+
 def test_an_added_partition_changes_the_sample_by_one_at_most():
     for count in range(1, 40):
         before, after = (sampled_partitions("job", "t", range(n), 0.3) for n in (count, count + 1))
