@@ -37,5 +37,5 @@ def slow_broker():
     """A mock cluster that takes longer for every response than a poll of the tests lasts."""
     from tests.support.mock_kafka import MockKafka
 
-    with MockKafka(round_trip_ms=150) as broker:
+    with MockKafka(round_trip_ms=80) as broker:
         yield broker

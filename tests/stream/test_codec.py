@@ -90,16 +90,10 @@ def test_both_formats_round_trip(sent):
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_arrow_keeps_the_id_type_and_shares_the_memory(dtype):
-    payload = encode_arrow([AccessBatch("t", np.arange(8192, dtype=dtype), 0, 1.0)])
-    rows = decode(payload, MAX)[0].rows
-    assert rows.dtype == dtype
+def test_rows_share_the_memory_of_an_aligned_payload_and_are_aligned_in_any(dtype):
+    payload = encode_arrow([AccessBatch("t", np.arange(100, dtype=dtype), 0, 1.0)])
     start = np.frombuffer(payload, dtype=np.uint8).ctypes.data
-    assert start <= rows.ctypes.data < start + len(payload)
-
-
-def test_unaligned_payload_gives_aligned_rows():
-    payload = encode_arrow([AccessBatch("t", np.arange(100, dtype=np.int64), 0, 1.0)])
+    assert start <= decode(payload, MAX)[0].rows.ctypes.data < start + len(payload)
     shifted = memoryview(b"x" + payload)[1:]
     rows = decode(shifted, MAX)[0].rows
     assert rows.flags.aligned

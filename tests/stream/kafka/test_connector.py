@@ -88,6 +88,6 @@ def test_closing_during_an_attempt_disposes_of_its_client():
     peer.gate.clear()
     connector = peer.connector()
     assert connector.get(0.0) is None
-    connector.close(1.0)
+    connector.close(0.05)
     peer.gate.set()
     until(lambda: peer.disposed == [1])

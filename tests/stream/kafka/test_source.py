@@ -168,15 +168,18 @@ def test_retention_and_truncation_follow_the_policy(policy, error):
     assert source.positions() == {"t/0": 12}
 
 
-def test_a_fetch_from_before_a_rebalance_is_not_delivered_twice():
-    source, _ = scripted([0, 1, 2], [1, 2, 3], [2, 3], [4])
-    assert [[m.offset for m in source.poll(0.0)] for _ in range(4)] == [[0, 1, 2], [3], [], [4]]
-
-
-def test_a_missing_offset_is_fetched_again():
-    source, consumer = scripted([0, 1], [3], [2, 3])
-    assert [[m.offset for m in source.poll(0.0)] for _ in range(3)] == [[0, 1], [], [2, 3]]
-    assert consumer.seeks == [("to", 2)]
+@pytest.mark.parametrize(
+    ("fetched", "delivered", "seeks"),
+    [
+        ([[0, 1, 2], [1, 2, 3], [2, 3], [4]], [[0, 1, 2], [3], [], [4]], []),
+        ([[0, 1], [3], [2, 3]], [[0, 1], [], [2, 3]], [("to", 2)]),
+    ],
+    ids=["from before a rebalance", "missing"],
+)
+def test_every_offset_is_delivered_once_whatever_is_fetched(fetched, delivered, seeks):
+    source, consumer = scripted(*fetched)
+    assert [[m.offset for m in source.poll(0.0)] for _ in fetched] == delivered
+    assert consumer.seeks == seeks
 
 
 def test_a_rebalance_repeats_and_loses_nothing(tansu):
@@ -240,13 +243,6 @@ def test_a_share_of_the_partitions_is_read_and_it_is_the_same_at_every_start(tan
     assert again.poll(0.5) == []
     assert {(m.partition, m.offset) for m in got} == {(name, offset) for name in chosen for offset in range(20)}
     again.close()
-    # A larger share reads on where that ended, and the others from their first message.
-    whole = open_source(tansu, topic, share=1.0, job="job")
-    whole.restore(again.positions())
-    more = poll_until(whole, lambda more: len(more) == 5 * 20)
-    assert not {m.partition for m in more} & chosen
-    assert whole.read_share == 1.0
-    whole.close()
     producer.close()
 
 
