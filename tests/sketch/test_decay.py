@@ -104,36 +104,6 @@ def test_a_time_that_is_not_finite_is_refused_and_nothing_counted():
     assert math.isnan(sketches.newest_event_seconds)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.sampled_from(["dense", "count_min"]), st.floats(0.5, 5000.0), st.floats(0.0, 400.0))
-def test_an_idle_stream_decays_by_the_formula(kind: str, half_life: float, idle_seconds: float) -> None:
-    """Weight, profile and counters read later are those before it times 2^-(idle / half-life)."""
-    rows = 8 if kind == "dense" else 3_000_000
-    sketches = SketchSet([TableSpec("t", rows, 4)], SketchSettings(2**20, half_life, 1e9))
-    assert sketches.choices()[0].kind == kind
-    times = T0 + np.linspace(0, half_life, 5)
-    for time in times:
-        sketches.ingest("t", np.array([1, 1, 2], dtype=np.int64), 0, float(time))
-    before = sketches.profile().tables[0]
-    after = sketches.profile(idle_seconds=idle_seconds).tables[0]
-    factor = 2.0 ** (-idle_seconds / half_life)
-    now = float(times[-1]) + idle_seconds
-    closed_form = 3 * float((2.0 ** ((times - now) / half_life)).sum())
-    assert before.weight * factor == pytest.approx(after.weight, rel=1e-6)
-    # A count-min rounds the weight of an access up to one of 2^10 units, an exact counter to one of 2^16.
-    within = 1e-4 if kind == "dense" else 1e-3
-    assert after.weight == pytest.approx(closed_form, rel=within)
-    counts = sketches.query("t", np.array([1, 2, 3]), idle_seconds)
-    assert counts == pytest.approx([closed_form * 2 / 3, closed_form / 3, 0], rel=within)
-    if kind == "count_min":
-        assert counts[0] >= closed_form * 2 / 3 * (1 - 1e-9)
-        assert counts[1] >= closed_form / 3 * (1 - 1e-9)
-    assert np.array_equal(after.hot_rows, before.hot_rows)
-    assert after.hot_share == pytest.approx(before.hot_share)
-    assert sketches.profile(idle_seconds=idle_seconds).event_time_seconds == now
-    assert sketches.profile(idle_seconds=-1.0).event_time_seconds == float(times[-1])
-
-
 def test_counts_of_a_clock_that_was_years_ahead_stay_finite() -> None:
     """The machine's clock was set back, and nothing has arrived since."""
     sketches = _set(10.0)

@@ -21,7 +21,7 @@ from tests.support.ingest_fakes import T0, FakeSource, make_ingestor, run_to_the
 
 ROWS, MESSAGES = np.arange(-1, 9, dtype=np.int64), 6
 """Each message has three batches of them, so nine accepted accesses and one negative row in each batch."""
-MEMORY, BUG = MemoryError("no memory"), ValueError("a bug")
+ERRORS = {"memory": MemoryError("no memory"), "sketch": SketchError("malformed")}
 
 STAGES: list[tuple[Any, str]] = [
     (sketch_set.SketchSet, "ingest"),
@@ -74,7 +74,7 @@ def run_all(tmp_path: Any) -> tuple[Any, bool]:
     return ingestor, False
 
 
-@pytest.mark.parametrize("error", [MEMORY, BUG, SketchError("malformed")], ids=["memory", "bug", "sketch"])
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(("owner", "name"), STAGES, ids=[f"{name}" for _, name in STAGES])
 def test_a_fault_at_any_stage_counts_each_message_wholly_or_not_at_all(

@@ -208,17 +208,3 @@ def test_rows_at_the_top_level_share_the_excess_in_proportion_to_the_sample():
     assert got[:2] == pytest.approx([60_000, 30_000], rel=0.25)
     assert got[2] == 0
     assert sketches.profile().tables[0].hot_rows[:2].tolist() == [7, 8]
-
-
-def test_an_idle_table_decays_by_the_formula_and_levels_stay():
-    sketches, _ = _zipf_set(80_000, 60.0)
-    before = sketches.query("t", np.arange(ROWS))
-    levels = sketches.state()[1]["0/levels"]
-    assert np.allclose(sketches.query("t", np.arange(ROWS), 120.0), before / 4)
-    # Ten half-lives later, an access of another row makes the unit coarser; the levels stay.
-    sketches.ingest("t", np.array([ROWS - 1]), 0, T0 + 190 + 600)
-    later = sketches.state()[1]["0/levels"]
-    assert (np.flatnonzero(levels != later) >= (ROWS - 1) * 3 // 8).all()
-    below = np.flatnonzero(sketches._tables["t"].sketch.levels(np.arange(ROWS - 1000)) < 7)
-    assert len(below) > ROWS / 2
-    assert np.allclose(sketches.query("t", below), before[below] / 2**10, rtol=1e-6)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.node_sources import read_sources
-from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import SketchSettings
-from tests.support.saved_sketches import loaded_sketches
 
 LAYOUT = RankLayout(4, 2)
 T0 = 1.7e9
@@ -26,12 +20,6 @@ def _accesses(n: int, rows: int, local_share: float, seed: int = 0) -> tuple[np.
     anywhere = rng.integers(0, LAYOUT.world_size, n)
     own = (row % LAYOUT.nodes) * LAYOUT.local_ranks + rng.integers(0, LAYOUT.local_ranks, n)
     return row.astype(np.int64), np.where(rng.random(n) < local_share, own, anywhere).astype(np.int32)
-
-
-def _sets(sketches: SketchSet, row: np.ndarray, rank: np.ndarray, parts: int = 40) -> None:
-    for part, (rows, ranks) in enumerate(zip(np.array_split(row, parts), np.array_split(rank, parts), strict=True)):
-        for one in range(LAYOUT.world_size):
-            sketches.ingest("t", rows[ranks == one], one, T0 + part)
 
 
 @pytest.mark.parametrize("local_share", [0.0, 0.5, 1.0])
@@ -86,24 +74,3 @@ def test_sources_of_few_or_no_accesses() -> None:
     assert np.isnan(once.affinity), "no row was seen twice"
     one_node = read_sources(np.zeros(50, np.int64), np.zeros(50, np.int32), np.arange(3), LAYOUT)
     assert one_node.affinity == 0.0, "all rows come from the same node: nothing sets them apart"
-
-
-@pytest.mark.parametrize(("memory", "logarithmic"), [(2**22, True), (400_000, True), (400_000, False)])
-def test_a_profile_has_the_source_nodes_of_its_hot_rows(memory: int, logarithmic: bool) -> None:
-    """Holds for dense, logarithmic and count-min tables, and after a snapshot."""
-    tables = [TableSpec("t", 200_000, 4)]
-    row, rank = _accesses(200_000, 200_000, 0.8)
-    whole = SketchSet(tables, SketchSettings(memory, 1000.0, logarithmic=logarithmic))
-    assert whole.choices()[0].kind == ("dense" if memory == 2**22 else "logarithmic" if logarithmic else "count_min")
-    _sets(whole, row, rank)
-    meta, arrays = whole.state()
-    restored = loaded_sketches(tables, whole.settings, json.loads(json.dumps(meta)), arrays)
-    for sketches in (whole, restored):
-        (table,) = sketches.profile(layout=LAYOUT).tables
-        assert table.sources is not None
-        assert table.sources.affinity == pytest.approx(0.64, abs=0.1)
-        share = table.sources.share(np.arange(20))
-        assert (share.argmax(axis=1) == table.hot_rows[:20] % 4).mean() >= 0.8
-        # Few sampled accesses per row are drawn towards the mix.
-        assert 0.7 < share.max(axis=1).mean() < 0.9
-    assert whole.profile().tables[0].sources is None

@@ -17,9 +17,9 @@ from tests.support.ingest_fakes import (
     SETTINGS,
     TABLES,
     FakeSource,
-    KillAt,
     Killed,
     assert_same_state,
+    kill_at,
     make_ingestor,
     run_to_the_end,
     state_of,
@@ -52,9 +52,10 @@ def test_unusable_state_is_renamed_where_the_daemon_may_start_empty(tmp_path):
     assert source.restored is None
 
 
-def test_damaged_newest_snapshot_is_reported_and_the_previous_continued(tmp_path):
-    expected = uninterrupted_state(tmp_path)
-    source = FakeSource(LOG, KillAt("poll", 4))
+def test_damaged_newest_snapshot_is_reported_and_the_previous_continued(tmp_path, monkeypatch):
+    expected = uninterrupted_state()
+    kill_at(monkeypatch, "thread.ingest", 5)
+    source = FakeSource(LOG)
     store = SnapshotStore(tmp_path / "state", 3)
     with pytest.raises(Killed):
         run_to_the_end(make_ingestor(source, store, snapshot_interval_seconds=0.0), source)
@@ -69,7 +70,7 @@ def test_damaged_newest_snapshot_is_reported_and_the_previous_continued(tmp_path
 
 
 def test_only_damaged_snapshots_are_refused_or_start_empty_from_the_earliest_message(tmp_path):
-    expected = uninterrupted_state(tmp_path)
+    expected = uninterrupted_state()
     store = SnapshotStore(tmp_path / "state", 3)
     store.save({}, {}).write_bytes(b"junk")
     source = FakeSource(LOG)

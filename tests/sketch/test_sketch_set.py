@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.sketch_set import AccessCounts, SketchSet
 from flexd.sketch.types import SketchSettings
-from tests.support.saved_sketches import loaded_sketches
 
 SMALL, LARGE = TableSpec("small", 300, 4), TableSpec("large", 400_000, 4)
 TABLES = [SMALL, LARGE]
@@ -62,6 +60,13 @@ def test_profile_against_exact_counts(half_life):
     assert (profile.generation, profile.lag_messages, profile.samples) == (7, 3, counts.accepted)
     assert profile.event_time_seconds == max(time for _, _, time in batches)
     small, large = profile.tables
+    idle = sketches.profile(idle_seconds=10.0)
+    assert idle.event_time_seconds == profile.event_time_seconds + 10.0
+    factor = 1.0 if half_life is None else 2.0 ** (-10.0 / half_life)
+    assert [t.weight for t in idle.tables] == pytest.approx([factor * t.weight for t in profile.tables])
+    assert sketches.profile(idle_seconds=-1.0).event_time_seconds == profile.event_time_seconds
+    zero = np.zeros(1, np.int64)
+    assert sketches.query("small", zero, 10.0) == pytest.approx(factor * sketches.query("small", zero))
     assert (small.accesses_per_step, large.accesses_per_step) == (11.0, 0.0)
     for table in profile.tables:
         truth = exact[table.table]
@@ -88,16 +93,3 @@ def test_every_access_is_counted_by_outcome():
     assert got == AccessCounts(accepted=2, negative_row=1, row_out_of_range=1)
     assert sketches.ingest("small", np.empty(0, dtype=np.int64), 0, T0) == AccessCounts()
     assert sketches.samples == 4
-
-
-def test_damaged_state_is_refused():
-    sketches = _set()
-    _feed(sketches, _batches(7))
-    meta, arrays = sketches.state()
-    with pytest.raises(SketchError, match="format"):
-        loaded_sketches(TABLES, sketches.settings, {**meta, "format": 99}, arrays)
-    with pytest.raises(SketchError):
-        loaded_sketches(TABLES, sketches.settings, meta, {})
-    for key in ("decay", "sketches"):
-        with pytest.raises(SketchError):
-            loaded_sketches(TABLES, sketches.settings, {**meta, key: None}, arrays)

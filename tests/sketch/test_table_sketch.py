@@ -88,7 +88,17 @@ def test_every_kind_counts_decays_and_continues_bit_by_bit(name: str, half_life:
     assert profile.hot_share.sum() + profile.bin_share @ profile.bin_rows < 1.1
     assert 0.1 < profile.coverage <= 1
     assert profile.coverage > 0.9 or name.endswith("bits")
+    sampled = table.state()[1]["sample_rows"]
     assert profile.sources.node_share.sum() == pytest.approx(1)
+    assert profile.sources.hot_accesses.sum() == np.isin(sampled, profile.hot_rows).sum()
+    # Read later, without an access in between, all has decayed by the formula.
+    later = ForwardDecay(half_life, 1e9)
+    later.newest_seconds = decay.newest_seconds + 40.0
+    factor = 1.0 if half_life is None else 2.0 ** (-40.0 / half_life)
+    assert table.query(ALL, later) == pytest.approx(factor * got)
+    idle = table.profile(later, 50)
+    assert idle.weight == pytest.approx(factor * profile.weight)
+    assert np.array_equal(idle.hot_rows, profile.hot_rows)
     # A saved state is the state, and counts on alike.
     again = make(name)
     meta, arrays = table.state()
@@ -148,43 +158,25 @@ def test_what_was_counted_before_a_long_pause_weighs_nothing_beside_what_comes_a
     assert same_state(table, again)
 
 
-SMALL, LARGE = TableSpec("small", 500, 8), TableSpec("large", 3_000_000, 8)
-MEMORY = 6 * 2**20
-
-
-def sketches(half_life: float | None = None) -> SketchSet:
-    made = SketchSet(
-        [SMALL, LARGE], SketchSettings(memory_bytes=MEMORY, half_life_seconds=half_life, logarithmic=False)
-    )
-    assert [choice.kind for choice in made.choices()] == ["dense", "count_min"]
-    return made
-
-
-def rows_of(table: str, ids: np.ndarray) -> TableCounts:
-    rows, counts = np.unique(ids, return_counts=True)
-    return TableCounts(table, rows.astype(np.int64), counts.astype(np.int64))
-
-
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 499), min_size=1, max_size=60), min_size=1, max_size=5))
-def test_exact_tables_are_equal_bit_by_bit(parts):
-    one_by_one, counted = sketches(), sketches()
-    for when, part in enumerate(parts):
-        ids = np.array(part, np.int64)
-        a = one_by_one.ingest("small", ids, 0, float(when))
-        b = counted.ingest_tap(TapCounts(0, float(when), (rows_of("small", ids),)))
-        assert a == b
-    state_a, state_b = one_by_one.state()[1], counted.state()[1]
-    for name in ("0/low", "0/high_rows", "0/high_carries"):
-        assert np.array_equal(state_a[name], state_b[name])
+@given(st.lists(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=60), min_size=1, max_size=5))
+def test_exact_counters_are_equal_bit_by_bit_however_accesses_come(parts):
+    decay, random = ForwardDecay(None, 0.0), np.random.default_rng(0)
+    one_by_one, counted = make("dense"), make("dense")
+    for part in parts:
+        one_by_one.add(np.array(part), 0, 0.0, decay)
+        counted.add_counted(*np.unique(part, return_counts=True), 0, 0.0, decay, random)
+    for name, array in one_by_one._state()[1].items():
+        assert np.array_equal(array, counted._state()[1][name])
     assert one_by_one.samples == counted.samples
 
 
-def test_accesses_that_cannot_be_counted_are_counted_by_reason():
-    made = sketches()
-    ids = np.array([1, 1, 600, 601, 601], np.int64)
-    counts = made.ingest_tap(TapCounts(0, 1.0, (rows_of("small", ids), rows_of("nobody", ids))))
-    assert (counts.accepted, counts.row_out_of_range, counts.unknown_table) == (2, 3, 5)
+def test_accesses_of_a_tap_that_cannot_be_counted_are_counted_by_reason():
+    made = SketchSet([TableSpec("small", 500, 8)], SketchSettings(memory_bytes=2**20))
+    rows, counts = np.array([1, 600, 601]), np.array([2, 1, 2])
+    tables = tuple(TableCounts(name, rows, counts) for name in ("small", "nobody"))
+    found = made.ingest_tap(TapCounts(0, 1.0, tables))
+    assert (found.accepted, found.row_out_of_range, found.unknown_table) == (2, 3, 5)
     assert made.samples == 2
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import pytest
 
+from flexd.core import fault_points as faults
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.ingestor import Ingestor
-from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
 from flexd.stream.codec import encode_arrow
 from flexd.stream.types import AccessBatch, Losses, StreamMessage
@@ -25,14 +27,20 @@ class Killed(BaseException):
     """Simulates the death of the process; derived from BaseException so that no handler catches it."""
 
 
-class FakeSource:
-    """Partitions of prepared messages. ``at`` is called with the name of every step and may raise ``Killed``."""
+def kill_at(monkeypatch: pytest.MonkeyPatch, point: str, passage: int) -> None:
+    """Raise ``Killed`` at a passage of a fault point, once."""
+    monkeypatch.setattr(faults, "InjectedFaultError", Killed)
+    monkeypatch.setattr(faults, "_armed", {})
+    monkeypatch.setattr(faults, "_passed", {})
+    faults.arm({faults.VARIABLE: f"{point}:{passage}:raise"})
 
-    def __init__(
-        self, log: Mapping[str, list[bytes]], at: Callable[[str], None] = lambda step: None, per_poll: int = 3
-    ):
+
+class FakeSource:
+    """Partitions of prepared messages. ``on_poll`` is called by every poll, and may raise."""
+
+    def __init__(self, log: Mapping[str, list[bytes]], per_poll: int = 3):
         self.log = log
-        self.at = at
+        self.on_poll: Callable[[], object] = lambda: None
         self.per_poll = per_poll
         self.next = dict.fromkeys(log, 0)
         self.restored: dict[str, int] | None = None
@@ -48,7 +56,7 @@ class FakeSource:
         return self.lost
 
     def poll(self, timeout_seconds: float) -> list[StreamMessage]:
-        self.at("poll")
+        self.on_poll()
         taken = []
         for partition in sorted(self.log, key=lambda p: self.next[p] / max(1, len(self.log[p]))):
             while len(taken) < self.per_poll and self.next[partition] < len(self.log[partition]):
@@ -71,27 +79,11 @@ class FakeSource:
         return sum(len(self.log[p]) - self.next[p] for p in self.log)
 
     def commit(self, positions: Mapping[str, int]) -> str | None:
-        self.at("commit")
         self.committed.append(dict(positions))
-        self.at("committed")
         return self.commit_failure
 
     def close(self) -> None:
         self.closed = True
-
-
-class KillingStore(SnapshotStore):
-    """Calls ``at`` before and after every save."""
-
-    def __init__(self, directory, keep, at: Callable[[str], None]) -> None:
-        super().__init__(directory, keep)
-        self.at = at
-
-    def save(self, meta, arrays):
-        self.at("save")
-        path = super().save(meta, arrays)
-        self.at("saved")
-        return path
 
 
 def make_message(i: int) -> bytes:
@@ -131,19 +123,19 @@ def state_of(ingestor: Ingestor) -> tuple[dict, dict[str, np.ndarray]]:
 def run_to_the_end(ingestor: Ingestor, source: FakeSource) -> None:
     """Run the loop in this thread, so that ``Killed`` reaches the caller."""
 
-    def stop_when_drained(step: str, before=source.at) -> None:
-        before(step)
-        if step == "poll" and source.lag() == 0:
+    def stop_when_drained() -> None:
+        if source.lag() == 0:
             ingestor._stop.set()
 
-    source.at = stop_when_drained
+    source.on_poll = stop_when_drained
     ingestor._loop()
     ingestor._finish()
 
 
-def uninterrupted_state(tmp_path) -> tuple[dict, dict[str, np.ndarray]]:
+@functools.cache
+def uninterrupted_state() -> tuple[dict, dict[str, np.ndarray]]:
     source = FakeSource(LOG)
-    ingestor = make_ingestor(source, SnapshotStore(tmp_path / "uninterrupted", 2))
+    ingestor = make_ingestor(source, None)
     run_to_the_end(ingestor, source)
     return state_of(ingestor)
 
@@ -153,16 +145,3 @@ def assert_same_state(got, expected) -> None:
     assert got[1].keys() == expected[1].keys()
     for name, array in expected[1].items():
         assert np.array_equal(got[1][name], array), name
-
-
-class KillAt:
-    """Raises ``Killed`` at the n-th occurrence of a step, once."""
-
-    def __init__(self, step: str, n: int) -> None:
-        self.step, self.left = step, n
-
-    def __call__(self, step: str) -> None:
-        if step == self.step:
-            self.left -= 1
-            if self.left == 0:
-                raise Killed
