@@ -25,7 +25,7 @@ from tests.support.ranks_in_threads import SECRET, TABLES, Ranks
 from tests.support.until import until
 
 OTHER = KeySpace([TableSpec("item", 60_000, 8), TableSpec("brand", 100, 16)])
-SETTINGS: dict[str, Any] = {"stream": {"source": {"kind": "tap"}}, "control": {"timeout_seconds": 4.0}}
+SETTINGS: dict[str, Any] = {"stream": {"source": {"kind": "tap"}}, "control": {"timeout_seconds": 1.5}}
 
 
 def settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def ranks_of(daemon: RunningDaemon, tables: KeySpace, attempt: str = "a1") -> Ra
         RankLayout(1, 2),
         attempt,
         identities=of_job(tables),
-        timeout_seconds=4.0,
+        timeout_seconds=1.5,
         tables=tables,
     )
 
@@ -114,7 +114,7 @@ def test_ranks_with_different_tables_are_named(tmp_path: Path) -> None:
 
     with RunningDaemon(tmp_path, settings(tmp_path)) as daemon:
         port = daemon.config.control.listen_port
-        with Ranks(port, RankLayout(1, 2), identities=by_rank, timeout_seconds=4.0):
+        with Ranks(port, RankLayout(1, 2), identities=by_rank, timeout_seconds=1.5):
             cause = "ranks of attempt 'a1' have different tables"
             until(lambda: cause in daemon.status()["reasons"][0], 20, lambda: daemon.status()["reasons"])
         assert known(daemon) == {}
