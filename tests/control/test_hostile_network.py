@@ -106,7 +106,7 @@ def test_no_process_ends_and_no_step_waits(
     daemon = start("daemon_process", 0, tmp_path / "state", 1, 50, 5.0)
     until(lambda: daemon.lines, 60)
     port = daemon.lines[0]
-    seconds = 10 if rounds == 2 else 40
+    seconds = 5 if rounds == 2 else 40
     ranks = [start("rank_process", port, tmp_path / "store", rank, 2, "a1", seconds) for rank in range(2)]
     until(lambda: daemon.events("channel"), 60, "no migration before the attack")
     before, committed = daemon.resident_bytes(), len(daemon.events("channel"))

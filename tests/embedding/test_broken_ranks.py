@@ -157,7 +157,7 @@ Ranks = Callable[[int], RankPool]
 def test_a_broken_rank_is_an_error_on_every_other_rank(fault: str) -> None:
     pool = RankPool(4)
     try:
-        results = pool.run(lose_a_rank, RankLayout(2, 2), 3, fault, 3.0)
+        results = pool.run(lose_a_rank, RankLayout(2, 2), 3, fault, 1.5)
     finally:
         pool.close()
     for rank, text in enumerate(results):
