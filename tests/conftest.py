@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 
-# Read when torch and numpy are imported, here and in every child. Two files run at a time, with up to six ranks: more
+# Read when torch and numpy are imported, here and in every child. Three files run at a time, with up to six ranks: more
 # threads of each would only wait for one another, and OpenMP's wait by spinning.
 for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_threads, "1")
