@@ -10,6 +10,8 @@ from flexd.core.errors import ConfigError, TopologyError
 if TYPE_CHECKING:  # it imports numpy, which would double the time of a client command
     from flexd.core.layout import RankLayout
 
+DOCUMENT_FORMAT = 1
+"""Of what ``flexd shard`` writes: table rules, and TorchRec's sharding plans."""
 ROW_WISE = "row_wise"
 """The type of a table that names none."""
 DATA_PARALLEL = "data_parallel"

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 from flexd.core.errors import EmbeddingError, TopologyError
 from flexd.core.layout import RankLayout
-from flexd.core.sharding_types import ShardingType
+from flexd.core.sharding_types import DOCUMENT_FORMAT, ShardingType
 
-FORMAT = 1
 _AGAIN = "write it by flexd shard --for flexd"
 _Table = TypeVar("_Table", bound=Any)
 
@@ -69,8 +68,8 @@ class TableRules:
                 given = json.loads(Path(given).read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise EmbeddingError(f"{source}: cannot be read: {error}", remedy=_AGAIN) from error
-        if not isinstance(given, Mapping) or given.get("for") != "flexd" or given.get("format") != FORMAT:
-            raise EmbeddingError(f"{source}: no table rules of format {FORMAT}", remedy=_AGAIN)
+        if not isinstance(given, Mapping) or given.get("for") != "flexd" or given.get("format") != DOCUMENT_FORMAT:
+            raise EmbeddingError(f"{source}: no table rules of format {DOCUMENT_FORMAT}", remedy=_AGAIN)
         by_name: dict[str, TableRule] = {}
         try:
             layout = RankLayout(int(given["nodes"]), int(given["local_ranks"]))

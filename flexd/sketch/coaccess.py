@@ -24,7 +24,8 @@ import numpy.typing as npt
 from flexd.core import tap_counts
 from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowArray, UInt32Array
 from flexd.core.errors import SketchError
-from flexd.core.tap_counts import FIRST, GAMMA, SECOND
+from flexd.core.tap_counts import GAMMA
+from flexd.sketch.kernel_parts import finalise
 
 MIN_BYTES = 65_536
 MAX_ROWS = 2**32
@@ -60,10 +61,7 @@ class _LookUp(NamedTuple):
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def _mix(value: Any) -> Any:
-    z = value + np.uint64(GAMMA)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(SECOND)
-    return z ^ (z >> np.uint64(31))
+    return finalise(value + np.uint64(GAMMA))
 
 
 @numba.njit(cache=True, nogil=True, inline="always")

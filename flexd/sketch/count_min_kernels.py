@@ -19,7 +19,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from flexd.sketch.cache_prefetch import prefetch
+from flexd.sketch.kernel_parts import prefetch
 
 BLOCK_IDS = 256
 """Ids hashed at once, while the cells of the block before are counted; their cache lines (64 KiB) fit the second-level

@@ -10,8 +10,8 @@ import numpy as np
 from flexd.core.arrays import Arrays, Float64Array, Int64Array, RowArray, UInt32Array
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
-from flexd.sketch.cache_prefetch import prefetch
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
+from flexd.sketch.kernel_parts import prefetch
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.table_sketch import TableSketch, are_rows
 from flexd.sketch.types import TableChoice

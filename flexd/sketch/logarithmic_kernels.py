@@ -1,9 +1,8 @@
 """The loops of the logarithmic counters: packed levels of 3, 4 or 8 bits, updated with a stream of random numbers.
 
 The level of a row is in the ``bits`` bits from bit ``row * bits`` on, least significant first. A field of 3 bits may
-cross a byte boundary, so the array has one spare byte. The i-th random number is SplitMix64 (Steele, Lea and Flood,
-*Fast splittable pseudorandom number generators*, OOPSLA 2014) of ``seed + i``: the number of ids is the whole state,
-and successive iterations are independent.
+cross a byte boundary, so the array has one spare byte. The i-th random number is SplitMix64 of ``seed + i``: the number
+of ids is the whole state, and successive iterations are independent.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any
 import numba
 import numpy as np
 
+from flexd.core.tap_counts import GAMMA
+from flexd.sketch.kernel_parts import finalise
+
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def _random(state: Any) -> Any:
-    z = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    return finalise(np.uint64(state) * np.uint64(GAMMA))
 
 
 @numba.njit(cache=True, nogil=True, inline="always")

@@ -16,7 +16,9 @@ from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowA
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
+from flexd.core.tap_counts import GAMMA
 from flexd.sketch.decay import ForwardDecay
+from flexd.sketch.kernel_parts import finalise
 from flexd.sketch.node_sources import read_sources
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.types import TableChoice
@@ -35,14 +37,9 @@ _LEAST_DRAW = 5e-324
 
 @numba.njit(cache=True, nogil=True)
 def _exponential(state: Any) -> Any:
-    """Draw from Exp(1) with SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*,
-    OOPSLA 2014). Passing numpy's generators to compiled code takes longer than a whole message."""
-    state[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = state[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z = z ^ (z >> np.uint64(31))
-    return -np.log((np.float64(z >> np.uint64(11)) + 0.5) * 2.0**-53)
+    """Draw from Exp(1) with SplitMix64: passing numpy's generators to compiled code takes as long as a message."""
+    state[0] += np.uint64(GAMMA)
+    return -np.log((np.float64(finalise(state[0]) >> np.uint64(11)) + 0.5) * 2.0**-53)
 
 
 @numba.njit(cache=True, nogil=True)

@@ -20,8 +20,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingPlan
 
 from flexd.core.errors import EmbeddingError
-
-FORMAT = 1
+from flexd.core.sharding_types import DOCUMENT_FORMAT
 
 
 def sharding_plan(
@@ -48,9 +47,9 @@ def sharding_plan(
             "sharding types for flexd's trainer in place of a sharding plan",
             remedy="flexd.torchrec.replace(model, rules=...), or write a plan by flexd shard --for torchrec",
         )
-    if document.get("format") != FORMAT:
+    if document.get("format") != DOCUMENT_FORMAT:
         raise EmbeddingError(
-            f"sharding plan of format {document.get('format')!r}", remedy=f"format {FORMAT}: write it again"
+            f"sharding plan of format {document.get('format')!r}", remedy=f"format {DOCUMENT_FORMAT}: write it again"
         )
     nodes, local_ranks, modules = document["nodes"], document["local_ranks"], document["modules"]
     sharders = get_module_to_default_sharders()

@@ -12,6 +12,7 @@ import numpy as np
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
+from flexd.core.sharding_types import DOCUMENT_FORMAT
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.tables.costs import TORCHREC_OPTIONS, chain_options, torchrec_options
 from flexd.planner.tables.options import PoolingAt, ShardingKind, TableOption, TableOptions, TableWork
@@ -21,7 +22,6 @@ from flexd.planner.tables.table_list import ListedTable, unique_names
 from flexd.sketch.profile import Profile, TableProfile, zipf_table
 from flexd.topology.cluster import Cluster
 
-FORMAT = 1
 _KINDS = {kind.value: kind for kind in ShardingKind} | {
     "TW": ShardingKind.TABLE_WISE, "RW": ShardingKind.ROW_WISE, "CW": ShardingKind.COLUMN_WISE,
     "TWRW": ShardingKind.TABLE_ROW_WISE, "DP": ShardingKind.DATA_PARALLEL,
@@ -106,7 +106,7 @@ def sharding_document(tables: Sequence[ListedTable], placement: TablePlacement) 
     for table, (kind, ranks) in zip(tables, torchrec_sharding(placement), strict=True):
         modules.setdefault(table.module, {})[short_name(table)] = {"sharding_type": kind, "ranks": ranks}
     return {
-        "format": FORMAT,
+        "format": DOCUMENT_FORMAT,
         "nodes": placement.layout.nodes,
         "local_ranks": placement.layout.local_ranks,
         "predicted": predicted(placement),
@@ -126,7 +126,7 @@ def flexd_sharding(tables: Sequence[ListedTable], placement: TablePlacement) -> 
 def rules_document(tables: Sequence[ListedTable], placement: TablePlacement) -> dict[str, Any]:
     """Return what ``flexd.TableRules.read`` reads of a placement of ``plan_rules``, JSON-able."""
     return {
-        "format": FORMAT,
+        "format": DOCUMENT_FORMAT,
         "for": "flexd",
         "nodes": placement.layout.nodes,
         "local_ranks": placement.layout.local_ranks,

@@ -174,7 +174,8 @@ class KafkaSource(Source):
         for partition in consumer.assignment() - self._unread:
             highwater = _highwater(consumer, partition)
             if highwater is not None:
-                total += max(0, highwater - (self._positions.get(self._key(partition)) or 0))
+                position = self._positions.get(self._key(partition))
+                total += max(0, highwater - (_beginning(consumer, partition) if position is None else position))
         return total
 
     def commit(self, positions: Mapping[str, int]) -> str | None:
@@ -346,6 +347,14 @@ def _highwater(consumer: KafkaConsumer, partition: TopicPartition) -> int | None
     except (KafkaError, KeyError):
         return None
     return highwater
+
+
+def _beginning(consumer: KafkaConsumer, partition: TopicPartition) -> int:
+    """Return where the client reads a partition of which nothing was delivered yet; 0 if it does not know."""
+    try:
+        return int(consumer.position(partition, timeout_ms=0) or 0)
+    except (KafkaError, KeyError):
+        return 0
 
 
 def sampled_partitions(job: str, topic: str, partitions: Collection[int], share: float) -> frozenset[int]:

@@ -254,6 +254,15 @@ def test_a_member_without_partitions_has_the_share_of_the_configuration():
     assert source.read_share == 0.4, "weights are divided by it"
 
 
+def test_messages_that_retention_deleted_before_the_first_was_read_are_no_lag():
+    source, consumer = scripted()
+    consumer.highwater = lambda partition: 1000
+    consumer.position = lambda partition, timeout_ms: 990
+    assert source.lag() == 10
+    source.restore({"t/0": 995})
+    assert source.lag() == 5
+
+
 def test_an_added_partition_changes_the_sample_by_one_at_most():
     for count in range(1, 40):
         before, after = (sampled_partitions("job", "t", range(n), 0.3) for n in (count, count + 1))

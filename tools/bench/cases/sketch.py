@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.budget import choose
-from flexd.sketch.cache_prefetch import prefetch
 from flexd.sketch.count_min_kernels import cell_positions
 from flexd.sketch.count_min_table import CountMinTable
 from flexd.sketch.dense_table import DenseTable
+from flexd.sketch.kernel_parts import prefetch
 from flexd.sketch.sketch_set import SketchSet, warm_up
 from flexd.sketch.types import SketchSettings, TableChoice
 from tools.bench.harness import Outcome, at_least, at_most, timed

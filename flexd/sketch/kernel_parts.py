@@ -1,12 +1,16 @@
-"""The prefetch instruction for numba kernels: load a cache line before it is needed."""
+"""Parts of the compiled loops: the prefetch instruction, and the mix of bits that random numbers and hashes share."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+
+from flexd.core.tap_counts import FIRST, SECOND
 
 
 def _prefetch_code(typing_context: Any, array: Any, index: Any) -> Any:
@@ -28,3 +32,12 @@ def _prefetch_code(typing_context: Any, array: Any, index: Any) -> Any:
 
 prefetch: Any = intrinsic(_prefetch_code)
 """``prefetch(array, index)``: loads the cache line of the element; an index outside the array does nothing."""
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def finalise(z: Any) -> Any:
+    """Return the finalizer of SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*,
+    OOPSLA 2014) of a uint64."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(SECOND)
+    return z ^ (z >> np.uint64(31))
