@@ -40,18 +40,6 @@ def test_profile_numbers_continue_after_a_restart(tmp_path):
     assert again.profile().samples == ingestor.profile().samples > 0
 
 
-def test_unusable_state_is_renamed_where_the_daemon_may_start_empty(tmp_path):
-    source = FakeSource(LOG)
-    run_to_the_end(make_ingestor(source, SnapshotStore(tmp_path, 2)), source)
-    store = SnapshotStore(tmp_path, 2)
-    source = FakeSource(LOG)
-    other = make_ingestor(source, store, [TableSpec("other", 200, 4)], start_empty=True)
-    assert other.profile().samples == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["snapshot-000000000001.flexd.unusable"]
-    run_to_the_end(other, source)
-    assert source.restored is None
-
-
 def test_damaged_newest_snapshot_is_reported_and_the_previous_continued(tmp_path, monkeypatch):
     expected = uninterrupted_state()
     kill_at(monkeypatch, "thread.ingest", 5)
@@ -66,20 +54,6 @@ def test_damaged_newest_snapshot_is_reported_and_the_previous_continued(tmp_path
     run_to_the_end(ingestor, source)
     assert str(newest) in ingestor.restored.problems[0]
     assert newest.with_name(f"{newest.name}.unusable").exists()
-    assert_same_state(state_of(ingestor), expected)
-
-
-def test_only_damaged_snapshots_are_refused_or_start_empty_from_the_earliest_message(tmp_path):
-    expected = uninterrupted_state()
-    store = SnapshotStore(tmp_path / "state", 3)
-    store.save({}, {}).write_bytes(b"junk")
-    source = FakeSource(LOG)
-    with pytest.raises(UnusableStateError, match="flexd state reset"):
-        make_ingestor(source, store)
-    ingestor = make_ingestor(source, store, start_empty=True)
-    assert store.paths() == []
-    run_to_the_end(ingestor, source)
-    assert ingestor.restored.problems
     assert_same_state(state_of(ingestor), expected)
 
 
@@ -98,18 +72,36 @@ def restarted(tmp_path, tables=TABLES, settings=SETTINGS, keep=2):
     return make_ingestor(FakeSource(LOG), SnapshotStore(tmp_path, keep), tables, settings)
 
 
-def test_a_snapshot_of_a_newer_format_is_refused_and_stays(tmp_path, counted):
-    store = SnapshotStore(tmp_path, 2)
-    meta, arrays = snapshot.read(store.paths()[0])
-    meta["sketches"]["format"] += 1
-    newest = store.save(meta, arrays)
-    with pytest.raises(UnusableStateError, match="newer flexd"):
-        restarted(tmp_path)
-    assert newest.exists()
-    # Told to start without it, the daemon continues from the snapshot before it.
-    after = make_ingestor(FakeSource(LOG), store, start_empty=True)
-    assert after.sketches.samples_by_table() == counted.sketches.samples_by_table()
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [("damaged", "flexd state reset"), ("newer", "newer flexd"), ("of other tables", "none of its tables")],
+)
+def test_unusable_state_is_refused_unchanged_and_set_aside_where_the_daemon_may_start_without_it(
+    tmp_path, counted, kind, match
+):
+    store, tables = SnapshotStore(tmp_path, 3), TABLES
+    (newest,) = store.paths()
+    if kind == "damaged":
+        newest.write_bytes(b"junk")
+    elif kind == "newer":
+        meta, arrays = snapshot.read(newest)
+        meta["sketches"]["format"] += 1
+        newest = store.save(meta, arrays)
+    else:
+        tables = [TableSpec("other", 200, 4)]
+    before = [path.name for path in store.paths()]
+    with pytest.raises(UnusableStateError, match=match):
+        make_ingestor(FakeSource(LOG), store, tables)
+    assert [path.name for path in store.paths()] == before
+    source = FakeSource(LOG)
+    after = make_ingestor(source, store, tables, start_empty=True)
+    assert [path.name for path in store.paths()] == before[1:], "the one before it is continued"
     assert newest.with_name(f"{newest.name}.unusable").exists()
+    assert after.restored.problems
+    assert after.sketches.samples == (counted.sketches.samples if kind == "newer" else 0)
+    run_to_the_end(after, source)
+    assert source.restored == ({"p0": 12, "p1": 12} if kind == "newer" else None)
+    assert after.sketches.samples == (0 if kind == "of other tables" else counted.sketches.samples)
 
 
 def test_a_table_whose_counters_changed_starts_empty_alone_and_says_so(tmp_path, counted, caplog):

@@ -85,6 +85,11 @@ def test_every_kind_counts_decays_and_continues_bit_by_bit(name: str, half_life:
     assert (profile.hot_lower <= profile.hot_share).all()
     assert (profile.hot_share <= profile.hot_upper).all()
     assert int(np.argmax(exact)) in profile.hot_rows
+    if not name.endswith("bits"):
+        true_share = exact[profile.hot_rows] / exact.sum()
+        assert (profile.hot_upper >= true_share - 1e-3).all()
+        assert (profile.hot_lower <= true_share + 1e-3).mean() > 0.9
+        assert profile.distinct_rows == pytest.approx((exact > 0).sum(), rel=0 if name == "dense" else 0.1)
     assert profile.hot_share.sum() + profile.bin_share @ profile.bin_rows < 1.1
     assert 0.1 < profile.coverage <= 1
     assert profile.coverage > 0.9 or name.endswith("bits")

@@ -7,7 +7,6 @@ import pytest
 
 from flexd.config.stream import SyntheticSourceConfig
 from flexd.stream import synthetic
-from flexd.stream.codec import decode
 from flexd.stream.synthetic import SyntheticSource
 from flexd.stream.zipf import scatter_multiplier
 
@@ -53,20 +52,3 @@ def test_it_keeps_the_pace_of_the_clock(monkeypatch):
     assert source.lag() == 0
     clock.now += 0.2001
     assert [m.offset for m in source.poll(0.0)] == [7, 8]
-
-
-def test_tables_take_turns_and_the_stream_is_the_same_from_any_position():
-    clock = Clock()
-
-    def messages(start: int = 0):
-        config = SyntheticSourceConfig(kind="synthetic")
-        source = SyntheticSource([("a", 100), ("b", 2**33)], config, clock=clock, sleep=clock.sleep)
-        source.restore({"synthetic": start})
-        clock.now += 1.0
-        return [bytes(m.payload) for m in source.poll(0.0)][:8]
-
-    batches = [decode(p, 1 << 24)[0] for p in messages()]
-    assert [b.table for b in batches[:4]] == ["a", "b", "a", "b"]
-    assert {b.table: b.rows.dtype for b in batches} == {"a": np.int32, "b": np.int64}
-    assert messages() == messages()
-    assert messages()[5:] == messages(start=5)[:3]

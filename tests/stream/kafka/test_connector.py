@@ -72,17 +72,6 @@ def test_an_attempt_that_hangs_is_a_problem_and_is_replaced_a_few_times():
     until(lambda: sorted(peer.disposed) == list(range(1, 1 + MAX_HUNG)))
 
 
-def test_a_peer_that_answers_again_is_connected_to_though_an_attempt_still_hangs():
-    peer = Peer()
-    gate = peer.gate = threading.Event()
-    connector = peer.connector(timeout_seconds=0.05)
-    assert connector.get(0.1) is None
-    peer.gate = threading.Event()
-    peer.gate.set()
-    assert connector.get(5.0) is not None
-    gate.set()
-
-
 def test_closing_during_an_attempt_disposes_of_its_client():
     peer = Peer()
     peer.gate.clear()
