@@ -82,7 +82,8 @@ def kafka_tansu(tansu):
 
 @pytest.fixture
 def kafka_mock(mock_broker):
-    stream, sink = kafka_stream(mock_broker.bootstrap_servers, mock_broker.create_topic(4), 2.0, api_version="2.3")
+    options = mock_broker.client_options
+    stream, sink = kafka_stream(mock_broker.bootstrap_servers, mock_broker.create_topic(4), 2.0, **options)
     yield stream
     sink.close()
 

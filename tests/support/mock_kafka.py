@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import uuid
+from typing import ClassVar
 
 import confluent_kafka.cimpl
 
@@ -20,6 +21,9 @@ class MockKafka:
     Args:
         round_trip_ms: delay of every response.
     """
+
+    client_options: ClassVar = {"api_version": "2.3"}
+    """For its clients: it answers no request for the versions that it speaks."""
 
     def __init__(self, round_trip_ms: int = 0) -> None:
         self._library = library = ctypes.CDLL(confluent_kafka.cimpl.__file__)

@@ -38,7 +38,7 @@ def read_one(source: KafkaSource) -> list[bytes]:
 def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker, monkeypatch):
     """The broker holds a fetch back for half a second and delays each response, longer than a poll lasts."""
     monkeypatch.setattr(source_module, "SILENT_SECONDS", 0.2)
-    address, topic, options = slow_broker.bootstrap_servers, slow_broker.create_topic(4), {"api_version": "2.3"}
+    address, topic, options = slow_broker.bootstrap_servers, slow_broker.create_topic(4), slow_broker.client_options
     send(address, topic, [b"first"], options)
     source = source_at(address, topic, options)
     try:

@@ -21,19 +21,22 @@ from tests.support.until import until
 pytestmark = pytest.mark.slow
 
 
-def topic_on(broker, partitions: int = 1) -> str:
+def topic_on(broker) -> str:
     topic = f"topic-{uuid.uuid4().hex[:8]}"
-    broker.create_topic(topic, partitions)
+    broker.create_topic(topic, 1)
     return topic
 
 
 def open_source(broker, topic: str, group: str = "", **options) -> KafkaSource:
     group = group or f"group-{uuid.uuid4().hex[:8]}"
-    return kafka_source(broker.bootstrap_servers, topic, group, session_timeout_seconds=2.0, **options)
+    own = getattr(broker, "client_options", {})
+    return kafka_source(
+        broker.bootstrap_servers, topic, group, session_timeout_seconds=2.0, client_options=own, **options
+    )
 
 
 def produce(broker, topic: str, first: int, count: int) -> None:
-    sink = KafkaSink(broker.bootstrap_servers, topic)
+    sink = KafkaSink(broker.bootstrap_servers, topic, client_options=getattr(broker, "client_options", {}))
     for i in range(first, first + count):
         sink.send(b"%d" % i)
     sink.flush(10.0)
@@ -93,14 +96,9 @@ def test_a_broker_that_lost_its_log_is_noticed(own_tansu):
 
 
 def test_an_out_of_range_error_of_the_broker_resets_the_position(mock_broker):
-    address, topic = mock_broker.bootstrap_servers, mock_broker.create_topic(4)
-    options = {"api_version": "2.3"}
-    sink = KafkaSink(address, topic, client_options=options)
-    for i in range(40):
-        sink.send(b"%d" % i)
-    sink.flush(10.0)
-    sink.close()
-    source = kafka_source(address, topic, "g", session_timeout_seconds=6.0, client_options=options)
+    topic = mock_broker.create_topic(4)
+    produce(mock_broker, topic, 0, 40)
+    source = open_source(mock_broker, topic)
     source.restore({f"{topic}/{i}": 1000 for i in range(4)})
     got = poll_until(source, lambda got: len(got) == 40)
     assert sorted(int(bytes(m.payload)) for m in got) == list(range(40))
@@ -182,14 +180,14 @@ def test_every_offset_is_delivered_once_whatever_is_fetched(fetched, delivered, 
     assert consumer.seeks == seeks
 
 
-def test_a_rebalance_repeats_and_loses_nothing(tansu):
+def test_a_rebalance_repeats_and_loses_nothing(mock_broker):
     """A second member joins and leaves while messages arrive; each member continues at its position."""
-    topic = topic_on(tansu, 2)
+    topic = mock_broker.create_topic(2)
     group = f"group-{uuid.uuid4().hex[:8]}"
-    produce(tansu, topic, 0, 10)
-    first = open_source(tansu, topic, group)
+    produce(mock_broker, topic, 0, 10)
+    first = open_source(mock_broker, topic, group)
     got = poll_until(first, lambda got: len(got) == 10)
-    second = open_source(tansu, topic, group)
+    second = open_source(mock_broker, topic, group)
     # The second must not read again what the first has read: the daemon would hand these positions over.
     second.restore(first.positions())
     stop = threading.Event()
@@ -210,7 +208,7 @@ def test_a_rebalance_repeats_and_loses_nothing(tansu):
     second.close()
     handed_over = second.positions()
     poll_until(first, lambda _: len(first._connector.client.assignment()) == 2)
-    produce(tansu, topic, 10, 6)
+    produce(mock_broker, topic, 10, 6)
     rest = poll_until(first, lambda more: len(more) + len(from_second) >= 6)
     first.close()
     everything = [(m.partition, m.offset) for m in got + from_second + rest]
@@ -218,9 +216,9 @@ def test_a_rebalance_repeats_and_loses_nothing(tansu):
     assert handed_over.keys() <= first.positions().keys()
 
 
-def test_a_share_of_the_partitions_is_read_and_it_is_the_same_at_every_start(tansu):
-    topic = topic_on(tansu, 8)
-    producer = KafkaProducer(bootstrap_servers=tansu.bootstrap_servers)
+def test_a_share_of_the_partitions_is_read_and_it_is_the_same_at_every_start(mock_broker):
+    topic = mock_broker.create_topic(8)
+    producer = KafkaProducer(bootstrap_servers=mock_broker.bootstrap_servers, api_version=(2, 3))
 
     def produce_everywhere() -> None:
         for n in range(80):
@@ -229,7 +227,7 @@ def test_a_share_of_the_partitions_is_read_and_it_is_the_same_at_every_start(tan
 
     produce_everywhere()
     chosen = {f"{topic}/{number}" for number in sampled_partitions("job", topic, range(8), 0.4)}
-    first = open_source(tansu, topic, share=0.4, job="job")
+    first = open_source(mock_broker, topic, share=0.4, job="job")
     assert first.read_share == 0.4, "of the configuration, until the partitions are known"
     got = poll_until(first, lambda got: len(got) == 30 and first.lag() == 0)
     assert first.read_share == 3 / 8
@@ -237,7 +235,7 @@ def test_a_share_of_the_partitions_is_read_and_it_is_the_same_at_every_start(tan
     assert first.commit(first.positions()) is None
     first.close()
     produce_everywhere()
-    again = open_source(tansu, topic, share=0.4, job="job")
+    again = open_source(mock_broker, topic, share=0.4, job="job")
     again.restore(first.positions())
     got += poll_until(again, lambda more: len(more) == 30 and again.lag() == 0)
     assert again.poll(0.5) == []
