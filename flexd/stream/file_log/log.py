@@ -248,7 +248,8 @@ class FileLogSource(Source):
         self._next_discovery = 0.0
 
     def positions(self) -> Positions:
-        return {**self._restored, **{name: reader.next_offset for name, reader in self._readers.items()}}
+        known = {name: reader.next_offset for name, reader in self._readers.items() if not reader.from_earliest}
+        return {**self._restored, **known}
 
     def lag(self) -> int:
         self._discover()

@@ -151,7 +151,8 @@ class PartitionReader:
         self._directory = directory
         self._name = name
         self._buffers = buffers
-        self._from_earliest = offset is None
+        self.from_earliest = offset is None
+        """True while ``next_offset`` is unknown: that of the earliest message, which was not looked up yet."""
         self.next_offset = offset or 0
         self.losses = Losses()
         self.problem: str | None = None
@@ -183,7 +184,7 @@ class PartitionReader:
             bases = base_offsets(self._directory)
             if not bases:
                 return 0
-            return max(0, self._end_offset(bases[-1]) - (bases[0] if self._from_earliest else self.next_offset))
+            return max(0, self._end_offset(bases[-1]) - (bases[0] if self.from_earliest else self.next_offset))
         except OSError:
             return 0
 
@@ -208,9 +209,9 @@ class PartitionReader:
         bases = base_offsets(self._directory)
         if not bases:
             return False
-        if self._from_earliest:
+        if self.from_earliest:
             self.next_offset = bases[0]
-            self._from_earliest = False
+            self.from_earliest = False
         elif self.next_offset < bases[0]:
             self._lose_position(f"the log now starts at {bases[0]}", bases)
         self._open_segment(bases)

@@ -73,6 +73,18 @@ def test_partitions_that_appear_later_and_fairness(tmp_path):
     assert set(source.positions()) == {"long", "short"}
 
 
+def test_a_partition_that_no_poll_has_reached_has_no_position(tmp_path):
+    """Restored as 0 it would be a lost position, of messages that were deleted before this log was read at all."""
+    write(tmp_path, [b"x" * 90] * 5, segment_bytes=100, flush_bytes=1)
+    for segment in segment_files(tmp_path)[:2]:
+        segment.unlink()
+    source = source_of(tmp_path)
+    assert source.lag() == 3
+    assert source.positions() == {}
+    assert [offset for offset, _ in read_all(source)] == [2, 3, 4]
+    assert (source.positions(), source.losses().positions) == ({"p": 5}, {})
+
+
 def test_one_writer_a_partition(tmp_path):
     first = FileLogSink(tmp_path, "p")
     with pytest.raises(StreamError, match="another process"):
