@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numba
@@ -83,39 +84,17 @@ def _shift(units: Int64Array, bits: int) -> Int64Array:
     return (units + ((1 << (bits - 1)) - 1)) >> bits
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
-def _bin(value: Any) -> Any:
-    v = np.uint32(value)
-    shift = 0
-    if v >> np.uint32(20):
-        v = np.uint32(v >> np.uint32(16))
-        shift = 16
-    if v >> np.uint32(12):
-        v = np.uint32(v >> np.uint32(8))
-        shift += 8
-    if v >> np.uint32(8):
-        v = np.uint32(v >> np.uint32(4))
-        shift += 4
-    if v >> np.uint32(6):
-        v = np.uint32(v >> np.uint32(2))
-        shift += 2
-    if v >> np.uint32(5):
-        v = np.uint32(v >> np.uint32(1))
-        shift += 1
-    if v >> np.uint32(4):
-        v = np.uint32(v >> np.uint32(1))
-        shift += 1
-    return 8 * shift + np.int64(v)
-
-
 @numba.njit(cache=True, nogil=True)
 def _histogram(low: Any, counts: Any, sums: Any) -> None:
+    """Count the rows above zero and their units by bin: exponent and first three bits of the fraction as a float."""
+    number = np.empty(1, dtype=np.float64)
+    bits = number.view(np.int64)
     for i in range(low.size):
-        value = low[i]
-        if value:
-            b = _bin(value)
+        if low[i]:
+            number[0] = low[i]
+            b = (bits[0] >> 49) - 8 * 1023
             counts[b] += 1
-            sums[b] += np.float64(value)
+            sums[b] += number[0]
 
 
 def enumerate_rows(
@@ -142,7 +121,7 @@ def enumerate_rows(
     hot_rows, hot_units = hot_rows[:max_hot_rows], hot_units[:max_hot_rows]
     if wanted:
         lowest_bin = int(np.flatnonzero(from_top >= wanted)[-1])
-        rows = np.flatnonzero(low >= np.uint32(bin_floor(lowest_bin)))
+        rows = np.flatnonzero(low >= np.uint32(_bin_floor(lowest_bin)))
         units = low[rows]
         if len(rows) > wanted:
             chosen = np.argpartition(units, len(rows) - wanted)[len(rows) - wanted :]
@@ -167,12 +146,9 @@ def enumerate_rows(
     return hot_rows, hot_units, bin_units, bin_rows, int(from_top[0]) + len(high_rows)
 
 
-def bin_floor(index: int) -> int:
+def _bin_floor(index: int) -> int:
     """Return the lowest value of a bin."""
-    if index < 16:
-        return index
-    shift = (index - 8) // 8
-    return (index - 8 * shift) << shift
+    return math.ceil(math.ldexp(8 + index % 8, index // 8 - 3))
 
 
 def side_rows_allowed(rows: int) -> int:

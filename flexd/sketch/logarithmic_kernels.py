@@ -61,6 +61,19 @@ def _place(value: Any, values: Any, first: Any) -> tuple[Any, Any]:
 
 
 @numba.njit(cache=True, nogil=True)
+def _moves(goals: Any, values: Any) -> tuple[Any, Any]:
+    """Return for each level, whose new value is ``goals``, (the level below that, the threshold of rounding up)."""
+    to = np.empty(values.size, dtype=np.uint8)
+    up = np.empty(values.size, dtype=np.uint64)
+    first = np.int64(0)
+    for c in range(values.size):
+        first, up_share = _place(goals[c], values, first)
+        to[c] = first
+        up[c] = _as_threshold(up_share)
+    return to, up
+
+
+@numba.njit(cache=True, nogil=True)
 def add(
     rows: Any,
     start: int,
@@ -80,14 +93,8 @@ def add(
     Returns:
         (ids below 0, ids beyond the table).
     """
-    size = values.size
-    to = np.empty(size, dtype=np.uint8)
-    up = np.empty(size, dtype=np.uint64)
-    for c in range(size):
-        below, up_share = _place(values[c] + weight, values, np.int64(c))
-        to[c] = below
-        up[c] = _as_threshold(up_share)
-    mask = np.uint64(size - 1)
+    to, up = _moves(values + weight, values)
+    mask = np.uint64(values.size - 1)
     wide = np.uint64(bits)
     negative = 0
     outside = 0
@@ -148,14 +155,8 @@ def add_weights(rows: Any, weights: Any, packed: Any, counts: Any, bits: int, va
 @numba.njit(cache=True, nogil=True)
 def relevel(packed: Any, table_rows: int, bits: int, old_values: Any, values: Any, state: Any) -> None:
     """Replace every level by that of its old value; rounding keeps the mean."""
-    size = values.size
-    to = np.empty(size, dtype=np.uint8)
-    up = np.empty(size, dtype=np.uint64)
-    for c in range(size):
-        below, up_share = _place(old_values[c], values, np.int64(0))
-        to[c] = below
-        up[c] = _as_threshold(up_share)
-    mask = np.uint64(size - 1)
+    to, up = _moves(old_values, values)
+    mask = np.uint64(values.size - 1)
     number = np.uint64(state)
     for row in range(table_rows):
         bit = np.uint64(row) * np.uint64(bits)

@@ -50,7 +50,6 @@ _PENDING_ROWS = 65_536
 _UNIT_BITS = 16
 _RESCALE_HALF_LIVES = 8
 _ARRAYS = ("touch_row_gaps", "touch_counts", "touch_since", "touch_totals")
-_UNSIGNED = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.uint64))
 
 
 def capacity(rows: int, tables: int, memory_bytes: int) -> int:
@@ -261,7 +260,10 @@ class TableTouches:
         }
         totals = np.concatenate([self._totals, self._floor])
         arrays = (np.diff(self._rows, prepend=0), self._counts, self._since, totals)
-        return meta, {name: _narrow(array) for name, array in zip(_ARRAYS, arrays, strict=True)}
+        # Whole numbers, in the smallest type that holds all.
+        types = (np.min_scalar_type(int(array.max(initial=0))) for array in arrays)
+        named = zip(_ARRAYS, arrays, types, strict=True)
+        return meta, {name: array.astype(kind) for name, array, kind in named}
 
     def load(self, meta: dict[str, Any], arrays: Arrays) -> None:
         """Replace everything by what ``state`` returned.
@@ -273,7 +275,7 @@ class TableTouches:
         gaps, counts, since, totals = (arrays[name] for name in _ARRAYS)
         number = len(gaps)
         fits = gaps.shape == (number,) and counts.shape == (3, number) and since.shape == (2, number)
-        if not fits or totals.shape != (5,) or any(arrays[name].dtype not in _UNSIGNED for name in _ARRAYS):
+        if not fits or totals.shape != (5,) or any(arrays[name].dtype.kind != "u" for name in _ARRAYS):
             raise SketchError("touch counts do not fit each other", remedy="use an earlier snapshot")
         if int((gaps[1:] == 0).sum()) or float(gaps.sum(dtype=np.float64)) >= self._table_rows:
             raise SketchError("touch counts do not fit the table", remedy="use an earlier snapshot")
@@ -388,14 +390,6 @@ class TableTouches:
         keep = np.sort(np.argpartition(-self._counts[0], self._capacity)[: self._capacity])
         self._rows, self._counts, self._since = self._rows[keep], self._counts[:, keep], self._since[:, keep]
         self._floor = self._totals[:2].copy()
-
-
-def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return whole numbers in the smallest unsigned type that holds all."""
-    highest = values.max(initial=0)
-    dtype = next((dtype for dtype in _UNSIGNED if highest <= np.iinfo(dtype).max), _UNSIGNED[-1])
-    narrow: npt.NDArray[Any] = values.astype(dtype)
-    return narrow
 
 
 def _first_of_run(ascending: npt.NDArray[Any]) -> BoolArray:
