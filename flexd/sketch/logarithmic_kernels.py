@@ -61,13 +61,14 @@ def _place(value: Any, values: Any, first: Any) -> tuple[Any, Any]:
 
 
 @numba.njit(cache=True, nogil=True)
-def _moves(goals: Any, values: Any) -> tuple[Any, Any]:
-    """Return for each level, whose new value is ``goals``, (the level below that, the threshold of rounding up)."""
+def _moves(old_values: Any, weight: float, values: Any) -> tuple[Any, Any]:
+    """Return for each level, of which ``weight`` is added to the old value, (level at or below the sum, threshold of
+    rounding up)."""
     to = np.empty(values.size, dtype=np.uint8)
     up = np.empty(values.size, dtype=np.uint64)
     first = np.int64(0)
     for c in range(values.size):
-        first, up_share = _place(goals[c], values, first)
+        first, up_share = _place(old_values[c] + weight, values, first)
         to[c] = first
         up[c] = _as_threshold(up_share)
     return to, up
@@ -93,7 +94,7 @@ def add(
     Returns:
         (ids below 0, ids beyond the table).
     """
-    to, up = _moves(values + weight, values)
+    to, up = _moves(values, weight, values)
     mask = np.uint64(values.size - 1)
     wide = np.uint64(bits)
     negative = 0
@@ -155,7 +156,7 @@ def add_weights(rows: Any, weights: Any, packed: Any, counts: Any, bits: int, va
 @numba.njit(cache=True, nogil=True)
 def relevel(packed: Any, table_rows: int, bits: int, old_values: Any, values: Any, state: Any) -> None:
     """Replace every level by that of its old value; rounding keeps the mean."""
-    to, up = _moves(old_values, values)
+    to, up = _moves(old_values, 0.0, values)
     mask = np.uint64(values.size - 1)
     number = np.uint64(state)
     for row in range(table_rows):

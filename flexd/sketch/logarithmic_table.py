@@ -196,7 +196,7 @@ class LogTable(TableSketch):
         than an exact counter would keep."""
         if not self.step:
             self.step = units
-        elif math.ldexp(units, -UNIT_BITS) > level_values(self.bits)[-1] * self.step:
+        elif units * 2.0**-UNIT_BITS > level_values(self.bits)[-1] * self.step:
             self._set_step(units)
 
     def _double_step_if_crowded(self) -> bool:
