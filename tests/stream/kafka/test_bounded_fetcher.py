@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 
 import pytest
 from kafka.consumer.fetcher import Fetcher
@@ -18,21 +17,27 @@ from tests.support.reading import kafka_source
 pytestmark = pytest.mark.slow
 
 
-def test_poison_batches_are_refused_in_their_place_and_a_poll_ends_at_a_number_of_decompressed_bytes(tansu):
-    topic = f"topic-{uuid.uuid4().hex[:8]}"
-    tansu.create_topic(topic, 1)
+def test_poison_batches_are_refused_in_their_place_and_a_poll_ends_at_a_number_of_decompressed_bytes(mock_broker):
+    topic = mock_broker.create_topic(1)
     payloads = []
     for codec in CODECS:
-        produce(tansu.bootstrap_servers, topic, batch([b"before " + codec.encode()], codec=codec))
-        produce(tansu.bootstrap_servers, topic, batch([bytes(600_000)], codec=codec))
+        produce(mock_broker.bootstrap_servers, topic, batch([b"before " + codec.encode()], codec=codec))
+        produce(mock_broker.bootstrap_servers, topic, batch([bytes(600_000)], codec=codec))
         payloads.append(b"before " + codec.encode())
-    produce(tansu.bootstrap_servers, topic, batch([b"bad checksum"], crc=5))
-    produce(tansu.bootstrap_servers, topic, batch([b"bad gzip"], codec="gzip", compressed=b"garbage"))
-    produce(tansu.bootstrap_servers, topic, batch([bytes(10_000)] * 50, codec="gzip"))
+    produce(mock_broker.bootstrap_servers, topic, batch([b"bad checksum"], crc=5))
+    produce(mock_broker.bootstrap_servers, topic, batch([b"bad gzip"], codec="gzip", compressed=b"garbage"))
+    produce(mock_broker.bootstrap_servers, topic, batch([bytes(10_000)] * 50, codec="gzip"))
     payloads += [bytes(10_000)] * 50
 
     limits = BatchLimits(max_batch_bytes=550_000, max_poll_bytes=100_000)
-    source = kafka_source(tansu.bootstrap_servers, topic, f"group-{topic}", session_timeout_seconds=6.0, limits=limits)
+    source = kafka_source(
+        mock_broker.bootstrap_servers,
+        topic,
+        f"group-{topic}",
+        session_timeout_seconds=6.0,
+        limits=limits,
+        client_options=mock_broker.client_options,
+    )
     for begin in (0, 1):
         source.restore({f"{topic}/0": begin})
         polls: list[list[Item]] = []

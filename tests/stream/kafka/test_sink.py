@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 from kafka import KafkaConsumer, TopicPartition
@@ -14,6 +14,7 @@ from kafka.errors import (
     MessageSizeTooLargeError,
     UnknownProducerIdError,
 )
+from kafka.future import Future
 
 import flexd.stream.kafka.sink as kafka_sink
 from flexd.core.errors import StreamError
@@ -70,42 +71,20 @@ def test_a_broker_that_lost_its_memory_is_delivered_to_again(own_tansu):
         sink.close()
 
 
-class Future:
-    """A future that is resolved at once."""
-
-    def __init__(self, error: KafkaError | None) -> None:
-        self._error = error
-
-    def add_callback(self, callback: Callable[[object], None]) -> None:
-        if self._error is None:
-            callback(None)
-
-    def add_errback(self, callback: Callable[[object], None]) -> None:
-        if self._error is not None:
-            callback(self._error)
-
-
 class Broker:
-    """A fake of the producer class and the clock: every producer resolves messages with ``answer``."""
+    """A fake of the producer class and the clock: every producer resolves messages at once, with ``answer``."""
 
     def __init__(self) -> None:
         self.answer: KafkaError | None = None
         self.made = 0
-        self.closed = 0
         self.now = 100.0
 
-    def producer(self, **options: object) -> Broker:
+    def producer(self, **options: object) -> Mock:
         self.made += 1
-        return self
+        return Mock(send=self.send)
 
     def send(self, topic: str, value: bytes) -> Future:
-        return Future(self.answer)
-
-    def flush(self, timeout: float) -> None:
-        return
-
-    def close(self, timeout: float) -> None:
-        self.closed += 1
+        return Future().success(None) if self.answer is None else Future().failure(self.answer)
 
     def monotonic(self) -> float:
         return self.now
