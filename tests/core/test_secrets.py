@@ -16,15 +16,9 @@ from flexd.core.secrets import (
     accepted_keys,
     read_keys,
 )
+from tests.support.clock import Clock
 
 OLD, NEW = b"the key of last year", b"the key of this year"
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def write(path: Path, *keys: bytes) -> None:

@@ -14,17 +14,10 @@ from flexd.core.supervision import (
     Supervisor,
     UnsafeStateError,
 )
+from tests.support.clock import Clock
 from tests.support.until import until
 
 SECONDS = 20.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def fail(text: str = "made up") -> None:
@@ -33,7 +26,8 @@ def fail(text: str = "made up") -> None:
 
 def test_the_back_off_doubles_is_bounded_and_starts_over_after_progress() -> None:
     clock = Clock()
-    watch = Supervisor(clock).watch("t")
+    supervisor = Supervisor(clock)
+    watch, _ = supervisor.watch("loop", "planning"), supervisor.watch("flexd-ingest")
     waits = []
     for _ in range(12):
         assert not watch.attempt(fail)
@@ -42,11 +36,12 @@ def test_the_back_off_doubles_is_bounded_and_starts_over_after_progress() -> Non
         clock.now += watch.seconds_to_retry
     assert waits[:3] == [FIRST_BACKOFF_SECONDS, 2 * FIRST_BACKOFF_SECONDS, 4 * FIRST_BACKOFF_SECONDS]
     assert max(waits) == waits[-1] == MAX_BACKOFF_SECONDS
+    assert supervisor.reasons() == ("thread loop (planning): ValueError: made up, 12 times in a row",)
     assert watch.attempt(lambda: None)
-    assert watch.problem is None
+    assert (supervisor.problems(), supervisor.reasons()) == ((), ())
     assert not watch.attempt(fail)
     assert watch.seconds_to_retry == FIRST_BACKOFF_SECONDS
-    assert watch.faults == 13
+    assert supervisor.faults() == {"loop": 13, "flexd-ingest": 0}
 
 
 def test_a_fault_is_logged_with_its_stack_at_powers_of_two_for_each_kind(caplog: pytest.LogCaptureFixture) -> None:
@@ -62,22 +57,6 @@ def test_a_fault_is_logged_with_its_stack_at_powers_of_two_for_each_kind(caplog:
     assert all(record.exc_info for record in errors)
     watch.attempt(lambda: {}["another kind"])
     assert "KeyError" in caplog.records[-1].getMessage()
-
-
-def test_problems_are_shown_until_there_is_progress_and_counters_stay() -> None:
-    clock = Clock()
-    supervisor = Supervisor(clock)
-    planning = supervisor.watch("loop", "planning")
-    supervisor.watch("flexd-ingest")
-    planning.attempt(fail)
-    clock.now += 1.0
-    planning.attempt(fail)
-    assert supervisor.faults() == {"loop": 2, "flexd-ingest": 0}
-    assert supervisor.reasons() == ("thread loop (planning): ValueError: made up, 2 times in a row",)
-    clock.now += 1.0
-    planning.attempt(lambda: None)
-    assert supervisor.reasons() == ()
-    assert supervisor.faults() == {"loop": 2, "flexd-ingest": 0}
 
 
 def test_a_thread_whose_body_raises_or_returns_early_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

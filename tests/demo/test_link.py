@@ -12,6 +12,7 @@ import torch
 
 import flexd
 from flexd.demo.link import EmulatedLink, limit_collectives
+from tests.support.clock import Clock
 from tests.support.rank_pool import RankPool
 
 
@@ -55,18 +56,6 @@ def charged(rank: int, exchange: str) -> dict[str, Any]:
         "sent_bytes": sent, "received_bytes": link.received, "after_undo": link.sent,
         "inter_bytes": totals["all_to_all_inter_bytes"] + totals["sync_inter_bytes"],
     }  # fmt: skip
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.now += seconds
 
 
 def times(link: EmulatedLink, clock: Clock, sent: float, received: float) -> tuple[float, float]:

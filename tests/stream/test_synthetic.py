@@ -9,17 +9,7 @@ from flexd.config.stream import SyntheticSourceConfig
 from flexd.stream import synthetic
 from flexd.stream.synthetic import SyntheticSource
 from flexd.stream.zipf import scatter_multiplier
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+from tests.support.clock import Clock
 
 
 def test_drift_moves_the_head_by_the_stated_rate():

@@ -163,6 +163,8 @@ class PartitionReader:
         """Offset after the last record seen in this segment."""
         self._reached = offset is None
         """True once the log is known to have held everything before ``next_offset``."""
+        self._read_again = False
+        """True if this segment was read since a newer one was seen."""
         self._search_from: int | None = None
         """After a corrupt header: the byte position from which to search for an intact record."""
         self._end = (-1, 0, 0)
@@ -227,6 +229,7 @@ class PartitionReader:
         self._position = 0
         self._segment_end = base
         self._search_from = None
+        self._read_again = False
 
     def _read_records(self, max_bytes: int, max_messages: int) -> tuple[list[StreamMessage], bool]:
         """Read the open segment once. Return (messages, True if the position moved)."""
@@ -287,8 +290,9 @@ class PartitionReader:
         bases = base_offsets(self._directory)
         newer = [base for base in bases if base > self._base]
         if newer:
-            # The writer may have completed this segment between the read and the listing.
-            if os.fstat(self._fd).st_size > self._position and self._has_next_record():
+            if not self._read_again:
+                # The writer may have completed this segment between the read and the listing.
+                self._read_again = True
                 return True
             if newer[0] > self.next_offset:
                 self._skip_to(newer[0], bases)
@@ -306,14 +310,6 @@ class PartitionReader:
             path = segment_path(self._directory, self._base)
             self.problem = f"{path}: corrupt or unfinished record at byte {self._position}"
         return False
-
-    def _has_next_record(self) -> bool:
-        """Return whether an intact record starts at the position; called after a newer segment was seen."""
-        if self._search_from is not None:
-            return self._resynchronise()
-        data = os.pread(self._fd, HEADER_BYTES, self._position)
-        header = read_header(data, 0) if len(data) == HEADER_BYTES else None
-        return header is not None and self._position + record_bytes(header[0]) <= os.fstat(self._fd).st_size
 
     def _skip_to(self, base: int, bases: list[int]) -> None:
         """Move to a segment beyond the next offset: one in between was deleted, or this one has a corrupt end."""
