@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import struct
 
@@ -187,19 +188,27 @@ def test_refused_arrow(changed, reason):
     assert reason_of(stream(columns(**changed))) == reason
 
 
-def test_refused_framing():
-    good = stream(columns())
-    assert reason_of(b"") == "empty"
-    assert reason_of(b"  \n") == "empty"
-    assert reason_of(b"PK\x03\x04") == "not_arrow_or_json"
-    assert reason_of(b"ARROW1\0\0" + good) == "not_arrow_or_json"
-    assert reason_of(good, limit=len(good) - 1) == "too_large"
-    assert reason_of(good + b"x" * 20) == "wrong_schema"
-    schema_only = pa.RecordBatch.from_pydict(columns()).schema.serialize().to_pybytes()
-    assert reason_of(schema_only) == "empty"
-    assert reason_of(schema_only + b"\xff\xff\xff\xff\0\0\0\0") == "empty"
-    none = {name: column[:0] for name, column in columns().items()}
-    assert reason_of(stream(none)) == "empty"
+GOOD = stream(columns())
+SCHEMA = pa.RecordBatch.from_pydict(columns()).schema.serialize().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (b"", "empty"),
+        (b"  \n", "empty"),
+        (b"PK\x03\x04", "not_arrow_or_json"),
+        (b"ARROW1\0\0" + GOOD, "not_arrow_or_json"),
+        (GOOD + b"x" * 20, "wrong_schema"),
+        (GOOD + bytes(MAX), "too_large"),
+        (SCHEMA, "empty"),
+        (SCHEMA + b"\xff\xff\xff\xff\0\0\0\0", "empty"),
+        (stream({name: column[:0] for name, column in columns().items()}), "empty"),
+    ],
+    ids=itertools.count(),
+)
+def test_refused_framing(payload, reason):
+    assert reason_of(payload) == reason
 
 
 def big_endian(payload: bytes) -> bytes:
@@ -216,9 +225,8 @@ def big_endian(payload: bytes) -> bytes:
 
 
 def test_a_schema_that_says_big_endian_is_refused():
-    good = stream(columns())
-    assert decode(good, MAX)
-    assert reason_of(big_endian(good)) == "wrong_schema"
+    assert decode(GOOD, MAX)
+    assert reason_of(big_endian(GOOD)) == "wrong_schema"
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])

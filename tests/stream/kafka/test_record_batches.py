@@ -101,36 +101,32 @@ def test_what_cannot_be_read_is_one_refused_range(reason, bad):
     assert end == 3
 
 
-def test_records_before_a_damaged_one_are_read():
-    good = record(0, b"a") + record(1, b"b")
-    data = batch(records=good + b"\x00" * 20, count=5, base_offset=10) + batch([b"c"], base_offset=15)
-    items, end = read(data, 10)
-    assert payloads(items) == [b"a", b"b", b"c"]
-    assert (only_refused(items).offset, only_refused(items).last_offset) == (12, 14)
-    assert end == 16
+def of_length(length: int) -> bytes:
+    return batch([b"a"], base_offset=4)[:8] + struct.pack(">i", length) + batch([b"a"], base_offset=4)[12:]
 
 
-def test_an_incomplete_batch_at_the_end_is_left_for_the_next_fetch():
-    data = batch([b"a"]) + batch([b"b"], base_offset=1)[:-1]
-    items, end = read(data)
-    assert payloads(items) == [b"a"]
-    assert end == 1
-
-
-@pytest.mark.parametrize("length", [-1, -(2**31), 2**31 - 1])
-def test_a_first_batch_of_impossible_length_is_passed_over(length):
-    data = bytearray(batch([b"a"], base_offset=4))
-    struct.pack_into(">i", data, 8, length)
-    items, end = read(bytes(data), 4)
-    assert only_refused(items).reason == "corrupt_batch"
-    assert end == 5
-
-
-def test_control_batches_are_left_out():
-    marker = batch([b"\0\0\0\0"], attributes=0x30, base_offset=1)
-    items, end = read(batch([b"kept"], attributes=0x10) + marker + batch([b"too"], base_offset=2))
-    assert payloads(items) == [b"kept", b"too"]
-    assert end == 3
+@pytest.mark.parametrize(
+    ("data", "start", "read_payloads", "refused", "end"),
+    [
+        # Records before a damaged one.
+        (batch(records=record(0, b"a") + record(1, b"b") + bytes(20), count=5, base_offset=10)
+         + batch([b"c"], base_offset=15), 10, [b"a", b"b", b"c"], [(12, 14)], 16),
+        # An incomplete batch at the end is left for the next fetch.
+        (batch([b"a"]) + batch([b"b"], base_offset=1)[:-1], 0, [b"a"], [], 1),
+        # Control batches are left out.
+        (batch([b"kept"], attributes=0x10) + batch([bytes(4)], attributes=0x30, base_offset=1)
+         + batch([b"too"], base_offset=2), 0, [b"kept", b"too"], [], 3),
+        *((of_length(length), 4, [], [(4, 4)], 5) for length in (-1, -(2**31), 2**31 - 1)),
+    ],
+    ids=itertools.count(),
+)  # fmt: skip
+def test_the_position_moves_past_all_that_is_read_or_refused(data, start, read_payloads, refused, end):
+    items, reached = read(data, start)
+    assert payloads(items) == read_payloads
+    passed_over = [item for item in items if isinstance(item, RefusedMessages)]
+    assert [(item.offset, item.last_offset) for item in passed_over] == refused
+    assert {item.reason for item in passed_over} <= {"corrupt_batch"}
+    assert reached == end
 
 
 @settings(max_examples=300, deadline=None)
