@@ -76,7 +76,7 @@ def restarted(tmp_path, tables=TABLES, settings=SETTINGS, keep=2):
     ("kind", "match"),
     [("damaged", "flexd state reset"), ("newer", "newer flexd"), ("of other tables", "none of its tables")],
 )
-def test_unusable_state_is_refused_unchanged_and_set_aside_where_the_daemon_may_start_without_it(
+def test_unusable_state_is_refused_unchanged_or_renamed_where_the_daemon_may_start_without_it(
     tmp_path, counted, kind, match
 ):
     store, tables = SnapshotStore(tmp_path, 3), TABLES
