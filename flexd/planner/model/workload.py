@@ -239,8 +239,8 @@ def make_loads(
             does not list, the mean frequency of its table's unlisted rows is assumed.
 
     Raises:
-        PlanError: the profile's tables are not the key space's, nothing was accessed yet, or the accesses of a step are
-            unknown.
+        PlanError: the profile's tables are not the key space's, nothing was accessed yet, the accesses of a step are
+            unknown, a listed row is outside its table, or a share is negative or not finite.
     """
     shape = shape or TrainingShape()
     if [table.table for table in profile.tables] != [table.name for table in keyspace.tables]:
@@ -279,6 +279,25 @@ class _TableLoad:
     bin_rows: Float64Array
 
 
+def _check(table: TableProfile, spec: TableSpec) -> None:
+    """Raise PlanError, naming the table, for a profile with rows or numbers that no accesses to the table can have."""
+    if not math.isfinite(table.accesses_per_step) or table.accesses_per_step < 0:
+        raise PlanError(
+            f"table {table.table!r}: accesses per step are unknown ({table.accesses_per_step!r})",
+            remedy="set planner.batch_accesses_per_step, or wait for the ranks' first report",
+        )
+    remedy = "make the profile with the job's own table list, from shares and rows that were counted"
+    if len(table.hot_rows) and not 0 <= int(table.hot_rows.min()) <= int(table.hot_rows.max()) < spec.rows:
+        raise PlanError(f"table {table.table!r}: the profile lists a row outside 0 to {spec.rows - 1}", remedy=remedy)
+    for name in ("hot_share", "hot_lower", "hot_upper", "bin_share", "bin_rows"):
+        values = getattr(table, name)
+        # Not the other way round: comparisons with NaN are false.
+        if len(values) and not (values.min() >= 0 and values.max() < math.inf):
+            raise PlanError(
+                f"table {table.table!r}: the profile's {name} has a number below 0 or not finite", remedy=remedy
+            )
+
+
 def _table_load(
     table: TableProfile,
     table_index: int,
@@ -287,11 +306,7 @@ def _table_load(
     shape: TrainingShape,
     also_rows: Int64Array,
 ) -> _TableLoad:
-    if not math.isfinite(table.accesses_per_step) or table.accesses_per_step < 0:
-        raise PlanError(
-            f"table {table.table!r}: accesses per step are unknown ({table.accesses_per_step!r})",
-            remedy="set planner.batch_accesses_per_step, or wait for the ranks' first report",
-        )
+    _check(table, keyspace.tables[table_index])
     shares = np.stack([table.hot_share, table.hot_lower, table.hot_upper]).astype(np.float64)
     rows = table.hot_rows
     bin_share, bin_rows = table.bin_share.astype(np.float64), table.bin_rows.astype(np.float64)

@@ -81,11 +81,23 @@ def test_loads_of_tables_alone_sum_to_the_loads_by_dim_group() -> None:
         ({"accesses_per_step": float("nan")}, "accesses per step are unknown"),
         ({"accesses_per_step": -1.0}, "accesses per step are unknown"),
         ({"table": "other"}, "other tables"),
+        ({"hot_rows": [0, -1]}, "table 'items': .* outside 0 to 4999"),
+        ({"hot_rows": [0, 5000]}, "table 'items': .* outside 0 to 4999"),
+        *(
+            ({name: [0.1, value]}, f"table 'items': .*{name}")
+            for name in ("hot_share", "bin_share", "bin_rows")
+            for value in (float("nan"), -0.1, float("inf"))
+        ),
+        ({"hot_bounds": ([0.1, float("nan")], [0.1, 0.2])}, "table 'items': .*hot_lower"),
+        ({"hot_bounds": ([0.1, 0.1], [0.1, float("inf")])}, "table 'items': .*hot_upper"),
     ],
 )
-def test_profiles_of_other_tables_or_without_the_accesses_of_a_step_are_refused(change: dict, message: str) -> None:
-    seen = profile(KEYSPACE, ACCESSES, hot=50)
-    broken = dataclasses.replace(seen.tables[0], **change)
+def test_profiles_with_what_no_accesses_can_have_are_refused(change: dict, message: str) -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=2)
+    arrays = {name: np.array(value) if isinstance(value, list) else value for name, value in change.items()}
+    if "hot_bounds" in arrays:
+        arrays["hot_bounds"] = tuple(np.array(bound) for bound in change["hot_bounds"])
+    broken = dataclasses.replace(seen.tables[0], **arrays)
     with pytest.raises(PlanError, match=message):
         make_loads(dataclasses.replace(seen, tables=(broken, seen.tables[1])), KEYSPACE, LAYOUT)
 
