@@ -1,7 +1,10 @@
-"""Types of numpy arrays, by their elements. Docstrings state shapes: int64[n], float64[groups, ranks]."""
+"""Types of numpy arrays, by their elements, and files of arrays. Docstrings state shapes: int64[n]."""
 
 from __future__ import annotations
 
+import zipfile
+import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,3 +21,21 @@ BoolArray = npt.NDArray[np.bool_]
 RowArray = Int32Array | Int64Array
 Arrays = dict[str, npt.NDArray[Any]]
 """By name."""
+
+
+def read_arrays(path: str | Path) -> Arrays:
+    """Read all arrays of an ``.npz`` file.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is no such file, damaged, or holds Python objects.
+    """
+    with Path(path).open("rb") as opened:
+        if not zipfile.is_zipfile(opened):  # numpy's error would advise to allow pickles
+            raise ValueError("no .npz archive")
+        opened.seek(0)
+        try:
+            file = np.load(opened, allow_pickle=False)
+            return {name: file[name] for name in file.files}
+        except (EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+            raise ValueError(f"damaged: {error}") from error

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.arrays import Int64Array
+from flexd.core.arrays import Int64Array, read_arrays
 from flexd.core.errors import ConfigError
 
 _FORMAT = "flexd node map 1"
@@ -90,11 +88,11 @@ class NodeMap:
             ConfigError: it cannot be read, or is another kind of file.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
-                if str(file["format"]) != _FORMAT:
-                    raise KeyError(str(file["format"]))
-                return NodeMap(file["ids"], file["nodes_of"].astype(np.int64), int(file["nodes"]))
-        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+            file = read_arrays(path)
+            if str(file["format"]) != _FORMAT:
+                raise KeyError(str(file["format"]))
+            return NodeMap(file["ids"], file["nodes_of"].astype(np.int64), int(file["nodes"]))
+        except (OSError, KeyError, ValueError) as error:
             raise ConfigError(
                 f"{path} is no node map: {error}", remedy="write one with flexd affinity users"
             ) from error

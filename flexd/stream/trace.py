@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from flexd.core.arrays import Float64Array, Int64Array
+from flexd.core.arrays import Float64Array, Int64Array, read_arrays
 from flexd.core.errors import StreamError
 
 _STYLES = 10
@@ -51,7 +47,10 @@ def load_trace(path: Path) -> Trace:
         StreamError: the file cannot be read, lacks an array, has an array of a wrong type or length, has rows outside
             its tables, or is not in time order.
     """
-    arrays = _read_arrays(path)
+    try:
+        arrays = read_arrays(path)
+    except (OSError, ValueError) as error:
+        raise StreamError(f"trace {path}: cannot be read: {error}", remedy="give an .npz trace") from error
     missing = [name for name in _REQUIRED if name not in arrays]
     if missing:
         raise StreamError(f"trace {path}: no array {', '.join(missing)}", remedy=f"it needs {', '.join(_REQUIRED)}")
@@ -78,18 +77,6 @@ def load_trace(path: Path) -> Trace:
     if not (seconds[0] >= 0 and np.isfinite(seconds[-1]) and (np.diff(seconds) >= 0).all()):
         raise StreamError(f"trace {path}: ts is not in order of time, or not finite and from 0", remedy="sort by ts")
     return Trace(table, row, seconds, user, table_rows, names)
-
-
-def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    try:
-        with path.open("rb") as opened:
-            if not zipfile.is_zipfile(opened):  # numpy's error would advise to allow pickles
-                raise ValueError("no .npz archive")
-            opened.seek(0)
-            file = np.load(opened, allow_pickle=False)
-            return {name: file[name] for name in file.files}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        raise StreamError(f"trace {path}: cannot be read: {error}", remedy="give an .npz trace") from error
 
 
 def synthetic_trace(
