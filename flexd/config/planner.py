@@ -125,7 +125,20 @@ class MinSavingConfig(Section):
     has a standard deviation of 5 %, at two standard errors of the difference between two halves of them."""
 
 
-class PlannerConfig(Section):
+class PlanGatesConfig(Section):
+    """What a profile and a plan must have before rows are moved."""
+
+    min_saving: MinSavingConfig = MinSavingConfig()
+    """The smallest saving of a step for which rows are moved."""
+    min_samples: Annotated[Int, Field(ge=0)] = 10_000
+    """No plan is made from fewer accesses than this."""
+    min_coverage: Annotated[Float, Field(ge=0, le=1)] = 0.5
+    """No plan is made from a profile that explains a smaller share of the accesses."""
+    max_lag_messages: Annotated[Int, Field(ge=0)] = 1_000_000
+    """No plan is made while more messages of the stream than this are not read yet."""
+
+
+class PlannerConfig(PlanGatesConfig):
     """Triggers, gates and options of planning."""
 
     auto: bool = True
@@ -139,14 +152,6 @@ class PlannerConfig(Section):
     """Least time between two attempts of automatic planning; it does not delay ``flexd replan``."""
     horizon_steps: Annotated[Float, Field(gt=0)] = 10_000
     """Steps over which a migration must pay for itself (hysteresis)."""
-    min_saving: MinSavingConfig = MinSavingConfig()
-    """The smallest saving of a step for which rows are moved."""
-    min_samples: Annotated[Int, Field(ge=0)] = 10_000
-    """No plan is made from fewer accesses than this."""
-    min_coverage: Annotated[Float, Field(ge=0, le=1)] = 0.5
-    """No plan is made from a profile that explains a smaller share of the accesses."""
-    max_lag_messages: Annotated[Int, Field(ge=0)] = 1_000_000
-    """No plan is made while more messages of the stream than this are not read yet."""
     batch_accesses_per_step: Annotated[Float, Field(gt=0)] | None = None
     """Accesses of the whole job per step, used until the ranks report their own."""
     drift_interval_seconds: Seconds = 60.0

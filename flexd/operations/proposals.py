@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexd.config.planner import MinSavingConfig, PlannerConfig
+from flexd.config.planner import MinSavingConfig, PlanGatesConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.errors import ApiError, PlanError
 from flexd.core.placement import Placement
@@ -52,7 +52,7 @@ class Gate:
         return self.measured <= self.required if self.at_most else self.measured >= self.required
 
 
-def evaluate_gates(profile: Profile, settings: PlannerConfig) -> tuple[Gate, ...]:
+def evaluate_gates(profile: Profile, settings: PlanGatesConfig) -> tuple[Gate, ...]:
     """Return the gates of a profile, open and closed, in the order of ``GATE_NAMES``."""
     seen = [table for table in profile.tables if table.weight > 0]
     weight = sum(table.weight for table in seen)

@@ -1,13 +1,15 @@
-"""The row-wise baseline."""
+"""The row-wise baseline, and the padding of the demo's model."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.demo.reference import ID_BYTES, row_wise_bytes
+from flexd.demo.training import NextItem, right_aligned
 from flexd.stream.batches import Batch
 
 
@@ -30,3 +32,16 @@ def test_row_wise_baseline_counts_as_a_loop_over_requests_does(layout: RankLayou
                         counted[dedup] += ID_BYTES + 2 * row_bytes[table]
         for dedup in (False, True):
             assert row_wise_bytes(keyspace, layout, batch, rank, dedup=dedup) == counted[dedup]
+
+
+def test_padding_has_no_part_in_loss_or_gradient() -> None:
+    torch.manual_seed(0)
+    model = NextItem(4, 3).double()
+    rows = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    sequences, mask = right_aligned(rows, torch.arange(5), torch.tensor([2, 3]), width=4)
+    loss = model(sequences, mask)
+    noisy = sequences + torch.randn_like(sequences) * ~mask.unsqueeze(2)
+    assert torch.equal(model(noisy, mask), loss)
+    loss.backward()
+    assert torch.isfinite(rows.grad).all()
+    assert (rows.grad.abs().sum(dim=1) > 0).all()

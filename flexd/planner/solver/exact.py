@@ -8,15 +8,10 @@ Quotas say how many more rows fit into the slots of their ranks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from flexd.core.arrays import BoolArray, Float64Array, Int64Array, UInt8Array
-from flexd.core.layout import RankLayout, Tier
-
-if TYPE_CHECKING:
-    from scipy.sparse import coo_matrix
+from flexd.core.layout import RankLayout
 
 
 def best_within_slots(gains: Float64Array, homes: Int64Array, slots: Int64Array) -> BoolArray:
@@ -123,7 +118,8 @@ def best_core(
 
     gain = decision[tier, row]
     scale = _SCALE / float(gain.max())
-    limits = _limits(layout, keys[row], tier)
+    held = [layout.holds_replica(rank, keys[row], tier.astype(np.uint8)) for rank in range(layout.world_size)]
+    limits = coo_matrix(np.stack(held).astype(np.float64))
     once = coo_matrix((np.ones(len(row)), (row, np.arange(len(row)))), shape=(len(keys), len(row)))
     result = milp(
         -gain * scale,
@@ -142,14 +138,3 @@ def best_core(
     total = float(gain[chosen].sum())
     bound = float("nan") if result.mip_dual_bound is None else -float(result.mip_dual_bound) / scale
     return tiers, max(bound, total) + _SLACK * total if np.isfinite(bound) else np.inf
-
-
-def _limits(layout: RankLayout, keys: Int64Array, tier: Int64Array) -> coo_matrix:
-    """float64[world, entries]: a one where a (tier, key) takes a slot of a rank."""
-    from scipy.sparse import coo_matrix
-
-    world, local = layout.world_size, layout.local_ranks
-    home, ranks = layout.home_rank(keys), np.arange(world)[:, None]
-    on_rail = (ranks % local == home % local) & (ranks // local != home // local)
-    rank, at = np.nonzero(np.where(tier == Tier.NODE, on_rail, ranks != home))
-    return coo_matrix((np.ones(len(at)), (rank, at)), shape=(world, len(keys)))

@@ -1,6 +1,8 @@
-"""Properties of the optimiser that users rely on."""
+"""Properties of the optimiser that users rely on, and fixed costs against brute force (``test_limits`` has a MILP)."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.layout import RankLayout, Tier
+from flexd.planner.model.cost import usable_tiers
 from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
 from tests.support.planner_cases import choose_tiers, cluster, group_cost, load, zipf
 
@@ -29,16 +32,6 @@ def test_more_budget_never_costs_more(seed: int, layout: RankLayout) -> None:
         for slots in (0, 1, 2, 3, 5, 8, 20, 50, 150, 1000)
     ]
     assert np.all(np.diff(costs) <= 1e-18)
-
-
-def test_does_not_depend_on_the_order_of_rows() -> None:
-    rng = np.random.default_rng(5)
-    accesses, keys = zipf(500, 1.0, 500.0), rng.permutation(2000)[:500].astype(np.int64)
-    first = choose_tiers(load(accesses, keys), LAYOUT, cluster(), 60, no_live(500), NONE)
-    order = rng.permutation(500)
-    second = choose_tiers(load(accesses[order], keys[order]), LAYOUT, cluster(), 60, no_live(500), NONE)
-    assert np.array_equal(first.tiers, second.tiers)
-    assert first.optimum.objective_seconds == second.optimum.objective_seconds
 
 
 def test_a_migration_must_pay_within_the_horizon() -> None:
@@ -130,3 +123,33 @@ def test_compute_beside_the_exchange_limits_what_copies_save() -> None:
     whole = chosen(home - 2 * saved)
     assert np.array_equal(whole.tiers, best.tiers)
     assert whole.cost.exposed_seconds == pytest.approx(saved)
+
+
+LAYOUTS = [RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1), RankLayout(2, 3)]
+
+
+problems = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**32 - 1),
+        "layout": st.sampled_from(LAYOUTS),
+        "sync": st.sampled_from([0.3, 0.6, 1.0]),
+        "scale": st.floats(0.02, 3.0),
+    }
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems)
+def test_fixed_costs_are_paid_only_when_they_pay(case: dict) -> None:
+    layout, rows = case["layout"], 5
+    rng = np.random.default_rng(case["seed"])
+    accesses = case["scale"] * rng.pareto(1.0, rows)
+    problem = load(accesses, rng.choice(rows * 4, rows, replace=False).astype(np.int64))
+    machine = cluster(latency=2e-9 * (1 + case["seed"] % 7), exposed=Exposed(1.0, 1.0, case["sync"]))
+    costs = [
+        group_cost(problem, np.array(tiers, np.uint8), layout, machine).exposed_seconds
+        for tiers in itertools.product((Tier.HOME, *usable_tiers(layout)), repeat=rows)
+    ]
+    choice = choose_tiers(problem, layout, machine, 100, np.zeros(rows, np.uint8), np.inf)
+    assert choice.cost.exposed_seconds == pytest.approx(min(costs), rel=1e-9)
+    assert choice.optimum.lower_bound_seconds <= min(costs) * (1 + 1e-12)
