@@ -117,7 +117,7 @@ def advise(
         raise ConfigError("no accesses, or two of them", remedy="give --trace or --config")
     from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import RowFormat, profile_accesses
-    from flexd.simulate.advice import NOW, affinity_outlook, outlook_of_samples
+    from flexd.simulate.advice import NOW, AdviceSettings, affinity_outlook, outlook_of_samples
     from flexd.simulate.advice import advise as advise_on
     from flexd.simulate.simulation import SimulationSettings
 
@@ -141,11 +141,13 @@ def advise(
         accesses = make_trace_accesses(
             trace, layout, row_format, batch, history, steps, seed, samples, lengths, micro_batches
         )
-    found = advise_on(
-        accesses, layout, cluster, SimulationSettings(replica_fraction=replica_fraction), step_seconds=step_ms / 1e3,
-        computing_seconds=None if computing_ms is None else computing_ms / 1e3, row_work_seconds=row_work_ms / 1e3,
-        now=NOW[now], scale=scale, price_error=price_error, worth=worth, progress=show_progress(steps),
+    asked = AdviceSettings(
+        step_ms / 1e3, None if computing_ms is None else computing_ms / 1e3, row_work_ms / 1e3, NOW[now], scale,
+        price_error, worth,
     )  # fmt: skip
+    found = advise_on(
+        accesses, layout, cluster, SimulationSettings(replica_fraction=replica_fraction), asked, show_progress(steps)
+    )
     answer, blocks = document(found), advice_blocks(found)
     affinity = affinity_outlook(accesses, layout)
     if sampled is not None:

@@ -75,6 +75,54 @@ NOW = {option.name: option for option in OPTIONS[:3]}
 
 
 @dataclass(frozen=True)
+class AdviceSettings:
+    """What is known of the training, and what is asked for.
+
+    Attributes:
+        step_seconds: measured, with the exchange ``now``.
+        computing_seconds: measured part of the step that is not exchange (the same step with rows that need none). The
+            prices are then corrected by one factor, so that today's exchange takes the rest of the step. None: the
+            step less today's exchange by the prices.
+        row_work_seconds: of the computing, the look-up, dedup and update of rows. They are before, between and after
+            the messages, so the prefetch pipeline hides nothing behind them.
+        scale: bytes of a step of the job over those of the replay, for which the cluster is a scale model
+            (``flexd.topology.files``). Larger batches share more rows than this allows for.
+        price_error: the relative error of the cluster's prices, which widens the ranges.
+        worth: see ``Advice``.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    step_seconds: float
+    computing_seconds: float | None = None
+    row_work_seconds: float = 0.0
+    now: ExchangeOption = OPTIONS[0]
+    scale: float = 1.0
+    price_error: float = 0.15
+    worth: float = 0.02
+
+    def __post_init__(self) -> None:
+        above_0 = math.ulp(0.0)
+        for what, given, least, below, remedy in (
+            ("step time", self.step_seconds, above_0, math.inf, "the measured time of a step, above 0"),
+            (
+                "computing",
+                self.computing_seconds or 0.0,
+                0.0,
+                self.step_seconds,
+                "a part of the step: at least 0, and less than it",
+            ),
+            ("row work", self.row_work_seconds, 0.0, self.step_seconds, "a part of the computing: at least 0"),
+            ("scale", self.scale, above_0, math.inf, "a number above 0"),
+            ("price error", self.price_error, 0.0, 1.0, "a share, 0 to 1"),
+            ("worth", self.worth, 0.0, 1.0, "a share of the step, 0 to 1"),
+        ):
+            if not least <= given < below:
+                raise ConfigError(f"{what} {given}", remedy=f"give {remedy}")
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The time that an option takes, and saves against today's exchange.
 
@@ -135,62 +183,31 @@ def advise(
     layout: RankLayout,
     cluster: Cluster,
     settings: SimulationSettings,
-    *,
-    step_seconds: float,
-    computing_seconds: float | None = None,
-    row_work_seconds: float = 0.0,
-    now: ExchangeOption = OPTIONS[0],
-    scale: float = 1.0,
-    price_error: float = 0.15,
-    worth: float = 0.02,
+    asked: AdviceSettings,
     progress: Callable[[int], None] | None = None,
 ) -> Advice:
     """Replay the accesses with every option and predict their step times.
 
-    Args:
-        step_seconds: measured, with the exchange ``now``.
-        computing_seconds: measured part of the step that is not exchange (the same step with rows that need none). The
-            prices are then corrected by one factor, so that today's exchange takes the rest of the step. None: the
-            step less today's exchange by the prices.
-        row_work_seconds: of the computing, the look-up, dedup and update of rows. They are before, between and after
-            the messages, so the prefetch pipeline hides nothing behind them.
-        scale: bytes of a step of the job over those of the replay, for which ``cluster`` is a scale model
-            (``flexd.topology.files``). Larger batches share more rows than this allows for.
-        price_error: the relative error of the cluster's prices, which widens the ranges.
-        worth: see ``Advice``.
-
     Raises:
-        ConfigError: a number is out of range, there are fewer than 4 steps, or there is one rank, which has nothing to
-            exchange.
+        ConfigError: there are fewer than 4 steps, or there is one rank, which has nothing to exchange.
     """
     if layout.world_size == 1:
         raise ConfigError("one rank exchanges no rows", remedy="give the --nodes and --local-ranks of the job")
-    above_0 = math.ulp(0.0)
-    for what, given, least, below, remedy in (
-        ("step time", step_seconds, above_0, math.inf, "the measured time of a step, above 0"),
-        ("computing", computing_seconds or 0.0, 0.0, step_seconds, "a part of the step: at least 0, and less than it"),
-        ("row work", row_work_seconds, 0.0, step_seconds, "a part of the computing: at least 0"),
-        ("scale", scale, above_0, math.inf, "a number above 0"),
-        ("price error", price_error, 0.0, 1.0, "a share, 0 to 1"),
-        ("worth", worth, 0.0, 1.0, "a share of the step, 0 to 1"),
-    ):
-        if not least <= given < below:
-            raise ConfigError(f"{what} {given}", remedy=f"give {remedy}")
     strategies = (ROW_WISE, DIRECT, TWO_HOP, REPLANNED)
     simulation = simulate(accesses, layout, cluster, settings, strategies, progress)
     steps = compared_steps(accesses.steps)
     reused = reused_share(accesses, steps)
-    model = _StepModel(simulation, steps, now, step_seconds, reused, scale, row_work_seconds)
-    if computing_seconds is not None:
-        correction = (step_seconds - computing_seconds) / float(model.exchange(now).mean())
-        model = replace(model, measured_computing_seconds=computing_seconds, correction=correction)
-    predictions = {option.name: _predict(model, option, price_error) for option in OPTIONS if option != now}
+    model, now = _StepModel(simulation, steps, reused, asked), asked.now
+    if asked.computing_seconds is not None:
+        correction = (asked.step_seconds - asked.computing_seconds) / float(model.exchange(now).mean())
+        model = replace(model, correction=correction)
+    predictions = {option.name: _predict(model, option) for option in OPTIONS if option != now}
     exchange_seconds = float(model.exchange(now).mean())
-    candidates = predictions.values() if exchange_seconds < step_seconds else ()
-    worthwhile = [found for found in candidates if found.pays and found.saved_share.expected >= worth]
+    candidates = predictions.values() if exchange_seconds < asked.step_seconds else ()
+    worthwhile = [found for found in candidates if found.pays and found.saved_share.expected >= asked.worth]
     return Advice(
-        now, step_seconds, exchange_seconds, model.correction, price_error, reused, predictions,
-        max(worthwhile, key=lambda found: found.saved_seconds.low, default=None), worth, simulation,
+        now, asked.step_seconds, exchange_seconds, model.correction, asked.price_error, reused, predictions,
+        max(worthwhile, key=lambda found: found.saved_seconds.low, default=None), asked.worth, simulation,
     )  # fmt: skip
 
 
@@ -215,17 +232,13 @@ class _StepModel:
 
     simulation: Simulation
     steps: slice
-    now: ExchangeOption
-    step_seconds: float
     reused: float
-    scale: float
-    row_work_seconds: float
-    measured_computing_seconds: float | None = None
+    asked: AdviceSettings
     correction: float = 1.0
 
     def seconds(self, option: ExchangeOption) -> Float64Array:
         """float64 [steps, phases]: of the job; latencies of a scale model are divided by the scale already."""
-        seconds: Float64Array = self.correction * self.scale * self.run(option).seconds[self.steps]
+        seconds: Float64Array = self.correction * self.asked.scale * self.run(option).seconds[self.steps]
         return seconds
 
     def run(self, option: ExchangeOption) -> StrategyRun:
@@ -238,26 +251,29 @@ class _StepModel:
 
     def step(self, option: ExchangeOption, price_factor: float) -> Float64Array:
         """float64 [steps]: predicted seconds of a step, where prices are so many times those of the cluster."""
-        computing = self.measured_computing_seconds
+        computing = self.asked.computing_seconds
         if computing is None:
-            computing = max(0.0, self.step_seconds - price_factor * float(self.exchange(self.now).mean()))
+            computing = max(0.0, self.asked.step_seconds - price_factor * float(self.exchange(self.asked.now).mean()))
         exchange = price_factor * self.exchange(option)
         result: Float64Array = computing + exchange
         if option.prefetch_pipeline:
             parts = price_factor * self.seconds(option)
             ahead = (1 - self.reused) * parts[:, list(EXCHANGE_PHASES)].sum(axis=1)
-            result -= np.minimum(ahead, max(0.0, computing - self.row_work_seconds))
+            result -= np.minimum(ahead, max(0.0, computing - self.asked.row_work_seconds))
         return result
 
     def today(self, price_factor: float) -> Float64Array:
         """float64 [steps]: today's steps, of which the mean is what was measured (if the prices fit)."""
-        return self.step(self.now, price_factor)
+        return self.step(self.asked.now, price_factor)
 
 
-def _predict(model: _StepModel, option: ExchangeOption, price_error: float) -> Prediction:
+def _predict(model: _StepModel, option: ExchangeOption) -> Prediction:
     expected = model.step(option, 1.0)
     saved = model.today(1.0) - expected
-    saved_by_price = [model.today(1 + error) - model.step(option, 1 + error) for error in (-price_error, price_error)]
+    saved_by_price = [
+        model.today(1 + error) - model.step(option, 1 + error)
+        for error in (-model.asked.price_error, model.asked.price_error)
+    ]
     low = min(float(np.percentile(saved, STEP_PERCENTILES[0])), *(float(s.mean()) for s in saved_by_price))
     high = max(float(np.percentile(saved, STEP_PERCENTILES[1])), *(float(s.mean()) for s in saved_by_price))
     seconds = PredictedRange(float(saved.mean()), low, high)
@@ -270,7 +286,7 @@ def _predict(model: _StepModel, option: ExchangeOption, price_error: float) -> P
         saved_seconds=seconds,
         saved_share=share,
         gpu_hours_per_day=share.scaled(HOURS_PER_DAY * ranks),
-        inter_node_bytes=model.scale * float(run.sent[model.steps, :, :, INTER].sum(axis=(1, 2)).mean()),
+        inter_node_bytes=model.asked.scale * float(run.sent[model.steps, :, :, INTER].sum(axis=(1, 2)).mean()),
         option=option,
         extra_memory_bytes=_extra_memory_bytes(model, option),
     )
@@ -287,7 +303,7 @@ def _extra_memory_bytes(model: _StepModel, option: ExchangeOption) -> int:
     if option.prefetch_pipeline:
         # The rows that a rank receives forward wait a step longer: about as many bytes as it sends.
         forward = model.run(option).sent[model.steps, :, TrafficPhase.FORWARD_ROWS, :].sum(axis=2)
-        total += int(model.scale * forward.max(initial=0))
+        total += int(model.asked.scale * forward.max(initial=0))
     return total
 
 

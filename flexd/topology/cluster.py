@@ -118,10 +118,6 @@ class CollectiveCurve:
         """Return the time of one collective in which each rank sends ``message_bytes`` over the link."""
         return self.latency_seconds + message_bytes / self.bandwidth(message_bytes)
 
-    def divide_latency(self, factor: float) -> CollectiveCurve:
-        """Return the same curve with the latency divided by ``factor``."""
-        return replace(self, latency_seconds=self.latency_seconds / factor)
-
     def scale_seconds(self, factor: float) -> CollectiveCurve:
         """Return the same curve with all seconds multiplied."""
         points = tuple((size, bandwidth / factor) for size, bandwidth in self.points)

@@ -111,7 +111,7 @@ def scale_model(cluster: Cluster, factor: float) -> Cluster:
     if costs is not None:
         costs = replace(costs, sums_seconds=costs.sums_seconds / factor, copies_seconds=costs.copies_seconds / factor)
     return replace(
-        cluster.with_curves(lambda link, curve: curve.divide_latency(factor)),
+        cluster.with_curves(lambda link, curve: replace(curve, latency_seconds=curve.latency_seconds / factor)),
         name=f"{cluster.name}-scale-model",
         source=f"{cluster.source} Latencies divided by {factor:g}: a scale model for runs whose steps move so many "
         "times fewer bytes than a production step.",

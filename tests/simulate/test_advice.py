@@ -9,7 +9,7 @@ import pytest
 from flexd.core.errors import ConfigError
 from flexd.core.layout import RankLayout
 from flexd.simulate.accesses import Accesses, RowFormat, zipf_accesses
-from flexd.simulate.advice import OPTIONS, Advice, advise, reused_share
+from flexd.simulate.advice import OPTIONS, Advice, AdviceSettings, advise, reused_share
 from flexd.simulate.simulation import SimulationSettings
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 
@@ -32,7 +32,9 @@ def zipf(rows: int = 20_000, exponent: float = 1.05, seed: int = 0) -> Accesses:
 
 
 def advice(step_seconds: float = 0.1, bytes_per_second: float = 1e7, **options: object) -> Advice:
-    return advise(zipf(), LAYOUT, cluster(bytes_per_second), SimulationSettings(), step_seconds=step_seconds, **options)  # type: ignore[arg-type]
+    return advise(
+        zipf(), LAYOUT, cluster(bytes_per_second), SimulationSettings(), AdviceSettings(step_seconds, **options)
+    )  # type: ignore[arg-type]
 
 
 def test_a_slow_network_is_worth_it_and_a_fast_one_is_not_here() -> None:
@@ -128,8 +130,7 @@ def test_measured_computing_corrects_the_prices() -> None:
 def test_one_rank_is_refused(computing_seconds: float | None) -> None:
     with pytest.raises(ConfigError, match="one rank exchanges no rows"):
         advise(
-            zipf(), RankLayout(1, 1), cluster(1e7), SimulationSettings(), step_seconds=0.1,
-            computing_seconds=computing_seconds,
+            zipf(), RankLayout(1, 1), cluster(1e7), SimulationSettings(), AdviceSettings(0.1, computing_seconds)
         )  # fmt: skip
 
 

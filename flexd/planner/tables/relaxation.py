@@ -36,14 +36,12 @@ class Relaxation:
         reduced_seconds: float64[T, O], price of each option at the duals; inf where another needs no more of anything.
         target: float64[K], loads of the relaxation: what the busiest rank should have at most.
         bound_seconds: no placement takes less; of no use if there is none within the memory.
-        rounds: solved master programs.
     """
 
     shares: Float64Array
     reduced_seconds: Float64Array
     target: Float64Array
     bound_seconds: float
-    rounds: int
 
 
 def relax(tables: TableOptions, layout: RankLayout, capacity: Float64Array) -> Relaxation:
@@ -111,7 +109,6 @@ class _Master:
             # The least memory, so that the master has a solution.
             self.columns.append(np.where(self.wanted, self.memory, np.inf).argmin(axis=1))
         shares = np.zeros(self.mean.shape[:2])
-        rounds = 0
         value = np.inf
         for rounds in range(1, _ROUNDS + 1):
             solved = self._solve_master()
@@ -135,7 +132,7 @@ class _Master:
         seconds = np.asarray(by_phase)[self.tables.axis_phase] * self.unit
         target = seconds / np.where(self.tables.axis_seconds > 0, self.tables.axis_seconds, np.inf)
         prices = np.where(self.wanted, best.prices * self.unit, np.inf)
-        return Relaxation(shares, prices, target, best.value * self.unit, rounds)
+        return Relaxation(shares, prices, target, best.value * self.unit)
 
     def _bound(self, weights: Float64Array, price: float, own: Float64Array) -> _Bound:
         """The Lagrangian bound.

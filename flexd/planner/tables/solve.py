@@ -131,7 +131,7 @@ class _Solver:
             if found.bound_seconds + fixed >= min(priced):
                 break
             if found.shares.any() and (placed or (found.shares[:, 0] < 1 - 1e-9).any()):
-                candidates.append(self._rounded(tables, found) if number == 0 else self._rounded_once(tables, found))
+                candidates.append(self._rounded(tables, found, thorough=number == 0))
                 priced.append(self.seconds(candidates[-1]))
         best = int(np.argmin(priced))
         if not np.isfinite(priced[best]):
@@ -161,22 +161,20 @@ class _Solver:
         seconds = tables.mean(tables.loads, self.layout) @ tables.axis_seconds
         return np.asarray(np.where(tables.allowed & alike, seconds, np.inf).argmin(axis=1), dtype=np.int64)
 
-    def _rounded(self, tables: TableOptions, relaxed: Relaxation) -> ShardAssignment:
+    def _rounded(self, tables: TableOptions, relaxed: Relaxation, *, thorough: bool) -> ShardAssignment:
         """Round towards targets that move to what was reached: where no placement reaches the relaxation's, the axes
-        that can still be lowered must decide."""
+        that can still be lowered must decide. Without ``thorough`` round once."""
         rounded: list[tuple[float, int, ShardAssignment]] = []
         near = relaxed
         for number in range(_ROUNDINGS):
             placed = _Rounding(tables, self.layout, self.capacity, near).run()
             found = self._search(placed, tables, self.evaluations // _ROUNDINGS)
+            if not thorough:
+                return found
             rounded.append((self.seconds(found), number, found))
             most = RankLoads.of(tables, self.layout, self.capacity, placed).axis_targets()
             near = replace(near, target=0.5 * (near.target + np.maximum(most, relaxed.target)))
         return self._search(min(rounded)[2], tables, self.evaluations)
-
-    def _rounded_once(self, tables: TableOptions, relaxed: Relaxation) -> ShardAssignment:
-        placed = _Rounding(tables, self.layout, self.capacity, relaxed).run()
-        return self._search(placed, tables, self.evaluations // _ROUNDINGS)
 
     def seconds(self, pieces: ShardAssignment, *, check_memory: bool = True) -> float:
         """Return the seconds of a step, inf if memory does not suffice."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.simulate.accesses import Accesses
-from flexd.simulate.advice import NOW, Advice, advise
+from flexd.simulate.advice import NOW, Advice, AdviceSettings, advise
 from flexd.simulate.simulation import SimulationSettings
 from tools.bench.cases import cluster
 from tools.bench.harness import Outcome, at_least, at_most, of_runs
@@ -51,8 +51,8 @@ def predict(
 ) -> Advice:  # fmt: skip
     return advise(
         batch_accesses(setting), setting.layout, given_cluster(setting.local_ranks, rate_mbit),
-        SimulationSettings(replica_fraction=0.0), step_seconds=step_seconds,
-        computing_seconds=computing_seconds, row_work_seconds=row_work_seconds, now=NOW["dedup"],
+        SimulationSettings(replica_fraction=0.0),
+        AdviceSettings(step_seconds, computing_seconds, row_work_seconds, NOW["dedup"]),
     )  # fmt: skip
 
 
