@@ -1,0 +1,192 @@
+"""The doctor's checks: the stream with its messages, clock and broker; the machine; a running daemon."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import flexd
+from flexd.api.status import DaemonStatus
+from flexd.api.stream import StreamStatus
+from flexd.config.load import parse_config
+from flexd.config.model import Config
+from flexd.core.errors import StreamError
+from flexd.doctor import finding, host, stream
+from flexd.doctor.daemon import daemon
+from flexd.doctor.finding import Finding, Level
+from flexd.stream.codec import encode_arrow
+from flexd.stream.file_log.log import FileLogSink
+from flexd.stream.types import AccessBatch
+from tests.support.certificates import Authority
+
+
+def config(directory: Path, **sections: object) -> Config:
+    return parse_config(
+        {
+            "job": "j",
+            "tables": [{"name": "items", "rows": 100, "dim": 4}],
+            "stream": {"source": {"kind": "file_log", "path": str(directory / "log")}},
+            "state": {"dir": str(directory / "state")},
+            "sketch": {"memory_bytes": 2**20},
+            **sections,
+        }
+    )
+
+
+def levels(findings: Iterable[Finding]) -> Counter[str]:
+    return Counter(f"{found.check} {found.level.value}" for found in findings)
+
+
+def message(table: str = "items", rows: tuple[int, ...] = (1, 2), at: float | None = None) -> bytes:
+    return encode_arrow([AccessBatch(table, np.array(rows), 0, time.time() if at is None else at)])
+
+
+@pytest.mark.parametrize(
+    ("payloads", "level", "says"),
+    [
+        ((), Level.WARNING, "no messages"),
+        ((message(),), Level.OK, "2 accesses of 1 messages fit"),
+        ((message(), b"garbage"), Level.FAULT, "1 of 2 messages cannot be read"),
+        ((message("users"),), Level.FAULT, "not configured: 'users' 2"),
+        ((message(rows=(5, 100, -1)),), Level.FAULT, "beyond tables[].rows: 'items' 2"),
+    ],
+)
+def test_messages_that_the_daemon_would_reject(tmp_path, payloads, level, says):
+    found = next(stream.messages(config(tmp_path), "the log", payloads))
+    assert (found.check, found.level) == ("messages", level)
+    assert says in found.text
+    assert bool(found.remedy) == (level is not Level.OK)
+
+
+@pytest.mark.parametrize(("ahead", "level"), [(-30.0, Level.OK), (3600.0, Level.WARNING)])
+def test_events_from_the_future_are_a_wrong_clock(tmp_path, ahead, level):
+    found = list(stream.messages(config(tmp_path), "the log", [message(at=time.time() + ahead)]))[-1]
+    assert (found.check, found.level) == ("event time", level)
+
+
+def test_a_file_log_is_read_without_touching_it(tmp_path):
+    wanted = config(tmp_path)
+    assert levels(stream.stream(wanted, 1.0)) == {"stream warning": 1}
+    sink = FileLogSink(tmp_path / "log", "p0")
+    sink.send(message())
+    sink.flush()
+    before = sorted((path, path.stat().st_size) for path in (tmp_path / "log").rglob("*"))
+    assert levels(stream.stream(wanted, 1.0)) == {"stream ok": 1, "messages ok": 1, "event time ok": 1}
+    assert sorted((path, path.stat().st_size) for path in (tmp_path / "log").rglob("*")) == before
+    sink.close()
+    synthetic = config(tmp_path, stream={"source": {"kind": "synthetic"}})
+    assert levels(stream.stream(synthetic, 1.0)) == {"stream skipped": 1}
+
+
+def test_broker_and_topic(tmp_path, monkeypatch):
+    wanted = config(tmp_path, stream={"source": {"kind": "kafka", "bootstrap_servers": "b:1", "topic": "t"}})
+    seen = SimpleNamespace(partitions=0, messages=0, payloads=())
+    monkeypatch.setattr("flexd.stream.kafka.topic_admin.inspect_topic", lambda *_, **__: seen)
+    assert levels(stream.stream(wanted, 1.0)) == {"broker ok": 1, "topic fault": 1}
+    seen.partitions, seen.payloads = 3, (message(),)
+    assert levels(stream.stream(wanted, 1.0)) == {"broker ok": 1, "topic ok": 1, "messages ok": 1, "event time ok": 1}
+
+    def fail(*_: object, **__: object) -> None:
+        raise StreamError("b:1: NoBrokersAvailable", remedy="check the network")
+
+    monkeypatch.setattr("flexd.stream.kafka.topic_admin.inspect_topic", fail)
+    assert finding.run("stream", lambda: stream.stream(wanted, 1.0)) == [
+        Finding("stream", Level.FAULT, "b:1: NoBrokersAvailable", "check the network")
+    ]
+
+
+def test_disk(tmp_path, monkeypatch):
+    wanted = config(tmp_path)
+    assert levels(host.disk(wanted)) == {"disk ok": 1}
+    assert not (tmp_path / "state").exists()
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 2**20))
+    (found,) = host.disk(wanted)
+    assert (found.level, "keep_snapshots" in found.remedy) == (Level.WARNING, True)
+    # What the snapshots take already need not be free.
+    (tmp_path / "state" / "snapshots").mkdir(parents=True)
+    (tmp_path / "state").chmod(0o750)
+    (tmp_path / "state" / "snapshots" / "snapshot-1.flexd").write_bytes(bytes(2**20))
+    assert levels(host.disk(wanted)) == {"disk ok": 1}
+    (tmp_path / "state").chmod(0o755)
+    assert levels(host.disk(wanted)) == {"disk ok": 1, "disk warning": 1}
+    (tmp_path / "state").chmod(0o700)
+    monkeypatch.setattr(host.os, "access", lambda *_: False)
+    assert levels(host.disk(wanted)) == {"disk fault": 1}
+
+
+@pytest.mark.parametrize(("state", "level"), [(0, Level.OK), (5, Level.WARNING), (-1, Level.SKIPPED)])
+def test_clock(tmp_path, monkeypatch, state, level):
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(adjtimex=lambda _: state))
+    (found,) = host.clock(config(tmp_path))
+    assert found.level is level
+
+
+def test_secrets(tmp_path):
+    assert levels(host.secrets(config(tmp_path))) == {"secrets ok": 1}
+    secret = tmp_path / "secret"
+    secret.write_text("k" * 32)
+    secret.chmod(0o640)
+    wanted = config(tmp_path, control={"secret_file": str(secret)})
+    assert levels(host.secrets(wanted)) == {"secrets ok": 1}
+    secret.chmod(0o644)
+    (found,) = host.secrets(wanted)
+    assert (found.level, found.remedy) == (Level.WARNING, f"chmod 0640 {secret}")
+    secret.write_text("short")
+    (found,) = finding.run("secrets", lambda: host.secrets(wanted))
+    assert found.level is Level.FAULT
+    assert "short" not in found.text + found.remedy
+
+
+def test_certificates(tmp_path):
+    assert list(host.certificates(config(tmp_path))) == []
+    files = Authority(tmp_path).issue("daemon", "127.0.0.1")
+    files.key_file.chmod(0o640)
+    tls = {"cert_file": str(files.cert_file), "key_file": str(files.key_file), "ca_file": str(files.ca_file)}
+    wanted = config(tmp_path, control={"tls": tls})
+    assert levels(host.certificates(wanted)) == {"certificates ok": 1}
+    files.key_file.chmod(0o644)
+    (found,) = host.certificates(wanted)
+    assert (found.level, found.remedy) == (Level.WARNING, f"chmod 0640 {files.key_file}")
+    files.ca_file.write_text("no PEM")
+    (found,) = finding.run("certificates", lambda: host.certificates(wanted))
+    assert found.level is Level.FAULT
+    assert "control.tls.ca_file" in found.text
+
+
+def test_ports(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        wanted = config(tmp_path, control={"listen_port": port}, server={"port": 0})
+        assert levels(host.ports(wanted, running=False)) == {"control port fault": 1, "api port skipped": 1}
+        assert levels(host.ports(wanted, running=True)) == {"control port ok": 1, "api port skipped": 1}
+    assert levels(host.ports(wanted, running=False)) == {"control port ok": 1, "api port skipped": 1}
+    assert levels(host.ports(wanted, running=True)) == {"control port fault": 1, "api port skipped": 1}
+    on_socket = config(tmp_path, control={"listen_port": 0}, server={"unix_socket": str(tmp_path / "s")})
+    assert levels(host.ports(on_socket, running=False)) == {"control port skipped": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"ready": True}, {"daemon ok": 1, "running configuration ok": 1}),
+        ({"ready": False, "reasons": ("ranks: none",)}, {"daemon warning": 1, "running configuration ok": 1}),
+        ({"healthy": False, "reasons": ("stuck",)}, {"daemon fault": 1, "running configuration ok": 1}),
+        ({"ready": True, "paused": True}, {"daemon warning": 1, "running configuration ok": 1}),
+    ],
+)
+def test_what_the_daemon_says(fields, expected):
+    status = DaemonStatus(job="j", version=flexd.__version__, stream=StreamStatus(source="tap"), **fields)
+    assert levels(daemon(status, [])) == expected
+    other = status.model_copy(update={"version": "0.0.1"})
+    assert levels(daemon(other, ["log.level"]))["running configuration warning"] == 1
+    assert sum(levels(daemon(other, ["log.level"])).values()) == 3
