@@ -75,8 +75,8 @@ class EmulatedLink:
             self._sleep(left)
 
 
-def limit_collectives(link: EmulatedLink) -> Callable[[], None]:
-    """Let ``link`` carry all collectives of this process's collections from now on; returns what undoes it.
+def limit_collectives(link: EmulatedLink) -> None:
+    """Let ``link`` carry all collectives of this process's collections from now on.
 
     Waits fall inside the laps of the phase meter, so that phases and exposed time are those of the emulated link.
     """
@@ -124,12 +124,6 @@ def limit_collectives(link: EmulatedLink) -> Callable[[], None]:
     limited = {"all_to_all": all_to_all, "all_reduce": all_reduce, "all_gather": all_gather, "_measured": measured}
     for name, function in limited.items():
         setattr(Peers, name, function)
-
-    def undo() -> None:
-        for name, function in kept.items():
-            setattr(Peers, name, function)
-
-    return undo
 
 
 def link_cluster(emulated: EmulatedCluster) -> Cluster:

@@ -71,11 +71,6 @@ class TableOption:
     pieces: int = 1
 
     @property
-    def name(self) -> str:
-        """``sharding/pooling``, with the number of column pieces."""
-        return f"{self.rule}{self.pieces if self.rule is ShardingKind.COLUMN_WISE else ''}/{self.pooling_at}"
-
-    @property
     def everywhere(self) -> bool:
         """True if all ranks hold as much of it."""
         return self.rule in (ShardingKind.ROW_WISE, ShardingKind.DATA_PARALLEL)
