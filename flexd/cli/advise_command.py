@@ -33,7 +33,7 @@ from flexd.cli.simulate_command import (
 )
 from flexd.core import units
 from flexd.core.errors import ConfigError
-from flexd.stream.sample_kinds import SampleKind, SampleLengths
+from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 
 if TYPE_CHECKING:
     from flexd.planner.model.cost import PredictedRange
@@ -138,9 +138,8 @@ def advise(
         )  # fmt: skip
     else:
         row_format = RowFormat(dim, dtype, optimizer)
-        accesses = make_trace_accesses(
-            trace, layout, row_format, batch, history, steps, seed, samples, lengths, micro_batches
-        )
+        options = BatchOptions(history, batch, steps, samples, lengths, micro_batches)
+        accesses = make_trace_accesses(trace, layout, row_format, options, seed)
     asked = AdviceSettings(
         step_ms / 1e3, None if computing_ms is None else computing_ms / 1e3, row_work_ms / 1e3, NOW[now], scale,
         price_error, worth,

@@ -14,7 +14,7 @@ from flexd.cli.options import OutputOption
 from flexd.cli.render import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
-from flexd.stream.sample_kinds import SampleKind, SampleLengths
+from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 
 if TYPE_CHECKING:
     from flexd.core.layout import RankLayout
@@ -152,9 +152,8 @@ def simulate(
             micro_batches=micro_batches,
         )  # fmt: skip
     else:
-        accesses = make_trace_accesses(
-            trace, layout, row_format, batch, history, steps, seed, samples, lengths, micro_batches
-        )
+        options = BatchOptions(history, batch, steps, samples, lengths, micro_batches)
+        accesses = make_trace_accesses(trace, layout, row_format, options, seed)
     simulation = simulate(accesses, layout, cluster, settings, progress=show_progress(steps))
     summary = summarise(simulation)
     emit(summary, simulate_blocks(summary), output)
@@ -173,23 +172,15 @@ def make_trace_accesses(
     path: Path | None,
     layout: RankLayout,
     row_format: RowFormat,
-    batch: int | None,
-    history: int,
-    steps: int,
+    options: BatchOptions,
     seed: int,
-    samples: SampleKind = SampleKind.SEQUENCES,
-    lengths: SampleLengths = SampleLengths.FIXED,
-    micro_batches: int = 1,
 ) -> Accesses:
     from flexd.simulate.accesses import trace_accesses
     from flexd.stream.trace import built_in_trace, load_trace
 
     events = built_in_trace(seed) if path is None else load_trace(path)
     name = "built-in trace" if path is None else path.stem
-    return trace_accesses(
-        name, events, layout, row_format, batch_size=batch, steps=steps, history=history, kind=samples, lengths=lengths,
-        micro_batches=micro_batches,
-    )  # fmt: skip
+    return trace_accesses(name, events, layout, row_format, options)
 
 
 def show_progress(steps: int) -> Callable[[int], None] | None:

@@ -14,7 +14,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.stream.batches import Batches
-from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
+from flexd.stream.sample_kinds import BatchOptions
 from flexd.stream.trace import Trace
 from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
 
@@ -72,28 +72,19 @@ def trace_accesses(
     trace: Trace,
     layout: RankLayout,
     rows: RowFormat,
-    *,
-    batch_size: int | None,
-    steps: int | None,
-    history: int,
-    kind: SampleKind = SampleKind.SEQUENCES,
-    lengths: SampleLengths = SampleLengths.FIXED,
-    micro_batches: int = 1,
+    options: BatchOptions,
 ) -> Accesses:
     """Return a trace as a next-item model reads it (``flexd.stream.batches``).
-
-    Args:
-        batch_size, steps: see ``BatchOptions``.
 
     Raises:
         ConfigError: a step is too large.
         StreamError: the trace has too few samples, or none of that kind.
     """
-    check_size(layout, batch_size or 1, history + 1, micro_batches)
+    micro_batches = options.micro_batches
+    check_size(layout, options.batch_size or 1, options.history + 1, micro_batches)
     keyspace = KeySpace(
         [rows.table(table, int(count)) for table, count in zip(trace.table_names, trace.table_rows, strict=True)]
     )
-    options = BatchOptions(history, batch_size, steps, kind, lengths, micro_batches)
     batches = Batches(trace, layout.world_size, options)
 
     def keys(step: int, rank: int, micro_batch: int) -> Int64Array:

@@ -11,6 +11,7 @@ from flexd.core.layout import RankLayout
 from flexd.simulate.accesses import MAX_STEP_ACCESSES, RowFormat, profile_accesses, trace_accesses, zipf_accesses
 from flexd.simulate.step_keys import exact_profile
 from flexd.sketch.profile import Profile, TableProfile
+from flexd.stream.sample_kinds import BatchOptions
 from flexd.stream.trace import synthetic_trace
 
 LAYOUT = RankLayout(2, 2)
@@ -26,7 +27,7 @@ def profile_of(weight: float = 1.0) -> Profile:
 
 def test_a_profile_of_a_trace_is_drawn_from() -> None:
     trace = synthetic_trace(20_000, rows=900, active=300, users=200)
-    accesses = trace_accesses("t", trace, LAYOUT, RowFormat(), batch_size=16, steps=8, history=8)
+    accesses = trace_accesses("t", trace, LAYOUT, RowFormat(), BatchOptions(8, 16, 8))
     assert sum(len(mine) for mine in accesses.passes(0)[0]) == 4 * 16 * 9
     seen = exact_profile([one for step in range(8) for one in accesses.passes(step)], accesses.keyspace)
     drawn = profile_accesses("p", seen, accesses.keyspace.tables, LAYOUT, accesses_per_rank=50_000, steps=4, seed=3)
