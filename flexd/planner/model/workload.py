@@ -289,13 +289,13 @@ def _check(table: TableProfile, spec: TableSpec) -> None:
     remedy = "make the profile with the job's own table list, from shares and rows that were counted"
     if len(table.hot_rows) and not 0 <= int(table.hot_rows.min()) <= int(table.hot_rows.max()) < spec.rows:
         raise PlanError(f"table {table.table!r}: the profile lists a row outside 0 to {spec.rows - 1}", remedy=remedy)
-    for name in ("hot_share", "hot_lower", "hot_upper", "bin_share", "bin_rows"):
-        values = getattr(table, name)
-        # Not the other way round: comparisons with NaN are false.
-        if len(values) and not (values.min() >= 0 and values.max() < math.inf):
-            raise PlanError(
-                f"table {table.table!r}: the profile's {name} has a number below 0 or not finite", remedy=remedy
-            )
+    arrays = (table.hot_share, *(table.hot_bounds or ()), table.bin_share, table.bin_rows)
+    total = sum(float(values.sum()) for values in arrays)
+    # Not the other way round: comparisons with NaN are false.
+    if not (math.isfinite(total) and all(values.min(initial=0.0) >= 0 for values in arrays)):
+        raise PlanError(
+            f"table {table.table!r}: the profile has a share or a number of rows below 0 or not finite", remedy=remedy
+        )
 
 
 def _table_load(

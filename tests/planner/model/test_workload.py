@@ -84,12 +84,12 @@ def test_loads_of_tables_alone_sum_to_the_loads_by_dim_group() -> None:
         ({"hot_rows": [0, -1]}, "table 'items': .* outside 0 to 4999"),
         ({"hot_rows": [0, 5000]}, "table 'items': .* outside 0 to 4999"),
         *(
-            ({name: [0.1, value]}, f"table 'items': .*{name}")
+            ({name: [0.1, value]}, "table 'items': .* not finite")
             for name in ("hot_share", "bin_share", "bin_rows")
             for value in (float("nan"), -0.1, float("inf"))
         ),
-        ({"hot_bounds": ([0.1, float("nan")], [0.1, 0.2])}, "table 'items': .*hot_lower"),
-        ({"hot_bounds": ([0.1, 0.1], [0.1, float("inf")])}, "table 'items': .*hot_upper"),
+        ({"hot_bounds": ([0.1, float("nan")], [0.1, 0.2])}, "table 'items': .* not finite"),
+        ({"hot_bounds": ([0.1, 0.1], [0.1, float("inf")])}, "table 'items': .* not finite"),
     ],
 )
 def test_profiles_with_what_no_accesses_can_have_are_refused(change: dict, message: str) -> None:
