@@ -19,8 +19,7 @@ class FlexdTrainer(Trainer):
 
     def _average_dense(self, *_):
         for parameter in self.model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+            dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
 
     def _train_epoch(self, batches, *args, **more):
         share = (batch[dist.get_rank() :: dist.get_world_size()] for batch in batches)
@@ -37,6 +36,7 @@ def main() -> None:
     for epoch, loss in trainer.train_loss_dict.items():
         print(f"epoch {epoch} loss {loss:.10f}")
     print(f"ndcg@10 valid {best:.10f} test {trainer.evaluate(test, load_best_model=False)['ndcg@10']:.10f}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

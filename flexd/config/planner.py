@@ -126,7 +126,7 @@ class MinSavingConfig(Section):
 
 
 class PlanGatesConfig(Section):
-    """What a profile and a plan must have before rows are moved."""
+    """Conditions on a profile and a plan before rows are moved."""
 
     min_saving: MinSavingConfig = MinSavingConfig()
     """The smallest saving of a step for which rows are moved."""

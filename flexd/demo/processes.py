@@ -123,6 +123,11 @@ class DaemonProcess:
         """Process id; None before the first start."""
         return self._process.pid if self._process is not None else None
 
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code; None while it runs; negative: ended by this signal."""
+        return None if self._process is None else self._process.poll()
+
     def start(self, timeout_seconds: float = 180.0) -> None:
         """Start and wait until healthy. The first start of an installation compiles the counting kernels.
 

@@ -76,7 +76,7 @@ NOW = {option.name: option for option in OPTIONS[:3]}
 
 @dataclass(frozen=True)
 class AdviceSettings:
-    """What is known of the training, and what is asked for.
+    """The known figures of a training, and the bounds of an advice.
 
     Attributes:
         step_seconds: measured, with the exchange ``now``.
@@ -183,7 +183,7 @@ def advise(
     layout: RankLayout,
     cluster: Cluster,
     settings: SimulationSettings,
-    asked: AdviceSettings,
+    given: AdviceSettings,
     progress: Callable[[int], None] | None = None,
 ) -> Advice:
     """Replay the accesses with every option and predict their step times.
@@ -197,17 +197,17 @@ def advise(
     simulation = simulate(accesses, layout, cluster, settings, strategies, progress)
     steps = compared_steps(accesses.steps)
     reused = reused_share(accesses, steps)
-    model, now = _StepModel(simulation, steps, reused, asked), asked.now
-    if asked.computing_seconds is not None:
-        correction = (asked.step_seconds - asked.computing_seconds) / float(model.exchange(now).mean())
+    model, now = _StepModel(simulation, steps, reused, given), given.now
+    if given.computing_seconds is not None:
+        correction = (given.step_seconds - given.computing_seconds) / float(model.exchange(now).mean())
         model = replace(model, correction=correction)
     predictions = {option.name: _predict(model, option) for option in OPTIONS if option != now}
     exchange_seconds = float(model.exchange(now).mean())
-    candidates = predictions.values() if exchange_seconds < asked.step_seconds else ()
-    worthwhile = [found for found in candidates if found.pays and found.saved_share.expected >= asked.worth]
+    candidates = predictions.values() if exchange_seconds < given.step_seconds else ()
+    worthwhile = [found for found in candidates if found.pays and found.saved_share.expected >= given.worth]
     return Advice(
-        now, asked.step_seconds, exchange_seconds, model.correction, asked.price_error, reused, predictions,
-        max(worthwhile, key=lambda found: found.saved_seconds.low, default=None), asked.worth, simulation,
+        now, given.step_seconds, exchange_seconds, model.correction, given.price_error, reused, predictions,
+        max(worthwhile, key=lambda found: found.saved_seconds.low, default=None), given.worth, simulation,
     )  # fmt: skip
 
 
@@ -233,12 +233,12 @@ class _StepModel:
     simulation: Simulation
     steps: slice
     reused: float
-    asked: AdviceSettings
+    given: AdviceSettings
     correction: float = 1.0
 
     def seconds(self, option: ExchangeOption) -> Float64Array:
         """float64 [steps, phases]: of the job; latencies of a scale model are divided by the scale already."""
-        seconds: Float64Array = self.correction * self.asked.scale * self.run(option).seconds[self.steps]
+        seconds: Float64Array = self.correction * self.given.scale * self.run(option).seconds[self.steps]
         return seconds
 
     def run(self, option: ExchangeOption) -> StrategyRun:
@@ -251,20 +251,20 @@ class _StepModel:
 
     def step(self, option: ExchangeOption, price_factor: float) -> Float64Array:
         """float64 [steps]: predicted seconds of a step, where prices are so many times those of the cluster."""
-        computing = self.asked.computing_seconds
+        computing = self.given.computing_seconds
         if computing is None:
-            computing = max(0.0, self.asked.step_seconds - price_factor * float(self.exchange(self.asked.now).mean()))
+            computing = max(0.0, self.given.step_seconds - price_factor * float(self.exchange(self.given.now).mean()))
         exchange = price_factor * self.exchange(option)
         result: Float64Array = computing + exchange
         if option.prefetch_pipeline:
             parts = price_factor * self.seconds(option)
             ahead = (1 - self.reused) * parts[:, list(EXCHANGE_PHASES)].sum(axis=1)
-            result -= np.minimum(ahead, max(0.0, computing - self.asked.row_work_seconds))
+            result -= np.minimum(ahead, max(0.0, computing - self.given.row_work_seconds))
         return result
 
     def today(self, price_factor: float) -> Float64Array:
         """float64 [steps]: today's steps, of which the mean is what was measured (if the prices fit)."""
-        return self.step(self.asked.now, price_factor)
+        return self.step(self.given.now, price_factor)
 
 
 def _predict(model: _StepModel, option: ExchangeOption) -> Prediction:
@@ -272,7 +272,7 @@ def _predict(model: _StepModel, option: ExchangeOption) -> Prediction:
     saved = model.today(1.0) - expected
     saved_by_price = [
         model.today(1 + error) - model.step(option, 1 + error)
-        for error in (-model.asked.price_error, model.asked.price_error)
+        for error in (-model.given.price_error, model.given.price_error)
     ]
     low = min(float(np.percentile(saved, STEP_PERCENTILES[0])), *(float(s.mean()) for s in saved_by_price))
     high = max(float(np.percentile(saved, STEP_PERCENTILES[1])), *(float(s.mean()) for s in saved_by_price))
@@ -286,7 +286,7 @@ def _predict(model: _StepModel, option: ExchangeOption) -> Prediction:
         saved_seconds=seconds,
         saved_share=share,
         gpu_hours_per_day=share.scaled(HOURS_PER_DAY * ranks),
-        inter_node_bytes=model.asked.scale * float(run.sent[model.steps, :, :, INTER].sum(axis=(1, 2)).mean()),
+        inter_node_bytes=model.given.scale * float(run.sent[model.steps, :, :, INTER].sum(axis=(1, 2)).mean()),
         option=option,
         extra_memory_bytes=_extra_memory_bytes(model, option),
     )
@@ -303,7 +303,7 @@ def _extra_memory_bytes(model: _StepModel, option: ExchangeOption) -> int:
     if option.prefetch_pipeline:
         # The rows that a rank receives forward wait a step longer: about as many bytes as it sends.
         forward = model.run(option).sent[model.steps, :, TrafficPhase.FORWARD_ROWS, :].sum(axis=2)
-        total += int(model.asked.scale * forward.max(initial=0))
+        total += int(model.given.scale * forward.max(initial=0))
     return total
 
 
