@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import flexd
@@ -68,15 +69,23 @@ def save(rank: int, layout: RankLayout, rules: Rules, directory: str, window_byt
 
 def load(rank: int, layout: RankLayout, rules: Rules, directory: str, form: str, window_bytes: int) -> dict[str, Any]:
     """Load what ``save`` saved into tables of other rules, and train on."""
-    tables = collection(layout, rules, seed=5)
-    with mock.patch.object(table_rows, "MAX_WINDOW_BYTES", window_bytes):
+    tables, received, call = collection(layout, rules, seed=5), [0], dist.all_to_all_single
+
+    def recorded(into: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        received.append(into.nbytes)
+        return call(into, *args, **kwargs)
+
+    with (
+        mock.patch.object(table_rows, "MAX_WINDOW_BYTES", window_bytes),
+        mock.patch.object(dist, "all_to_all_single", recorded),
+    ):
         if form == "series":
             flexd.CheckpointSeries(tables, Path(directory, "series")).load()
         else:
             dcp.load({"tables": flexd.ShardedState(tables)}, checkpoint_id=Path(directory, "whole"))
     loaded = whole(tables)
     train(tables, 2, 2)
-    return {"saved": loaded, "after": whole(tables)}
+    return {"saved": loaded, "after": whole(tables), "received": max(received)}
 
 
 def copied(rank: int, layout: RankLayout, exchange: str) -> dict[str, Any]:
@@ -136,6 +145,8 @@ def test_checkpoints_load_into_any_other_rules_and_number_of_ranks(
     for layout, others in jobs:
         job = (load, layout, others, str(tmp_path), form, window_bytes)
         for result in ranks(layout.world_size).run(*job):
+            # Also where all ranks send the rows of a table to one.
+            assert result["received"] <= 2 * window_bytes
             for name, table in saved["saved"].items():
                 np.testing.assert_array_equal(result["saved"][name], table)
                 if layout == PAIRS:  # the same batches: the state of the optimizer was loaded too

@@ -259,7 +259,21 @@ def load_rows_of(
 
 
 def _send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:
-    """Collective. Write the uint8 [n, row_bytes] rows of int64 [n] addresses at their homes."""
+    """Collective. Write the uint8 [n, row_bytes] rows of int64 [n] addresses at their homes.
+
+    A table may have one home rank, so that the windows of all ranks go there: they travel in so many parts that no rank
+    receives much more than a window at once.
+    """
+    arriving = torch.bincount(addresses % world.size, minlength=world.size)
+    world.all_reduce(arriving)
+    parts = max(1, -(-int(arriving.max()) * (_KEY_BYTES + store.row_bytes) // table_rows.MAX_WINDOW_BYTES))
+    places = torch.arange(len(addresses), device=addresses.device)
+    for part in range(parts):
+        at = places[part::parts]
+        _send_part_home(world, store, addresses.index_select(0, at), packed.index_select(0, at))
+
+
+def _send_part_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:
     width = _KEY_BYTES + store.row_bytes
     order, counts = devices.ordered(addresses % world.size, world.size)
     received_counts = world.all_to_all(counts, [1] * world.size, [1] * world.size).tolist()

@@ -8,8 +8,11 @@ on a number when they make a collection, and every set of groups made since then
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -131,10 +134,33 @@ _GROUP_NAME: Any = getattr(distributed_c10d, "GroupName", str)
 _present = [JobGroups()]
 
 
+_RELEASE_SECONDS = 2.0
+_THREADS = Path("/proc/self/task")
+
+
 @atexit.register
 def _release() -> None:
-    """Release the groups while threads can still end: one that is destroyed with the modules aborts the process."""
+    """Release the groups while threads can still end: one that is destroyed with the modules aborts the process.
+
+    So does a thread of gloo that frees the tensors of the last collective while the interpreter ends (PyTorch pull
+    request 179291): it gets time for that here, also where the trainer does not destroy its process group.
+    """
     _present[0] = JobGroups()
+    deadline = time.monotonic() + _RELEASE_SECONDS
+    while True:
+        time.sleep(0.001)  # others need the interpreter's lock
+        if not _gloo_runs(_THREADS) or time.monotonic() > deadline:
+            return
+
+
+def _gloo_runs(threads: Path) -> bool:
+    """Return whether a thread of gloo does something; false where the system does not say."""
+    for thread in threads.glob("*/stat"):
+        with suppress(OSError):  # it has ended
+            name, _, state = thread.read_text().partition("(")[2].rpartition(") ")
+            if name.startswith("pt_gloo") and state.startswith("R"):
+                return True
+    return False
 
 
 def new_subgroup(ranks: Sequence[int], name: str, timeout: timedelta | None) -> dist.ProcessGroup:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from unittest import mock
 
+from flexd.embedding.exchange import job_groups
 from tests.support.repository import ROOT, child_environment
 
 PROGRAM = """
@@ -38,3 +41,21 @@ def test_groups_belong_to_their_default_group_and_are_released_at_exit() -> None
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["same False users 1 kept True", "default is None"]
+
+
+def test_the_end_of_a_process_waits_for_threads_of_gloo_that_run(tmp_path: Path) -> None:
+    """One that frees a tensor while the interpreter ends aborts the process."""
+    thread = tmp_path / "12" / "stat"
+    thread.parent.mkdir()
+    thread.write_text("12 (pt_gloo_runloop) R 1 2")
+    assert job_groups._gloo_runs(tmp_path)
+    for other in ("12 (pt_gloo_runloop) S 1 2", "12 (python) R 1 2", "12 (odd) name) R 1 2"):
+        thread.write_text(other)
+        assert not job_groups._gloo_runs(tmp_path)
+    seen = [True, True, False]
+    with (
+        mock.patch.object(job_groups, "_gloo_runs", side_effect=lambda _: seen.pop(0)),
+        mock.patch.object(job_groups, "_present", [job_groups.JobGroups()]),
+    ):
+        job_groups._release()
+    assert seen == []
