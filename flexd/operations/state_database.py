@@ -144,7 +144,12 @@ class StateDatabase:
                 tables = "".join(f"CREATE TABLE {name} ({columns});" for name, columns in _TABLES.items())
                 connection.executescript(f"BEGIN; {tables} PRAGMA user_version = {FORMAT}; COMMIT")
             elif version < FORMAT:
-                _upgrade(connection, version, self._read_only)
+                if self._read_only and version in _UPGRADES:
+                    raise SnapshotError(
+                        f"{self._path} is of format {version}, not {FORMAT}",
+                        remedy="start the daemon once, which changes it and keeps what it has",
+                    )
+                _upgrade(connection, version)
             faults = connection.execute("PRAGMA quick_check(1)").fetchall()
             if faults != [("ok",)]:
                 raise _UnusableFileError(str(faults[0][0]))
@@ -181,10 +186,10 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     )  # fmt: skip
 
 
-def _upgrade(connection: sqlite3.Connection, version: int, read_only: bool) -> None:
+def _upgrade(connection: sqlite3.Connection, version: int) -> None:
     """Make a file of an older format one of ``FORMAT``."""
-    if read_only or version not in _UPGRADES:
-        raise _UnusableFileError(f"it is of format {version}, not {FORMAT}; a start of the daemon changes it")
+    if version not in _UPGRADES:
+        raise _UnusableFileError(f"it is of format {version}, not {FORMAT}")
     steps = "; ".join(_UPGRADES[older] for older in range(version, FORMAT))
     try:
         connection.executescript(f"BEGIN; {steps}; PRAGMA user_version = {FORMAT}; COMMIT")

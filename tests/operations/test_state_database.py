@@ -92,7 +92,7 @@ def test_a_file_of_format_1_keeps_its_decisions(make: Callable[[], StateDatabase
         connection.executescript(f"{tables} INSERT INTO decisions VALUES ('in force', 'x'); PRAGMA user_version = 1")
     before = (tmp_path / NAME).read_bytes()
     reader = StateDatabase(tmp_path / NAME, read_only=True)
-    with pytest.raises(SnapshotError, match="of format 1, not 2; a start of the daemon changes it"):
+    with pytest.raises(SnapshotError, match="of format 1, not 2 - start the daemon once"):
         reader.document("in force")
     assert (tmp_path / NAME).read_bytes() == before
     assert make().document("in force") == "x"
