@@ -15,9 +15,9 @@ demo-kafka: $(STAMP)
 	$(BIN)/python tools/demo_kafka.py $(DEMO)
 
 # `make test` is what a change needs, with the same random examples everywhere. `make test-all` draws them anew and adds
-# the tests marked `long`: soaks, 52 kills, a newcomer's first hour, the container, the matrices. Three files run at a time
-# (most tests wait for other processes), then, one after another, those marked `alone`. JOBS=0 runs everything in one
-# process; TESTS names files, of which all tests run.
+# the tests marked `long`: soaks, 52 kills, a newcomer's first hour, the container, the matrices. Three files run at a
+# time (most tests wait for other processes), then, one after another, those marked `alone`. JOBS=0 runs everything in
+# one process; TESTS names files, of which all tests run.
 JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest
 TOGETHER := $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15

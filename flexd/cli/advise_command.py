@@ -140,12 +140,12 @@ def advise(
         row_format = RowFormat(dim, dtype, optimizer)
         options = BatchOptions(history, batch, steps, samples, lengths, micro_batches)
         accesses = make_trace_accesses(trace, layout, row_format, options, seed)
-    asked = AdviceSettings(
+    given = AdviceSettings(
         step_ms / 1e3, None if computing_ms is None else computing_ms / 1e3, row_work_ms / 1e3, NOW[now], scale,
         price_error, worth,
     )  # fmt: skip
     found = advise_on(
-        accesses, layout, cluster, SimulationSettings(replica_fraction=replica_fraction), asked, show_progress(steps)
+        accesses, layout, cluster, SimulationSettings(replica_fraction=replica_fraction), given, show_progress(steps)
     )
     answer, blocks = document(found), advice_blocks(found)
     affinity = affinity_outlook(accesses, layout)

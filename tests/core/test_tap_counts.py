@@ -185,3 +185,9 @@ def test_all_forms_agree(value: int) -> None:
     assert int(mixed(np.array([value]))[0]) == expected
     with np.errstate(over="ignore"):
         assert int(finalise.py_func(np.uint64((value + GAMMA) % 2**64))) == expected
+
+
+def test_draws_are_uniform() -> None:
+    draws = mixed(np.arange(100_000)) / 2.0**64
+    counts = np.bincount((draws * 20).astype(int), minlength=20)
+    assert np.abs(counts - 5_000).max() < 5 * np.sqrt(5_000)

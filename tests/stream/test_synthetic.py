@@ -7,6 +7,7 @@ import pytest
 
 from flexd.config.stream import SyntheticSourceConfig
 from flexd.stream import synthetic
+from flexd.stream.codec import decode
 from flexd.stream.synthetic import SyntheticSource
 from flexd.stream.zipf import scatter_multiplier
 from tests.support.clock import Clock
@@ -42,3 +43,14 @@ def test_it_keeps_the_pace_of_the_clock(monkeypatch):
     assert source.lag() == 0
     clock.now += 0.2001
     assert [m.offset for m in source.poll(0.0)] == [7, 8]
+
+
+def test_tables_take_turns_with_ids_as_wide_as_their_rows_need():
+    clock = Clock()
+    tables = [("a", 100), ("b", 2**33)]
+    source = SyntheticSource(tables, SyntheticSourceConfig(kind="synthetic"), clock=clock, sleep=clock.sleep)
+    source.restore({"synthetic": 0})
+    clock.now += 1.0
+    batches = [decode(bytes(message.payload), 1 << 24)[0] for message in source.poll(0.0)]
+    assert [batch.table for batch in batches[:4]] == ["a", "b", "a", "b"]
+    assert {batch.table: batch.rows.dtype for batch in batches} == {"a": np.int32, "b": np.int64}

@@ -261,32 +261,30 @@ def load_rows_of(
 def _send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:
     """Collective. Write the uint8 [n, row_bytes] rows of int64 [n] addresses at their homes.
 
-    A table may have one home rank, so that the windows of all ranks go there: they travel in so many parts that no rank
+    The windows of all ranks may have one home, that of a whole table: rows travel in so many parts that no rank
     receives much more than a window at once.
     """
-    arriving = torch.bincount(addresses % world.size, minlength=world.size)
+    width = _KEY_BYTES + store.row_bytes
+    homes = addresses % world.size
+    arriving = torch.bincount(homes, minlength=world.size)
     world.all_reduce(arriving)
-    parts = max(1, -(-int(arriving.max()) * (_KEY_BYTES + store.row_bytes) // table_rows.MAX_WINDOW_BYTES))
+    parts = max(1, -(-int(arriving.max()) * width // table_rows.MAX_WINDOW_BYTES))
+    joined = torch.cat([addresses.view(-1, 1).view(torch.uint8), packed], dim=1)
     places = torch.arange(len(addresses), device=addresses.device)
     for part in range(parts):
-        at = places[part::parts]
-        _send_part_home(world, store, addresses.index_select(0, at), packed.index_select(0, at))
-
-
-def _send_part_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:
-    width = _KEY_BYTES + store.row_bytes
-    order, counts = devices.ordered(addresses % world.size, world.size)
-    received_counts = world.all_to_all(counts, [1] * world.size, [1] * world.size).tolist()
-    joined = torch.cat([addresses.view(-1, 1).view(torch.uint8), packed], dim=1).index_select(0, order)
-    received = world.all_to_all(
-        joined.view(-1), [count * width for count in counts.tolist()], [count * width for count in received_counts]
-    ).view(-1, width)
-    slots = store.home_slots(received[:, :_KEY_BYTES].clone().view(torch.int64).view(-1))
-    rows = received[:, _KEY_BYTES:]
-    if store.tier is not None:
-        store.tier.write_through(slots, rows)
-    else:
-        store.unpack(rows, slots)
+        of_part = places[part::parts]
+        order, counts = devices.ordered(homes.index_select(0, of_part), world.size)
+        received_counts = world.all_to_all(counts, [1] * world.size, [1] * world.size).tolist()
+        received = world.all_to_all(
+            joined.index_select(0, of_part.index_select(0, order)).view(-1),
+            [count * width for count in counts.tolist()], [count * width for count in received_counts],
+        ).view(-1, width)  # fmt: skip
+        slots = store.home_slots(received[:, :_KEY_BYTES].clone().view(torch.int64).view(-1))
+        rows = received[:, _KEY_BYTES:]
+        if store.tier is not None:
+            store.tier.write_through(slots, rows)
+        else:
+            store.unpack(rows, slots)
 
 
 def _text(table: TableSpec) -> str:

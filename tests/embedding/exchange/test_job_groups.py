@@ -58,4 +58,9 @@ def test_the_end_of_a_process_waits_for_threads_of_gloo_that_run(tmp_path: Path)
         mock.patch.object(job_groups, "_present", [job_groups.JobGroups()]),
     ):
         job_groups._release()
-    assert seen == []
+        assert seen == []
+        with (
+            mock.patch.object(job_groups, "_gloo_runs", return_value=True),
+            mock.patch.object(job_groups, "_RELEASE_SECONDS", 0.01),
+        ):
+            job_groups._release()  # a thread that never rests does not keep the process
