@@ -24,7 +24,7 @@ class PlacementStatus(Model):
     """Counts the applied chunks."""
     rows: RowsByTier = Field(default_factory=dict)
     """Rows in each tier."""
-    moved_rows: int = 0
+    rehomed_rows: int = 0
     """Rows at HOME that live in another node than that of their home rank."""
     digest: str = "0" * 16
     """Order-free digest of the hot rows, 16 hexadecimal digits."""
@@ -35,7 +35,9 @@ class PlacementStatus(Model):
         gauge("flexd_placement_version", "Chunks applied by every rank.", "version"),
         gauge("flexd_placement_rows", "Rows in each tier.", lambda placed: by_metric_tier(placed.rows), ("tier",)),
         gauge(
-            "flexd_placement_moved_rows", "Rows that live in another node than that of their home rank.", "moved_rows"
+            "flexd_placement_rehomed_rows",
+            "Rows that live in another node than that of their home rank.",
+            "rehomed_rows",
         ),
         counter(
             "flexd_placement_digest_mismatches", "Reports whose placement digest was not the daemon's.",
@@ -65,7 +67,7 @@ def placement_status(placement: Placement, keyspace: KeySpace, digest_mismatches
     return PlacementStatus(
         version=placement.version,
         rows={"HOME": total_rows - len(placement.copies), **rows_above_home(placement)},
-        moved_rows=len(placement.moved),
+        rehomed_rows=len(placement.rehomed),
         digest=f"{placement.digest():016x}",
         digest_mismatches=digest_mismatches,
     )

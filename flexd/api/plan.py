@@ -204,7 +204,7 @@ class PlanReport(Model):
     an empty plan where one could save."""
     saved_seconds: FiniteOrNone = None
     """Predicted saving of a step against the live placement, exposed seconds in the mean over the ranks."""
-    moved_rows: int = 0
+    rehomed_rows: int = 0
     """Rows that live in another node than that of their home rank."""
     moves_save_seconds: Annotated[FiniteOrNone, DETAIL] = None
     """The part of the saving that comes from rows which move to other nodes or back."""

@@ -28,9 +28,9 @@ def check_config(config: Config, origin: str = "config") -> None:
         ConfigError: the text lists every fault as ``origin: key.path: what is wrong``.
     """
     faults = [*_topology_faults(config), *_kafka_faults(config)]
-    if config.planner.moved_slots_share and not config.sketch.coaccess_memory_bytes:
+    if config.planner.rehomed_slots_share and not config.sketch.coaccess_memory_bytes:
         faults.append(
-            "planner.moved_slots_share: where rows are used together is not known; set sketch.coaccess_memory_bytes"
+            "planner.rehomed_slots_share: where rows are used together is not known; set sketch.coaccess_memory_bytes"
         )
     if config.tables:  # else they are checked when the ranks have said theirs
         faults = [*_table_faults(config), *_memory_faults(config), *faults]

@@ -160,7 +160,7 @@ class PlannerConfig(PlanGatesConfig):
     drift_threshold: Annotated[Float, Field(gt=1)] | None = 1.01
     """A new plan is made when the exposed seconds of a step at the live placement exceed those of the plan that would
     be made now by this factor, and that plan saves at least ``planner.min_saving``; null plans at intervals only."""
-    moved_slots_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
+    rehomed_slots_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
     """Share of each rank's replica slots for rows that live in the node whose samples use them most, instead of in that
     of their home; copies have the others. It wins where a loader deals samples to nodes
     (``flexd.affinity.NodeSampler``), and needs ``sketch.coaccess_memory_bytes``. With 0 no row moves, and those that

@@ -10,10 +10,10 @@ import numpy as np
 from flexd.core.arrays import BoolArray, Int64Array, UInt8Array
 from flexd.core.errors import TopologyError
 
-MOVED = 3
-"""``MOVED + n`` in place of a tier: the row's one copy is in node n, on the node owner of its rail there, and not in
+REHOMED = 3
+"""``REHOMED + n`` in place of a tier: the row's one copy is in node n, on the node owner of its rail there, and not in
 the node of its home rank."""
-MAX_MOVED_NODES = 256 - MOVED
+MAX_REHOMED_NODES = 256 - REHOMED
 """Nodes that such numbers have room for in a byte."""
 
 
@@ -28,26 +28,26 @@ class Tier(IntEnum):
     """A copy on every rank."""
 
 
-def is_moved(tiers: UInt8Array) -> BoolArray:
+def is_rehomed(tiers: UInt8Array) -> BoolArray:
     """Map uint8 [n] tiers to bool [n]: true for rows that live in another node than their home."""
-    moved: BoolArray = tiers >= MOVED
+    moved: BoolArray = tiers >= REHOMED
     return moved
 
 
-def nodes_of_moved(tiers: UInt8Array) -> Int64Array:
-    """Map uint8 [n] tiers to the int64 [n] nodes in which the moved rows among them live; below 0 for all others."""
-    return tiers.astype(np.int64) - MOVED
+def nodes_of_rehomed(tiers: UInt8Array) -> Int64Array:
+    """Map uint8 [n] tiers to the int64 [n] nodes in which the re-homed rows among them live; below 0 for all others."""
+    return tiers.astype(np.int64) - REHOMED
 
 
 def without_moves(tiers: UInt8Array) -> UInt8Array:
-    """Return uint8 [n] tiers with moved rows at HOME."""
-    return np.where(is_moved(tiers), np.uint8(Tier.HOME), tiers).astype(np.uint8)
+    """Return uint8 [n] tiers with re-homed rows at HOME."""
+    return np.where(is_rehomed(tiers), np.uint8(Tier.HOME), tiers).astype(np.uint8)
 
 
 def by_slots(tiers: UInt8Array) -> UInt8Array:
     """Map uint8 [n] tiers to numbers that grow with the replica slots that a row takes: HOME, moved, NODE, DEVICE."""
     order = np.array([0, 2, 3, 1], dtype=np.uint8)
-    return order[np.minimum(tiers, MOVED)]
+    return order[np.minimum(tiers, REHOMED)]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class RankLayout:
 
     def holds_replica(self, rank: int, addresses: Int64Array, tiers: UInt8Array) -> BoolArray:
         """Return bool[n]: true where ``rank`` has a copy of the row in a replica slot at its tier: beside the home
-        copy, or, of a moved row, in its place."""
+        copy, or, of a re-homed row, in its place."""
         home = self.home_rank(addresses)
         node = (
             (tiers == Tier.NODE)
@@ -108,7 +108,7 @@ class RankLayout:
             & (home // self.local_ranks != self.node_of(rank))
         )
         moved = (
-            (nodes_of_moved(tiers) == self.node_of(rank))
+            (nodes_of_rehomed(tiers) == self.node_of(rank))
             & (addresses % self.local_ranks == self.local_rank_of(rank))
             & (home != rank)
         )
@@ -122,7 +122,7 @@ class RankLayout:
         device_by_home = np.bincount(home[tiers == Tier.DEVICE], minlength=world)
         node_by_home = np.bincount(home[tiers == Tier.NODE], minlength=world).reshape(self.nodes, self.local_ranks)
         node = node_by_home.sum(axis=0, keepdims=True) - node_by_home
-        nodes = nodes_of_moved(tiers)
+        nodes = nodes_of_rehomed(tiers)
         ranks = nodes * self.local_ranks + addresses % self.local_ranks
         moved = np.bincount(ranks[(nodes >= 0) & (ranks != home)], minlength=world)
         used: Int64Array = (device_by_home.sum() - device_by_home + node.reshape(world) + moved).astype(np.int64)

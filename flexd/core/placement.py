@@ -10,14 +10,14 @@ import numpy as np
 
 from flexd.core.arrays import Int64Array, UInt8Array, UInt64Array
 from flexd.core.errors import PlacementError
-from flexd.core.layout import Tier, is_moved
+from flexd.core.layout import Tier, is_rehomed
 
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def _row_hash(keys: Int64Array, tiers: UInt8Array) -> UInt64Array:
     """Return splitmix64 of (key, tier). A HOME row hashes to 0, so that only listed rows count."""
-    # Two bits of a tier beside the key; what is above them, of moved rows, is mixed in.
+    # Two bits of a tier beside the key; what is above them, of re-homed rows, is mixed in.
     x = (keys.astype(np.uint64) << np.uint64(2)) + (tiers & np.uint8(3)) + np.uint64(0x9E3779B97F4A7C15)
     x ^= (tiers >> np.uint8(2)).astype(np.uint64) * _MIX[1]
     x = (x ^ (x >> np.uint64(30))) * _MIX[0]
@@ -63,7 +63,7 @@ class Delta:
 class Placement:
     """Listed rows (with copies, or moved) as sorted int64[n] ``keys`` with uint8[n] ``tiers``; every other row is HOME.
 
-    A tier of ``MOVED`` or more states the node in which a moved row lives.
+    A tier of ``REHOMED`` or more states the node in which a re-homed row lives.
 
     ``version`` counts the applied chunks. Immutable: ``apply`` returns the next placement.
     """
@@ -92,14 +92,14 @@ class Placement:
 
     @cached_property
     def copies(self) -> Placement:
-        """The placement with moved rows at HOME."""
-        kept = ~is_moved(self.tiers)
+        """The placement with re-homed rows at HOME."""
+        kept = ~is_rehomed(self.tiers)
         return self if kept.all() else self.with_rows(self.keys[kept], self.tiers[kept])
 
     @cached_property
-    def moved(self) -> Placement:
-        """The moved rows alone."""
-        kept = is_moved(self.tiers)
+    def rehomed(self) -> Placement:
+        """The re-homed rows alone."""
+        kept = is_rehomed(self.tiers)
         return self.with_rows(self.keys[kept], self.tiers[kept])
 
     def with_rows(self, keys: Int64Array, tiers: UInt8Array) -> Placement:
@@ -145,6 +145,6 @@ class Placement:
         old, new = self.tiers_of(keys), target.tiers_of(keys)
         changed = old != new
         keys, old, new = keys[changed], old[changed], new[changed]
-        between = (is_moved(old) | is_moved(new)) & (old != Tier.HOME) & (new != Tier.HOME)
+        between = (is_rehomed(old) | is_rehomed(new)) & (old != Tier.HOME) & (new != Tier.HOME)
         order = np.lexsort((keys, np.where(between, 1, 2 * (new > old))))
         return Delta(keys[order], old[order], new[order])

@@ -398,7 +398,7 @@ class RowEngine:
         )  # fmt: skip
 
     def before_rows_load(self, rows: tuple[int, torch.Tensor] | None = None) -> None:
-        """Collective with the prefetch pipeline or moved rows. Call it before home rows or their state are replaced
+        """Collective with the prefetch pipeline or re-homed rows. Call it before home rows or their state are replaced
         from outside: replicas are refreshed before the next pass, and rows that were fetched early are fetched again.
 
         Args:
@@ -422,7 +422,7 @@ class RowEngine:
         self.groups.close(destroy=orderly and ended)
 
     def settle(self) -> None:
-        """Collective with the prefetch pipeline or moved rows. Bring the home rows to the state in which every step
+        """Collective with the prefetch pipeline or re-homed rows. Bring the home rows to the state in which every step
         pushed all of its gradients and no row has moved."""
         with self._calling():
             self.hooks.settle()
@@ -431,12 +431,12 @@ class RowEngine:
     @property
     def settles_with_others(self) -> bool:
         """True if ``settle`` is collective now. Equal on all ranks."""
-        return self.hooks.deferred is not None or self.migrator.moved_rows > 0
+        return self.hooks.deferred is not None or self.migrator.rehomed_rows > 0
 
     @torch.no_grad()
     def _bring_home(self) -> None:
-        """Collective with moved rows. Make their home slots current, unless new values wait there."""
-        if self.migrator.moved_rows and not self.stale_replicas and self._changes_at_home != self.row_changes:
+        """Collective with re-homed rows. Make their home slots current, unless new values wait there."""
+        if self.migrator.rehomed_rows and not self.stale_replicas and self._changes_at_home != self.row_changes:
             self.migrator.bring_home()
             self._changes_at_home = self.row_changes
 

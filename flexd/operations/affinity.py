@@ -19,7 +19,7 @@ from flexd.planner.affinity.streaming import CONTINUE_WITHIN, AffinityPlan, plan
 from flexd.planner.affinity.traffic import MIN_SAVING
 from flexd.planner.affinity.window import sampled_window
 from flexd.planner.model.cost import PredictedRange
-from flexd.planner.moves import MoveRoom, moved_placement, placed_homes
+from flexd.planner.moves import MoveRoom, placed_homes, rehomed_placement
 from flexd.planner.plan import Plan
 from flexd.sketch.coaccess import CoAccess
 from flexd.topology.cluster import INTER
@@ -63,7 +63,7 @@ class LearntHomes:
         """Return where rows are to live, if they live now where they lived when this was learnt."""
         if live is None or self.live is None:
             return None
-        now, then = live.moved, self.live.moved
+        now, then = live.rehomed, self.live.rehomed
         same = np.array_equal(now.keys, then.keys) and np.array_equal(now.tiers, then.tiers)
         return self.moves if same else None
 
@@ -205,10 +205,10 @@ class AffinityMonitor:
         if forecast.loader is None or forecast.placed is None or forecast.dealing_loader is None:
             return None
         placed, learnt, alone = (each.expected for each in (forecast.placed, forecast.loader, forecast.dealing_loader))
-        if placed - learnt >= (CONTINUE_WITHIN if len(live.moved) else MIN_SAVING) and forecast.moves_pay:
-            return WantedMoves(moved_placement(found.homes, layout), exposed_seconds * (placed - learnt))
+        if placed - learnt >= (CONTINUE_WITHIN if len(live.rehomed) else MIN_SAVING) and forecast.moves_pay:
+            return WantedMoves(rehomed_placement(found.homes, layout), exposed_seconds * (placed - learnt))
         if placed <= alone:
-            return WantedMoves(live.moved, 0.0)
+            return WantedMoves(live.rehomed, 0.0)
         return WantedMoves(Placement.empty(), exposed_seconds * (placed - alone))
 
     def user_nodes(self) -> UserNodes | None:

@@ -192,7 +192,7 @@ def plan_moves(
     """Learn homes by affinity, and return the plan with the rows that move by them, and what homes would win.
 
     Homes are those of the newest learning (``AffinityMonitor``), which a plan waits for only shortly. Without
-    ``planner.moved_slots_share`` rows that have moved come home. While nothing is known of rows that are used
+    ``planner.rehomed_slots_share`` rows that have moved come home. While nothing is known of rows that are used
     together, they stay.
 
     Args:
@@ -201,7 +201,7 @@ def plan_moves(
     """
     live, topology, keyspace, room = basis.live, basis.topology, basis.keyspace, None
     layout = topology.layout
-    if settings.moved_slots_share > 0 and layout.nodes > 1:
+    if settings.rehomed_slots_share > 0 and layout.nodes > 1:
         excluded = basis.job.at_owner.union(settings.exclude_tables)
         room = MoveRoom(keyspace, layout, slots_of_moves(topology, settings), plan.target, excluded)
     outlook = wanted = None
@@ -209,15 +209,15 @@ def plan_moves(
         outlook, wanted = affinity.refresh(
             plan, layout, basis.per_step, settings.horizon_steps, None if room is None else live, room
         )
-    if room is None and not len(live.moved):
+    if room is None and not len(live.rehomed):
         return plan, outlook
-    stays = Placement.empty() if room is None else room.fit_placement(live.moved)
+    stays = Placement.empty() if room is None else room.fit_placement(live.rehomed)
     moved, saved_seconds = (stays, 0.0) if wanted is None else (wanted.moved, wanted.saved_seconds)
     if room is not None:
         moved = room.fit_placement(moved)
     made = with_moves(
         plan, moved, live, keyspace, layout, topology.replica_slots, saved_seconds,
-        live_fits=len(stays) == len(live.moved),
+        live_fits=len(stays) == len(live.rehomed),
     )  # fmt: skip
     return made, outlook
 
@@ -230,5 +230,5 @@ def slots_of_copies(topology: LiveTopology, settings: PlannerConfig) -> list[int
 
 def slots_of_moves(topology: LiveTopology, settings: PlannerConfig) -> list[int]:
     """Return the replica slots of each dim-group that are kept for rows that move."""
-    share = settings.moved_slots_share if topology.layout.nodes > 1 else 0.0
+    share = settings.rehomed_slots_share if topology.layout.nodes > 1 else 0.0
     return [int(share * slots) for slots in topology.replica_slots]

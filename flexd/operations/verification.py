@@ -36,7 +36,7 @@ from flexd.control.daemon.migration_record import MigrationState, VerificationRe
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import SnapshotError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import MOVED, RankLayout, Tier, by_slots
+from flexd.core.layout import REHOMED, RankLayout, Tier, by_slots
 from flexd.core.placement import Delta, Placement
 from flexd.operations.decisions import DecisionFile, HeldPlans
 from flexd.operations.executions import ROLLBACK, Executions, rollback_trigger
@@ -95,13 +95,15 @@ def measured_changes(
 
 def plan_kind(plan: Plan) -> str:
     """Return ``HOME`` for a plan that takes back more rows than it promotes or moves. Of others, the tiers to which
-    they promote, such as ``NODE+DEVICE``, with ``MOVED`` if they move rows to other nodes; empty if there is nothing
+    they promote, such as ``NODE+DEVICE``, with ``REHOMED`` if they move rows to other nodes; empty if there is nothing
     of these."""
     delta = plan.delta
     if _takes_back(delta.old_tiers, delta.new_tiers):
         return Tier.HOME.name
     promoted = delta.new_tiers[by_slots(delta.new_tiers) > by_slots(delta.old_tiers)]
-    return "+".join("MOVED" if tier == MOVED else Tier(tier).name for tier in np.unique(np.minimum(promoted, MOVED)))
+    return "+".join(
+        "MOVED" if tier == REHOMED else Tier(tier).name for tier in np.unique(np.minimum(promoted, REHOMED))
+    )
 
 
 def _takes_back(before: UInt8Array, after: UInt8Array) -> bool:

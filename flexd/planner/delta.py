@@ -9,7 +9,7 @@ import numpy as np
 from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout, Tier, by_slots, is_moved, without_moves
+from flexd.core.layout import RankLayout, Tier, by_slots, is_rehomed, without_moves
 from flexd.core.placement import Delta, Placement
 from flexd.planner.solver.limits import slots_used
 
@@ -29,7 +29,7 @@ def moved_bytes(delta: Delta, keyspace: KeySpace, layout: RankLayout) -> Int64Ar
         dtype=np.int64,
     )
     promoted = copies[without_moves(delta.new_tiers)] > copies[without_moves(delta.old_tiers)]
-    times = promoted.astype(np.int64) + is_moved(delta.old_tiers) + is_moved(delta.new_tiers)
+    times = promoted.astype(np.int64) + is_rehomed(delta.old_tiers) + is_rehomed(delta.new_tiers)
     moved: Int64Array = times * payload[keyspace.group_of(delta.keys)]
     return moved
 

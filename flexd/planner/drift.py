@@ -76,8 +76,8 @@ def compare_placements(
 ) -> Drift:
     """Price two placements, in total and by table, as ``make_plan`` does with the same shape and exchange.
 
-    A replicated row that the profile no longer lists counts as a mean unlisted row of its table. Moved rows count as if
-    they were at home: what moves save is known of samples, not of rows.
+    A replicated row that the profile no longer lists counts as a mean unlisted row of its table. Re-homed rows count
+    as if they were at home: what moves save is known of samples, not of rows.
 
     Raises:
         PlanError: as ``make_loads``.

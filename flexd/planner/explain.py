@@ -18,7 +18,7 @@ from flexd.core.arrays import BoolArray, Float64Array, Int64Array, UInt8Array
 from flexd.core.errors import PlanError
 from flexd.core.homes import Homes, homes_of
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout, Tier, nodes_of_moved
+from flexd.core.layout import RankLayout, Tier, nodes_of_rehomed
 from flexd.core.placement import Placement
 from flexd.planner.model.cost import migration_seconds, row_seconds, sync_latency, usable_tiers
 from flexd.planner.model.prices import linear_exposure
@@ -357,7 +357,7 @@ class _GroupPricing:
         low = np.minimum(self.gains_at(load.bounds[0, at]), gains)
         accesses = np.stack([load.listed.accesses[at], *load.bounds[:, at]]) * self.layout.world_size
         live_tiers, planned = live.copies.tiers_of(keys), self.plan.target.copies.tiers_of(keys)
-        moved_to, homes = nodes_of_moved(live.tiers_of(keys)), self.homes.home_rank(keys)
+        moved_to, homes = nodes_of_rehomed(live.tiers_of(keys)), self.homes.home_rank(keys)
         order = np.argsort(seen.hot_rows, kind="stable")
         spot = np.minimum(np.searchsorted(seen.hot_rows[order], rows), max(0, len(order) - 1))
         listed = seen.hot_rows[order[spot]] == rows if len(order) else np.zeros(len(rows), np.bool_)

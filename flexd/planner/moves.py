@@ -9,7 +9,7 @@ import numpy as np
 
 from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import MAX_MOVED_NODES, MOVED, RankLayout, is_moved
+from flexd.core.layout import MAX_REHOMED_NODES, REHOMED, RankLayout, is_rehomed
 from flexd.core.placement import Placement
 from flexd.core.sharding_types import ROW_WISE
 from flexd.planner.affinity.partition import NodeHomes
@@ -23,7 +23,7 @@ class MoveRoom:
 
     Args:
         slots: of a rank, by dim-group, beside those of copies.
-        copies: a placement without moved rows, whose rows do not move.
+        copies: a placement without re-homed rows, whose rows do not move.
         excluded: tables whose rows do not move, by name.
     """
 
@@ -48,15 +48,15 @@ class MoveRoom:
         return replace(homes, home=np.where(stays, rule, homes.home))
 
     def fit_placement(self, moved: Placement) -> Placement:
-        """Return the moved rows of a placement that fit."""
-        nodes = moved.tiers.astype(np.int64) - MOVED
+        """Return the re-homed rows of a placement that fit."""
+        nodes = moved.tiers.astype(np.int64) - REHOMED
         kept = self._fitting(moved.keys, nodes, rule_nodes(moved.keys, self._layout), np.zeros(len(moved)))
         return Placement.of(moved.keys[kept], moved.tiers[kept], moved.version)
 
     def _fitting(self, keys: Int64Array, home: Int64Array, rule: Int64Array, gain: Float64Array) -> Int64Array:
         """Return int64 [m] places of the rows that may move and fit, ascending."""
         layout = self._layout
-        wanted = (home != rule) & (home < MAX_MOVED_NODES) & self._movable[self._keyspace.table_of(keys)]
+        wanted = (home != rule) & (home < MAX_REHOMED_NODES) & self._movable[self._keyspace.table_of(keys)]
         wanted &= self._copies.tiers_of(keys) == 0
         rows = np.flatnonzero(wanted)
         rank = home[rows] * layout.local_ranks + keys[rows] % layout.local_ranks
@@ -67,17 +67,17 @@ class MoveRoom:
         return np.sort(rows[order[place < self._slots[ordered // layout.world_size]]])
 
 
-def moved_placement(homes: NodeHomes, layout: RankLayout) -> Placement:
+def rehomed_placement(homes: NodeHomes, layout: RankLayout) -> Placement:
     """Return the rows of homes that are in another node than by their rule."""
     moved = np.flatnonzero(homes.home != rule_nodes(homes.keys, layout))
-    return Placement.of(homes.keys[moved], (MOVED + homes.home[moved]).astype(np.uint8))
+    return Placement.of(homes.keys[moved], (REHOMED + homes.home[moved]).astype(np.uint8))
 
 
 def placed_homes(homes: NodeHomes, live: Placement, layout: RankLayout) -> NodeHomes:
     """Return homes with each row in the node in which it lives in a placement."""
     tiers = live.tiers_of(homes.keys)
-    moved = is_moved(tiers)
-    return replace(homes, home=np.where(moved, tiers.astype(np.int64) - MOVED, rule_nodes(homes.keys, layout)))
+    moved = is_rehomed(tiers)
+    return replace(homes, home=np.where(moved, tiers.astype(np.int64) - REHOMED, rule_nodes(homes.keys, layout)))
 
 
 def with_moves(
@@ -97,13 +97,13 @@ def with_moves(
 
     Args:
         moved: rows that fit beside the copies (``MoveRoom``).
-        live: with its moved rows.
+        live: with its re-homed rows.
         slots: of a rank, by dim-group, of copies and moves together.
         saved_seconds: what the moves save a step.
-        live_fits: whether all moved rows of ``live`` may stay. If not, the plan is needed whatever it saves.
+        live_fits: whether all re-homed rows of ``live`` may stay. If not, the plan is needed whatever it saves.
     """
     before = live.tiers_of(moved.keys)
-    goes = ~is_moved(before) | (before == moved.tiers)
+    goes = ~is_rehomed(before) | (before == moved.tiers)
     moved = Placement(moved.keys[goes], moved.tiers[goes])
     target = Placement.of(
         np.concatenate([plan.target.keys, moved.keys]), np.concatenate([plan.target.tiers, moved.tiers]), live.version

@@ -151,7 +151,7 @@ class Plan:
             "cluster": costs.cluster.name,
             "replica_slots": list(self.slots),
             "rows": rows_by_tier(self.target),
-            "moved_rows": len(self.target.moved),
+            "rehomed_rows": len(self.target.rehomed),
             "moves_save_seconds": self.moves_save_seconds,
             "promotions": self.promotions,
             "demotions": self.demotions,
@@ -194,8 +194,8 @@ def make_plan(
 ) -> Plan:
     """Choose the tier of every row. Deterministic; does not depend on the order in which rows are listed.
 
-    Rows above HOME that the profile no longer lists are demoted, unless they are pinned. Moved rows of ``live`` count
-    as rows at HOME; ``flexd.planner.moves`` adds those of the plan.
+    Rows above HOME that the profile no longer lists are demoted, unless they are pinned. Re-homed rows of ``live``
+    count as rows at HOME; ``flexd.planner.moves`` adds those of the plan.
 
     Args:
         replica_slots: of a rank, by dim-group.

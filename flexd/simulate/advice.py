@@ -310,7 +310,7 @@ def _extra_memory_bytes(model: _StepModel, option: ExchangeOption) -> int:
 MAX_STEPS = 64
 """Newest steps that are used: the daemon's sample remembers no longer than some half-lives either."""
 HORIZON_STEPS = 1000.0
-"""Steps over which a moved row must pay for its move."""
+"""Steps over which a re-homed row must pay for its move."""
 
 
 def affinity_outlook(accesses: Accesses, layout: RankLayout) -> AffinityOutlook | None:

@@ -50,7 +50,7 @@ def test_a_trace(flexd_command, trace: Path):
         assert option["step_seconds"]["expected"] + option["saved_seconds"]["expected"] == pytest.approx(0.05)
     affinity = found["affinity"]
     assert "affinity" in affinity["messages"][0].lower()
-    assert {"loader", "dealing_loader", "by_user", "chain_bytes", "moved_rows", "move_bytes"} <= set(affinity)
+    assert {"loader", "dealing_loader", "by_user", "chain_bytes", "rehomed_rows", "move_bytes"} <= set(affinity)
 
 
 def test_a_stream_is_read_to_its_end_and_nothing_is_written(flexd_command, tmp_path: Path):

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexd.core.errors import PlacementError
-from flexd.core.layout import MOVED
+from flexd.core.layout import REHOMED
 from flexd.core.placement import Delta, Placement
 
 TIERS = st.dictionaries(st.integers(0, 2**40), st.one_of(st.integers(0, 2), st.integers(0, 255)), max_size=30)
-"""With moved rows."""
+"""With re-homed rows."""
 
 
 def placement_of(tiers: dict[int, int], version: int = 0) -> Placement:
@@ -26,8 +26,8 @@ def test_the_chunks_of_a_delta_lead_from_one_placement_to_the_other(
     start, target = placement_of(before, 3), placement_of(after)
     delta = start.delta_to(target)
     old, new = delta.old_tiers, delta.new_tiers
-    frees = (new == 0) | ((new < old) & (old < MOVED))
-    needs = (old == 0) | ((new > old) & (new < MOVED))
+    frees = (new == 0) | ((new < old) & (old < REHOMED))
+    needs = (old == 0) | ((new > old) & (new < REHOMED))
     assert (np.diff(np.where(frees, 0, np.where(needs, 2, 1))) >= 0).all(), "what frees slots comes first"
     placement, digest = start, start.digest()
     for number, chunk in enumerate(delta.chunks(rows_per_chunk), start=1):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import flexd
-from flexd.core.layout import MOVED, RankLayout, Tier
+from flexd.core.layout import REHOMED, RankLayout, Tier
 from flexd.core.placement import Delta
 from tests.support.statuses import STATUSES
 from tools.bench.sections import dispatch
@@ -51,13 +51,13 @@ def collection_of(strategy: str, layout: RankLayout) -> flexd.EmbeddingCollectio
     return flexd.EmbeddingCollection(plain, exchange="direct" if strategy == "direct" else "chain", **given)
 
 
-def moved_rows(strategy: str, collection: flexd.EmbeddingCollection) -> Delta:
+def rehomed_rows(strategy: str, collection: flexd.EmbeddingCollection) -> Delta:
     """Return copies of the most popular rows, or rows that leave the node of their sharding type."""
     keys = np.concatenate([first + np.arange(40) for first in collection.keyspace.first_key[:2]])
     if strategy == "copies":
         tiers = np.where(np.arange(80) % 40 < 10, int(Tier.DEVICE), int(Tier.NODE))
     else:
-        tiers = MOVED + 1 - collection.engine.homes.home_node(keys)
+        tiers = REHOMED + 1 - collection.engine.homes.home_node(keys)
     return Delta(keys, np.zeros(80, np.uint8), tiers.astype(np.uint8))
 
 
@@ -65,7 +65,7 @@ def train(rank: int, nodes: int, local_ranks: int, strategy: str) -> tuple[list[
     """Return the losses of the job, and the bytes sent to other nodes by all ranks."""
     collection = collection_of(strategy, RankLayout(nodes, local_ranks))
     if strategy in ("copies", "re-homed"):
-        collection.engine.migrator.apply([collection.engine.migrator.prepare(moved_rows(strategy, collection), None)])
+        collection.engine.migrator.apply([collection.engine.migrator.prepare(rehomed_rows(strategy, collection), None)])
     batches = [batch(step, rank) for step in range(STEPS)]
     losses = []
     for features in flexd.prefetch(batches, collection) if strategy == "prefetch" else batches:

@@ -16,7 +16,7 @@ from flexd.api.plan import AffinityReport, proposal_report
 from flexd.cli.render import OutputFormat, blocks_of, emit
 from flexd.cli.show_commands import plan_blocks
 from flexd.core.errors import ApiError
-from flexd.core.layout import RankLayout, nodes_of_moved
+from flexd.core.layout import RankLayout, nodes_of_rehomed
 from flexd.core.supervision import Supervisor
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.verification import plan_kind
@@ -60,13 +60,13 @@ def test_a_plan_says_what_affinity_would_win_and_moves_nothing_for_it(
     assert shown.loader is not None
     assert shown.dealing_loader is not None
     assert shown.loader.expected < 0.9
-    assert found.forecast.moved_rows > 0
+    assert found.forecast.rehomed_rows > 0
     assert shown == AffinityReport.model_validate(json.loads(shown.model_dump_json()))
     emit(report, plan_blocks(report), OutputFormat.TABLE)
     text = " ".join(capsys.readouterr().out.split())
     assert "With homes by affinity and a loader that deals" in text
-    assert "planner.moved_slots_share lets the daemon move them" in text
-    assert not len(proposal.plan.target.moved), "rows move where the configuration says so"
+    assert "planner.rehomed_slots_share lets the daemon move them" in text
+    assert not len(proposal.plan.target.rehomed), "rows move where the configuration says so"
     families = {family.name: family for family in report.metrics()}
     shares = {sample.labels["dealing"]: sample.value for sample in families["flexd_affinity_bytes_ratio"].samples}
     assert shares["loader"] == pytest.approx(shown.loader.expected)
@@ -74,12 +74,12 @@ def test_a_plan_says_what_affinity_would_win_and_moves_nothing_for_it(
 
 
 def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    harness = with_samples(tmp_path, moved_slots_share=0.5)
+    harness = with_samples(tmp_path, rehomed_slots_share=0.5)
     plan, execution = harness.execute("first")
     assert execution is not None
     harness.coordinator.execute(execution)
     live = harness.coordinator.placement()
-    moved = live.moved
+    moved = live.rehomed
     assert 50 < len(moved) <= 4 * 100, "half of the slots"
     assert (RankLayout(2, 2).replica_slots_used(live.copies.keys, live.copies.tiers) <= 100).all()
     assert plan.moves_save_seconds > 0
@@ -87,10 +87,10 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
         plan.costs.before.exposed_seconds - plan.costs.after.exposed_seconds + plan.moves_save_seconds
     )
     assert "MOVED" in plan_kind(plan)
-    nodes = nodes_of_moved(moved.tiers)
+    nodes = nodes_of_rehomed(moved.tiers)
     assert (nodes != RankLayout(2, 2).home_node(moved.keys)).all()
     status = placement_status(live, harness.config.keyspace(), 0)
-    assert (status.moved_rows, sum(status.rows.values())) == (len(moved), ROWS)
+    assert (status.rehomed_rows, sum(status.rows.values())) == (len(moved), ROWS)
 
     row = int(moved.keys[0])
     made, gates = harness.planning.explain("item", row, 1)
@@ -105,24 +105,24 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     assert again.moves_save_seconds == 0
 
     harness.planning.affinity = None  # a daemon that has no sample yet
-    assert np.array_equal(harness.propose("no sample").plan.target.moved.keys, moved.keys)
+    assert np.array_equal(harness.propose("no sample").plan.target.rehomed.keys, moved.keys)
 
     made = harness.planning
     assert made.last_profile is not None
     drift = made.maker.basis(harness.config.planner).drift(live, live.copies)
     assert drift.ratio == 1.0, "drift knows copies alone"
 
-    off = {"moved_slots_share": 0, "min_saving": {"seconds": 1.0, "share": 0.9}}
+    off = {"rehomed_slots_share": 0, "min_saving": {"seconds": 1.0, "share": 0.9}}
     document = harness.config.model_dump() | {"planner": harness.config.planner.model_dump() | off}
     made.apply_config(type(harness.config).model_validate(document))
     _, execution = harness.execute("off")
     assert execution is not None, "rows come home whatever that saves"
     harness.coordinator.execute(execution)
-    assert not len(harness.coordinator.placement().moved)
+    assert not len(harness.coordinator.placement().rehomed)
 
 
 def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(tmp_path: Path) -> None:
-    harness = with_samples(tmp_path, moved_slots_share=0.5)
+    harness = with_samples(tmp_path, rehomed_slots_share=0.5)
     sampled = harness.planning.affinity._coaccess
     may_end, supervisor, begun = threading.Event(), Supervisor(), []
 
@@ -137,11 +137,11 @@ def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(tmp_pa
         proposal = harness.propose("meanwhile")
         assert proposal.affinity is not None
         assert "are being learnt for the first time" in proposal_report(proposal).affinity.messages[0]
-        assert not len(proposal.plan.target.moved)
+        assert not len(proposal.plan.target.rehomed)
     assert begun == [0], "one at a time"
     monitor._wait_seconds = 60
     may_end.set()
-    moved = harness.propose("next").plan.target.moved
+    moved = harness.propose("next").plan.target.rehomed
     assert len(moved) > 50
 
     # Homes learnt before rows moved say nothing of where they are to go now.
@@ -151,9 +151,9 @@ def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(tmp_pa
     assert execution is not None
     harness.coordinator.execute(execution)
     live = harness.coordinator.placement()
-    assert np.array_equal(live.moved.keys, moved.keys)
+    assert np.array_equal(live.rehomed.keys, moved.keys)
     after = harness.propose("while rows have moved")
-    assert np.array_equal(after.plan.target.moved.keys, moved.keys)
+    assert np.array_equal(after.plan.target.rehomed.keys, moved.keys)
     assert after.plan.moves_save_seconds == 0
     assert after.affinity is not None
     assert after.affinity.forecast.loader is not None, "what it would win is that of the newest"
@@ -171,7 +171,7 @@ def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(tmp_pa
 
 
 def test_nodes_of_users_come_from_the_newest_homes(tmp_path: Path) -> None:
-    harness = with_samples(tmp_path, moved_slots_share=0.5)
+    harness = with_samples(tmp_path, rehomed_slots_share=0.5)
     monitor = harness.planning.affinity
     commands = PlanCommands(
         harness.config.keyspace(), harness.planning, None, harness.coordinator, threading.Event(), None

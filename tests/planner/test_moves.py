@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import MOVED, RankLayout, is_moved
+from flexd.core.layout import REHOMED, RankLayout, is_rehomed
 from flexd.core.placement import Delta, Placement
 from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.affinity.traffic import rule_nodes
-from flexd.planner.moves import MoveRoom, moved_placement, placed_homes, with_moves
+from flexd.planner.moves import MoveRoom, placed_homes, rehomed_placement, with_moves
 from flexd.planner.plan import Plan
 from flexd.planner.solver.limits import slots_used
 
@@ -44,12 +44,12 @@ def some_homes(seed: int) -> NodeHomes:
 
 
 def some_placement(seed: int, rows: int, slots: list[int]) -> Placement:
-    """Copies and moved rows that fit the slots."""
+    """Copies and re-homed rows that fit the slots."""
     rng = np.random.default_rng(seed)
     keys = np.sort(rng.choice(100, rows, replace=False)).astype(np.int64)
     tiers = rng.integers(1, 3, rows).astype(np.uint8)
     to = (rule_nodes(keys, LAYOUT) + rng.integers(1, LAYOUT.nodes, rows)) % LAYOUT.nodes
-    tiers = np.where(rng.random(rows) < 0.5, MOVED + to, tiers).astype(np.uint8)
+    tiers = np.where(rng.random(rows) < 0.5, REHOMED + to, tiers).astype(np.uint8)
     while bool((slots_used(keys, tiers, KEYSPACE, LAYOUT) > np.array(slots)[:, None]).any()):
         keys, tiers = keys[:-1], tiers[:-1]
     return Placement.of(keys, tiers, 3)
@@ -61,7 +61,7 @@ def test_moves_fit_beside_the_copies_and_the_best_are_kept(seed: int, slots: lis
     homes = some_homes(seed)
     room = MoveRoom(KEYSPACE, LAYOUT, slots, copies, frozenset({"b"}))
     fitted = room.fit(homes)
-    moved = moved_placement(fitted, LAYOUT)
+    moved = rehomed_placement(fitted, LAYOUT)
     used, most = slots_used(moved.keys, moved.tiers, KEYSPACE, LAYOUT), np.array(slots)[:, None]
     assert (used <= most).all()
     assert not np.isin(moved.keys, copies.keys).any()
@@ -83,17 +83,19 @@ def test_moves_fit_beside_the_copies_and_the_best_are_kept(seed: int, slots: lis
 def test_every_prefix_of_a_plan_with_moves_fits(seed: int, slots: list[int]) -> None:
     halves = [number // 2 for number in slots]
     live, copies = some_placement(seed, 30, slots), some_placement(seed + 1, 30, halves).copies
-    moved = MoveRoom(KEYSPACE, LAYOUT, halves, copies).fit_placement(some_placement(seed + 2, 30, slots).moved)
+    moved = MoveRoom(KEYSPACE, LAYOUT, halves, copies).fit_placement(some_placement(seed + 2, 30, slots).rehomed)
     plan = PlannedCopies(copies, np.ones(len(copies)), Delta.empty())
     made = with_moves(cast(Plan, plan), moved, live, KEYSPACE, LAYOUT, slots, 1e-3)
     assert np.array_equal(made.target.copies.keys, copies.keys)
-    between = is_moved(live.tiers_of(moved.keys)) & (live.tiers_of(moved.keys) != moved.tiers)
-    assert np.array_equal(made.target.moved.keys, moved.keys[~between]), "a row goes to a third node by way of its home"
+    between = is_rehomed(live.tiers_of(moved.keys)) & (live.tiers_of(moved.keys) != moved.tiers)
+    assert np.array_equal(made.target.rehomed.keys, moved.keys[~between]), (
+        "a row goes to a third node by way of its home"
+    )
     assert made.moves_save_seconds == 1e-3
     old, new = made.delta.old_tiers, made.delta.new_tiers
     stored = np.array([16, 32, 32])[KEYSPACE.table_of(made.delta.keys)]
-    copied = np.where((new < MOVED) & (new > np.where(old < MOVED, old, 0)), 1, 0)
-    travels = copied + (old >= MOVED) + (new >= MOVED)
+    copied = np.where((new < REHOMED) & (new > np.where(old < REHOMED, old, 0)), 1, 0)
+    travels = copied + (old >= REHOMED) + (new >= REHOMED)
     assert made.migration_bytes == (travels * stored).sum(), "to the new node, and back by way of home"
     placement, most = live, np.array(slots)[:, None]
     for chunk in made.delta.chunks(1 if len(made.delta) < 64 else 64):
@@ -110,7 +112,7 @@ def test_placed_homes_are_those_of_the_placement() -> None:
     homes = some_homes(5)
     rule = rule_nodes(homes.keys, LAYOUT)
     at = np.flatnonzero(homes.home != rule)[:5]
-    live = Placement.of(homes.keys[at], (MOVED + homes.home[at]).astype(np.uint8))
+    live = Placement.of(homes.keys[at], (REHOMED + homes.home[at]).astype(np.uint8))
     placed = placed_homes(homes, live, LAYOUT)
     assert placed.home[at].tolist() == homes.home[at].tolist()
     others = np.setdiff1d(np.arange(len(rule)), at)

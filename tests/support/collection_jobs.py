@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from flexd.core.layout import MOVED, RankLayout
+from flexd.core.layout import REHOMED, RankLayout
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
@@ -52,7 +52,7 @@ def listed_by(layout: RankLayout, rank: int, placement: Placement) -> Placement:
     """Return the rows of a placement that a rank's directory lists."""
     keys, tiers = placement.keys, placement.tiers
     mine = (
-        ((tiers == 1) | (tiers >= MOVED))
+        ((tiers == 1) | (tiers >= REHOMED))
         & (keys % layout.local_ranks == layout.local_rank_of(rank))
         & (layout.nodes > 1)
     ) | ((tiers == 2) & (layout.world_size > 1))
@@ -66,5 +66,5 @@ def random_placement(seed: int, rows: int = 50, moves_on: RankLayout | None = No
     tiers = rng.integers(1, 3, size=rows).astype(np.uint8)
     if moves_on is not None and moves_on.nodes > 1:
         to = (moves_on.home_node(keys) + rng.integers(1, moves_on.nodes, size=rows)) % moves_on.nodes
-        tiers = np.where(rng.random(rows) < 0.5, MOVED + to, tiers).astype(np.uint8)
+        tiers = np.where(rng.random(rows) < 0.5, REHOMED + to, tiers).astype(np.uint8)
     return Placement.of(keys, tiers)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flexd.core.layout import MOVED, RankLayout
+from flexd.core.layout import REHOMED, RankLayout
 from flexd.core.placement import Delta, Placement
 from flexd.core.sharding_types import ROW_WISE, ShardingType
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
@@ -246,7 +246,7 @@ def random_chunks(scenario: Scenario, collection: EmbeddingCollection) -> list[D
         if scenario.moved and scenario.nodes > 1:
             moves = rng.random(len(keys)) < 0.6
             to = (homes.home_node(keys) + rng.integers(1, scenario.nodes, size=len(keys))) % scenario.nodes
-            new = np.where(moves, MOVED + to, new).astype(np.uint8)
+            new = np.where(moves, REHOMED + to, new).astype(np.uint8)
         changed = new != old
         delta = Delta(keys[changed], old[changed], new[changed])
         after = placement.apply(delta)

@@ -183,7 +183,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             schedule.step()
             versions.append(collection.placement_version)
             unequal += not collection.replicas_bit_equal()
-            most_moved = max(most_moved, collection.engine.migrator.moved_rows)
+            most_moved = max(most_moved, collection.engine.migrator.rehomed_rows)
             hooks = collection.engine.hooks
             deferred += isinstance(hooks, PrefetchPipeline) and hooks.deferred is not None
             if each(index, step, loop.between_every):

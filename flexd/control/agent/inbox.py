@@ -35,7 +35,7 @@ import numpy.typing as npt
 from flexd.control.protocol.network import named_error
 from flexd.core.errors import ChunkRefusedError, ControlError
 from flexd.core.homes import Homes
-from flexd.core.layout import MOVED, is_moved, nodes_of_moved
+from flexd.core.layout import REHOMED, is_rehomed, nodes_of_rehomed
 from flexd.core.placement import Delta
 
 Int64Array = npt.NDArray[np.int64]
@@ -100,7 +100,7 @@ class ChunkInbox:
         matches_applied: Callable[[Int64Array, UInt8Array], npt.NDArray[np.bool_]] | None = None,
         prepare: Prepare | None = None,
     ) -> None:
-        self._max_tier = MOVED + homes.layout.nodes - 1 if homes.layout.nodes > 1 else MOVED - 1
+        self._max_tier = REHOMED + homes.layout.nodes - 1 if homes.layout.nodes > 1 else REHOMED - 1
         self._homes = homes
         self._rank = rank
         self._slots = np.array(replica_slots, dtype=np.int64)
@@ -341,8 +341,8 @@ class ChunkInbox:
                 "not have",
                 remedy="a fault of the daemon: please report it with the daemon's journal",
             )
-        moved = is_moved(delta.new_tiers)
-        if bool((homes.home_node(keys[moved]) == nodes_of_moved(delta.new_tiers[moved])).any()):
+        moved = is_rehomed(delta.new_tiers)
+        if bool((homes.home_node(keys[moved]) == nodes_of_rehomed(delta.new_tiers[moved])).any()):
             raise ChunkRefusedError(
                 f"rank {self._rank}: chunk {version} moves rows to the nodes of their homes",
                 remedy="a fault of the daemon: please report it with the daemon's journal",

@@ -13,7 +13,7 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.hop import Counts, Hop
 from flexd.embedding.exchange.route import COUNT_SHIFT, StationRows
 from flexd.embedding.exchange.unit_message import Int64Array
-from flexd.embedding.store.directory import NOT_MOVED
+from flexd.embedding.store.directory import NOT_REHOMED
 from flexd.embedding.store.store import GroupStore
 
 _MAX_COUNT = (1 << (63 - COUNT_SHIFT)) - 1
@@ -110,9 +110,9 @@ class StationLookup:
         turns = torch.div(keys, self._world_size, rounding_mode="floor")
         cells = torch.sub(keys, turns, alpha=self._world_size)
         moved = places_here = None
-        if len(self.listed.moved):
-            moved = self.listed.moved.find(keys)
-            places_here = (moved >= 0) & (moved != NOT_MOVED)
+        if len(self.listed.rehomed):
+            moved = self.listed.rehomed.find(keys)
+            places_here = (moved >= 0) & (moved != NOT_REHOMED)
             elsewhere = (-1 - moved.to(torch.int64)).mul_(self._local_ranks).add_(cells.remainder(self._local_ranks))
             cells = torch.where(moved < 0, elsewhere, cells.masked_fill_(places_here, self._rank))
         groups = None if self.groups == 1 else torch.searchsorted(self._inner_keys, keys, right=True)

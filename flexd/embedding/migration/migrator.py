@@ -24,7 +24,7 @@ import torch
 from flexd.control.agent.inbox import Prepared
 from flexd.core.errors import PlacementError
 from flexd.core.homes import Homes
-from flexd.core.layout import Tier, is_moved, without_moves
+from flexd.core.layout import Tier, is_rehomed, without_moves
 from flexd.core.placement import Delta
 from flexd.embedding.devices import SideStream, receive
 from flexd.embedding.exchange.process_groups import ChainGroups
@@ -131,13 +131,13 @@ class Migrator:
         """``Placement.digest`` of the applied placement."""
         self.max_chunk_rows = 0
         """Most rows of a chunk so far."""
-        self.moved_rows = 0
+        self.rehomed_rows = 0
         """Rows of all ranks that live in another node than their home; equal on every rank."""
 
     def copied_bytes(self, delta: Delta) -> int:
         """Return the row and state bytes that the busiest link copies for a chunk; equal on every rank."""
         by_address = self._by_address(delta)
-        moves = is_moved(delta.old_tiers).astype(np.int64) + is_moved(delta.new_tiers)
+        moves = is_rehomed(delta.old_tiers).astype(np.int64) + is_rehomed(delta.new_tiers)
         moved = sum(
             store.row_bytes * int(moves[self._in_group(store, by_address.keys)].sum()) for store in self._stores
         )
@@ -145,7 +145,7 @@ class Migrator:
 
     def nodes_of(self, addresses: Int64Array) -> Int64Array:
         """Return int64 [n], the nodes in which rows live, in the applied placement; not while it changes."""
-        return self._directory.moved.nodes_of(addresses, self._layout.home_node(addresses))
+        return self._directory.rehomed.nodes_of(addresses, self._layout.home_node(addresses))
 
     def rows_at_tiers(self, keys: Int64Array, old: UInt8Array) -> BoolArray:
         """Return bool [n]: False for rows that are not at these tiers in the applied placement. Any thread.
@@ -221,20 +221,20 @@ class Migrator:
                 block.carry()
         self._move(changed_rows, home=False)
         for delta in deltas:
-            self.moved_rows += int(is_moved(delta.new_tiers).sum()) - int(is_moved(delta.old_tiers).sum())
+            self.rehomed_rows += int(is_rehomed(delta.new_tiers).sum()) - int(is_rehomed(delta.old_tiers).sum())
         for one in prepared:
             self.digest = (self.digest + one.digest_change) % 2**64
 
     def _move(self, addresses: Int64Array, *, home: bool) -> None:
         """Collective. Copy those of these rows that have moved to their home slots, or from these to where they
         live."""
-        if len(self._directory.moved):
+        if len(self._directory.rehomed):
             tiers, slots = self._directory.read(addresses)
             self._mover.move(addresses, slots, tiers, home=home)
 
     def bring_home(self) -> None:
-        """Collective. Make the home slots of all moved rows current. They go on living where they are."""
-        self._move(self._directory.moved.addresses(), home=True)
+        """Collective. Make the home slots of all re-homed rows current. They go on living where they are."""
+        self._move(self._directory.rehomed.addresses(), home=True)
 
     def list_copied_tables(self) -> bool:
         """List the rows of tables that have copies on every rank by their sharding type; return whether there are any.
@@ -266,9 +266,9 @@ class Migrator:
             carrier.carry()
 
     def refresh(self) -> None:
-        """Collective. Refresh every replica, and every moved row, from its home, after the home rows were loaded."""
+        """Collective. Refresh every replica, and every re-homed row, from its home, after the home rows were loaded."""
         addresses, tiers, _ = self._directory.rows()
-        self._move(addresses[is_moved(tiers)], home=False)
+        self._move(addresses[is_rehomed(tiers)], home=False)
         for store in self._stores:
             for tier in (Tier.NODE, Tier.DEVICE):
                 # One tier at a time: all ranks of a collective list the same rows of it, so their blocks are the same.
@@ -279,10 +279,10 @@ class Migrator:
 
     def placement(self) -> tuple[Int64Array, UInt8Array]:
         """Return this rank's part of the placement: (int64 keys, ascending, and uint8 tiers) of its rail's NODE rows,
-        all DEVICE rows that chunks have listed, and the moved rows of its rail. Any thread."""
+        all DEVICE rows that chunks have listed, and the re-homed rows of its rail. Any thread."""
         with self._side_stream.work():
             addresses, tiers, _ = self._directory.rows()
-        mine = ~is_moved(tiers) | (addresses % self._layout.local_ranks == self._local)
+        mine = ~is_rehomed(tiers) | (addresses % self._layout.local_ranks == self._local)
         addresses, tiers = addresses[mine], tiers[mine]
         keys = self._homes.keys(addresses)
         order = np.argsort(keys)
@@ -308,7 +308,7 @@ class Migrator:
     def _listed(self, addresses: Int64Array, tiers: UInt8Array) -> BoolArray:
         """Return bool [n]: rows that this rank's directory lists. With one node NODE rows have no copies."""
         on_rail = (tiers == Tier.NODE) & (addresses % self._layout.local_ranks == self._local)
-        on_rail = (on_rail | is_moved(tiers)) & (self._layout.nodes > 1)
+        on_rail = (on_rail | is_rehomed(tiers)) & (self._layout.nodes > 1)
         listed: BoolArray = on_rail | ((tiers == Tier.DEVICE) & (self._layout.world_size > 1))
         return listed
 
@@ -399,7 +399,7 @@ class Migrator:
 
 
 def _of_copies(delta: Delta) -> Delta:
-    """Return a delta with moved rows at HOME: where they get copies these are made from the home slots."""
+    """Return a delta with re-homed rows at HOME: where they get copies these are made from the home slots."""
     return Delta(delta.keys, without_moves(delta.old_tiers), without_moves(delta.new_tiers))
 
 

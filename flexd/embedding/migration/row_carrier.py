@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexd.core.layout import is_moved, nodes_of_moved
+from flexd.core.layout import is_rehomed, nodes_of_rehomed
 from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows, copy_columns
 from flexd.embedding.exchange.hop import Hop
@@ -111,9 +111,9 @@ ChangesHomeRows = Callable[[Sequence[tuple[int, torch.Tensor]]], None]
 
 
 class RowMover:
-    """Copies moved rows one way or the other, in one collective over the rail for all dim-groups.
+    """Copies re-homed rows one way or the other, in one collective over the rail for all dim-groups.
 
-    Both ends of a message know its rows, since all ranks list the same moved rows: no size is exchanged.
+    Both ends of a message know its rows, since all ranks list the same re-homed rows: no size is exchanged.
 
     Args:
         buffer_bytes: limit on the rows and state of one collective; at least a row travels.
@@ -136,7 +136,7 @@ class RowMover:
         self._changes_home_rows = changes_home_rows
 
     def move(self, addresses: Int64Array, slots: Int32Array, tiers: UInt8Array, *, home: bool) -> None:
-        """Collective over the rail. Copy the moved rows among these to their home slots, or from these to where they
+        """Collective over the rail. Copy the re-homed rows among these to their home slots, or from these to where they
         live.
 
         Args:
@@ -144,8 +144,8 @@ class RowMover:
             slots: int32 [n], of the rows that live on this rank.
             tiers: uint8 [n].
         """
-        mine = is_moved(tiers) & (addresses % self._layout.local_ranks == self._local)
-        addresses, nodes = addresses[mine], nodes_of_moved(tiers[mine])
+        mine = is_rehomed(tiers) & (addresses % self._layout.local_ranks == self._local)
+        addresses, nodes = addresses[mine], nodes_of_rehomed(tiers[mine])
         places: Int64Array = slots[mine].astype(np.int64)
         most = max(1, self._buffer_bytes // max(store.row_bytes for store in self._stores))
         for first in range(0, len(addresses), most):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from flexd.core.keyspace import DimGroup
-from flexd.core.layout import MOVED, RankLayout, Tier, is_moved, nodes_of_moved
+from flexd.core.layout import REHOMED, RankLayout, Tier, is_rehomed, nodes_of_rehomed
 from flexd.embedding.store.bucket_table import MAX_LOAD, BucketTable
 from flexd.embedding.store.entry_pool import BLOCK, EntryPool
 
@@ -23,12 +23,12 @@ UInt8Array = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
 
 
-NOT_MOVED = 2**31 - 1
+NOT_REHOMED = 2**31 - 1
 """The place of a row that has not moved."""
 
 
-class MovedRows:
-    """Places of moved rows: the slot of one that lives here, -1 - its node of one that lives elsewhere.
+class RehomedRows:
+    """Places of re-homed rows: the slot of one that lives here, -1 - its node of one that lives elsewhere.
 
     Every rank has the same rows: node owners look them up, and samples are dealt by where rows are. They are no entries
     of the ``Directory``: nothing of them is synchronised.
@@ -41,7 +41,7 @@ class MovedRows:
     def __init__(self, max_address: int, node: int, device: torch.device) -> None:
         self._node = node
         self._table = BucketTable(0, max_address, device)
-        self._nowhere = torch.full((), NOT_MOVED, dtype=torch.int32, device=device)
+        self._nowhere = torch.full((), NOT_REHOMED, dtype=torch.int32, device=device)
         self._device = device
 
     def __len__(self) -> int:
@@ -57,10 +57,10 @@ class MovedRows:
         return self._table.values_of(addresses, self._nowhere)
 
     def read(self, addresses: Int64Array) -> tuple[Int64Array, Int32Array]:
-        """int64 [n] addresses -> (int64 [n] nodes in which moved rows live, -1 for rows that have not moved; int32 [n]
-        slots of those that live on this rank, else -1)."""
+        """int64 [n] addresses -> (int64 [n] nodes in which re-homed rows live, -1 for all others; int32 [n] slots of
+        those that live on this rank, else -1)."""
         places = self.find(self._to_device(addresses)).cpu().numpy()
-        here = (places >= 0) & (places != NOT_MOVED)
+        here = (places >= 0) & (places != NOT_REHOMED)
         nodes = np.where(places < 0, -1 - places.astype(np.int64), np.where(here, self._node, -1))
         return nodes, np.where(here, places, np.int32(-1)).astype(np.int32)
 
@@ -116,7 +116,7 @@ class Directory:
         self, groups: Sequence[DimGroup], layout: RankLayout, rank: int, max_rows: int, device: torch.device
     ) -> None:
         self.layout = layout
-        self.moved = MovedRows(groups[-1].end_key, layout.node_of(rank), device)
+        self.rehomed = RehomedRows(groups[-1].end_key, layout.node_of(rank), device)
         """Not counted by ``len``, and no entries."""
         self._rank = rank
         self.groups = len(groups)
@@ -151,7 +151,7 @@ class Directory:
     def nbytes(self) -> int:
         """Bytes held between steps."""
         of_pools = sum(pool.nbytes for pool in self.pools)
-        return self._table.nbytes + self._places.nbytes + self._nowhere.nbytes + of_pools + self.moved.nbytes
+        return self._table.nbytes + self._places.nbytes + self._nowhere.nbytes + of_pools + self.rehomed.nbytes
 
     @property
     def first_entries(self) -> list[int]:
@@ -191,13 +191,13 @@ class Directory:
         not here). Any thread."""
         tiers, slots = np.zeros(len(keys), dtype=np.uint8), np.full(len(keys), -1, dtype=np.int32)
         with self._lock:
-            if len(self) + len(self.moved) == 0 or len(keys) == 0:
+            if len(self) + len(self.rehomed) == 0 or len(keys) == 0:
                 return tiers, slots
             if self._changed is not None:
                 torch.cuda.current_stream(self.device).wait_event(self._changed)
-            if len(self.moved):
-                nodes, slots = self.moved.read(keys)
-                tiers[nodes >= 0] = MOVED + nodes[nodes >= 0]
+            if len(self.rehomed):
+                nodes, slots = self.rehomed.read(keys)
+                tiers[nodes >= 0] = REHOMED + nodes[nodes >= 0]
             if len(self) == 0:
                 return tiers, slots
             entries = self.find(torch.from_numpy(keys).to(self.device))
@@ -214,7 +214,7 @@ class Directory:
         with self._lock:
             if self._changed is not None:
                 torch.cuda.current_stream(self.device).wait_event(self._changed)
-            keys = np.concatenate([self._table.items()[0].cpu().numpy(), self.moved.addresses()])
+            keys = np.concatenate([self._table.items()[0].cpu().numpy(), self.rehomed.addresses()])
             keys.sort()
             return keys, *self.read(keys)
 
@@ -236,7 +236,7 @@ class Directory:
             removed: int64 [r] keys, each once, all of them listed.
             keys: int64 [m], each once, not listed unless removed.
             slots: int32 [m].
-            tiers: uint8 [m], NODE, DEVICE, or of moved rows.
+            tiers: uint8 [m], NODE, DEVICE, or of re-homed rows.
         """
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
             self.version += 1
@@ -263,16 +263,16 @@ class Directory:
     def _change_moved(
         self, removed: Int64Array, keys: Int64Array, slots: Int32Array, tiers: UInt8Array
     ) -> tuple[Int64Array, Int64Array, Int32Array, UInt8Array]:
-        """Change the moved rows, and return the arguments of ``change`` without them."""
-        mine = is_moved(tiers)
-        were_moved = self.moved.read(removed)[0] >= 0 if len(self.moved) else np.zeros(len(removed), np.bool_)
+        """Change the re-homed rows, and return the arguments of ``change`` without them."""
+        mine = is_rehomed(tiers)
+        were_moved = self.rehomed.read(removed)[0] >= 0 if len(self.rehomed) else np.zeros(len(removed), np.bool_)
         if not mine.any() and not were_moved.any():
             return removed, keys, slots, tiers
-        nodes = nodes_of_moved(tiers[mine])
+        nodes = nodes_of_rehomed(tiers[mine])
         local_ranks = self.layout.local_ranks
         is_here = nodes * local_ranks + keys[mine] % local_ranks == self._rank
         here = np.where(is_here, slots[mine], np.int32(-1)).astype(np.int32)
-        self.moved.change(removed[were_moved], keys[mine], here, nodes)
+        self.rehomed.change(removed[were_moved], keys[mine], here, nodes)
         return removed[~were_moved], keys[~mine], slots[~mine], tiers[~mine]
 
     def _unlist(self, removed: Int64Array) -> None:

@@ -37,7 +37,7 @@ class RankMemory:
         free_list_bytes: free lists of the replica slots, in host memory; allocated once.
         directory_bytes: the directory of the listed rows, now; most of it is allocated once.
         max_directory_bytes: the directory with every replica slot of the job in use, the lists by which replicas are
-            synchronised, and what finds moved rows, as large as it is now.
+            synchronised, and what finds re-homed rows, as large as it is now.
         working_bytes: tables that find distinct rows without sorting, keys of the replica slots of half-precision
             tables and the marks of ``flexd.prefetch``, which are allocated once; and lists for the synchronisation of
             replicas and a number for each requested row, now.
@@ -147,7 +147,7 @@ def rank_memory(
         replica_bytes=sum(store.replica_slots * store.row_bytes for store in stores),
         free_list_bytes=sum(4 * store.replica_slots for store in stores),
         directory_bytes=stores[0].directory.nbytes,
-        max_directory_bytes=at_most + lists + stores[0].directory.moved.nbytes,
+        max_directory_bytes=at_most + lists + stores[0].directory.rehomed.nbytes,
         working_bytes=working_bytes,
         prepared_bytes=prepared_bytes,
         max_prepared_bytes=max(PREPARED_CHUNKS * given, PREPARED_BYTES)

@@ -16,7 +16,7 @@ import torch
 from flexd.core.homes import NO_KEY, TURN_BITS, Homes
 from flexd.core.keyspace import state_columns
 from flexd.embedding.devices import HALF_DTYPES
-from flexd.embedding.store.directory import NOT_MOVED, Directory, max_listed_rows
+from flexd.embedding.store.directory import NOT_REHOMED, Directory, max_listed_rows
 from flexd.embedding.store.packing import packed, unpacked
 
 if TYPE_CHECKING:
@@ -206,14 +206,14 @@ class GroupStore:
         """Map int64 [n] addresses of the group to (bool [n] held here, int64 [n] slot, int64 [n] directory entry or
         -1).
 
-        The slot is undefined where the row is not held. A moved row is held where it lives, and nowhere else.
+        The slot is undefined where the row is not held. A re-homed row is held where it lives, and nowhere else.
         """
         home = addresses % self.world_size == self.rank
         slots = self.home_slots(addresses)
         directory = self.directory
-        if len(directory.moved):
-            places = directory.moved.find(addresses)
-            here = (places >= 0) & (places != NOT_MOVED)
+        if len(directory.rehomed):
+            places = directory.rehomed.find(addresses)
+            here = (places >= 0) & (places != NOT_REHOMED)
             home, slots = torch.where(places < 0, False, home | here), torch.where(here, places, slots)
         if len(directory) == 0:
             return home, slots, torch.full_like(addresses, -1)

@@ -70,8 +70,8 @@ def _verdict(forecast: AffinityForecast, samples: int, needed: int, chain_second
     if not forecast.moves_pay:
         return (*said, "Moving homes wins nothing beside dealing here.", without)
     said.append(
-        f"{units.count(forecast.moved_rows)} rows would live in another node than by their rule; moving them sends "
-        f"{units.size(forecast.move_bytes)} once. planner.moved_slots_share lets the daemon move them."
+        f"{units.count(forecast.rehomed_rows)} rows would live in another node than by their rule; moving them sends "
+        f"{units.size(forecast.move_bytes)} once. planner.rehomed_slots_share lets the daemon move them."
     )
     return (*said, without)
 

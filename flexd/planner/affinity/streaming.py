@@ -34,7 +34,7 @@ _DIVIDED_ENTRIES = 2_000_000
 as many; the others are dealt by what those say, which takes two passes over them."""
 _PERCENTILES = (5.0, 95.0)
 FORGOTTEN_AFTER = 8
-"""Plans after which a moved row that the window does not hold any more goes back to where its rule puts it."""
+"""Plans after which a re-homed row that the window does not hold any more goes back to where its rule puts it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class AffinityForecast:
         placed: the same with every row where it is now; as ``dealing_loader`` if none has moved.
         by_user: share left with each user's samples in her node; None without ids of users too.
         chain_bytes: the chain's, in a step of the whole job.
-        moved_rows: rows that are not where their rule puts them.
+        rehomed_rows: rows that are not where their rule puts them.
         move_bytes: that moving rows sends once, values and optimizer state.
     """
 
@@ -59,7 +59,7 @@ class AffinityForecast:
     placed: PredictedRange | None = None
     by_user: PredictedRange | None = None
     chain_bytes: float | None = None
-    moved_rows: int = 0
+    rehomed_rows: int = 0
     move_bytes: float = 0.0
 
     @property
@@ -69,7 +69,7 @@ class AffinityForecast:
 
     @property
     def moves_pay(self) -> bool:
-        """True if moved rows save a share of the chain's bytes beside dealing alone."""
+        """True if re-homed rows save a share of the chain's bytes beside dealing alone."""
         alone, both = self.dealing_loader, self.loader
         return alone is not None and both is not None and alone.expected - both.expected >= MIN_SAVING
 
@@ -150,8 +150,8 @@ def plan_affinity(
     unseen = np.zeros(len(homes.keys), dtype=np.int64)
     if placed is not None and before is not None:
         homes, unseen = _with_unseen(homes, before, layout)
-    moved_rows = int(np.count_nonzero(homes.home != rule_nodes(homes.keys, layout)))
-    forecast = replace(forecast, moved_rows=moved_rows, move_bytes=move_bytes)
+    rehomed_rows = int(np.count_nonzero(homes.home != rule_nodes(homes.keys, layout)))
+    forecast = replace(forecast, rehomed_rows=rehomed_rows, move_bytes=move_bytes)
     return AffinityPlan(
         homes, unseen, moves, forecast, users, window.batch_samples, judged.continued, judged.probability
     )
@@ -169,7 +169,7 @@ def _current(keys: Int64Array, layout: RankLayout, placed: NodeHomes | None) -> 
 
 
 def _with_unseen(homes: NodeHomes, before: AffinityPlan, layout: RankLayout) -> tuple[NodeHomes, Int64Array]:
-    """Add the moved rows of the plan before that the window does not hold: they stay, for a while, where they are."""
+    """Add the re-homed rows of the plan before that the window does not hold: they stay where they are, for a while."""
     old = before.homes
     elsewhere = old.home != rule_nodes(old.keys, layout)
     stays = elsewhere & (before.unseen + 1 < FORGOTTEN_AFTER) & ~np.isin(old.keys, homes.keys, assume_unique=True)

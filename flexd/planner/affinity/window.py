@@ -191,7 +191,7 @@ def sampled_window(
 def row_costs(keyspace: KeySpace, keys: Int64Array, horizon_steps: float) -> tuple[float, RowCosts]:
     """Return the bytes of a row that crosses in a step (values, gradient, ids), and what rows cost by key.
 
-    A moved row travels once with its optimizer state, and must save as many bytes within the horizon.
+    A re-homed row travels once with its optimizer state, and must save as many bytes within the horizon.
     """
     crossing = np.array([2 * spec.row_bytes + _ID_BYTES for spec in keyspace.tables], dtype=np.float64)
     stored = np.array([spec.row_bytes + spec.state_bytes for spec in keyspace.tables], dtype=np.float64)

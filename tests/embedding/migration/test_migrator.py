@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import ChunkRefusedError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import MOVED, RankLayout, Tier
+from flexd.core.layout import REHOMED, RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.exchange.collectives import Peers
@@ -172,9 +172,9 @@ def random_chunks(layout: RankLayout, seed: int, count: int) -> tuple[list[Delta
         keys = rng.choice(ROWS, size=int(rng.integers(1, 30)), replace=False).tolist()
         kinds = 3 if len(chunks) % 2 == 0 or layout.nodes == 1 else 4
         moves = {key: int(rng.integers(0, kinds)) for key in keys}
-        for key in [key for key, tier in moves.items() if tier == MOVED]:
+        for key in [key for key, tier in moves.items() if tier == REHOMED]:
             home = key % layout.world_size // layout.local_ranks
-            moves[key] = MOVED + (home + int(rng.integers(1, layout.nodes))) % layout.nodes
+            moves[key] = REHOMED + (home + int(rng.integers(1, layout.nodes))) % layout.nodes
         after = {key: tier for key, tier in (placement | moves).items() if tier}
         if (used_slots(layout, after) <= np.array(SLOTS)[:, None]).all():
             chunks.append(chunk(moves, placement))
@@ -203,7 +203,7 @@ def test_any_chunks_lead_to_the_placement_of_a_dict(ranks: Ranks, shape: tuple[i
             key: tier
             for key, tier in expected.items()
             if (tier == Tier.DEVICE and layout.world_size > 1)
-            or (tier in (Tier.NODE, *range(MOVED, 10)) and layout.nodes > 1 and key % layout.local_ranks == local)
+            or (tier in (Tier.NODE, *range(REHOMED, 10)) and layout.nodes > 1 and key % layout.local_ranks == local)
         }
         assert dict(zip(result["keys"].tolist(), result["tiers"].tolist(), strict=True)) == listed
         assert result["digest"] == whole.digest()

@@ -120,7 +120,7 @@ def test_learnt_on_homes_stay_and_only_what_pays_moves() -> None:
     assert dear.forecast.move_bytes == 0
 
 
-def test_moved_rows_that_are_not_seen_any_more_stay_for_a_while() -> None:
+def test_rehomed_rows_that_are_not_seen_any_more_stay_for_a_while() -> None:
     plan = first = plan_affinity(window_of(40), LAYOUT)
     gone = np.setdiff1d(first.homes.keys, window_of(40, seed=2, first_group=GROUPS // 2).rows.keys)
     moved = gone[first.homes.home_of(gone, rule_nodes(gone, LAYOUT)) != rule_nodes(gone, LAYOUT)]

@@ -125,7 +125,7 @@ def figures_of(work: Work, found: dict[str, list[dict[str, Any]]]) -> dict[str, 
     losses = {way: np.mean([rank["losses"] for rank in by_rank], axis=0) for way, by_rank in found.items()}
     moving = sum(rank["moving"] for rank in found["moved_loader"])
     return {
-        "batches": work.batches, "chain_bytes": sent["chain"], "moved_rows": len(work.moved), "moving_bytes": moving,
+        "batches": work.batches, "chain_bytes": sent["chain"], "rehomed_rows": len(work.moved), "moving_bytes": moving,
         **{way: sent[way] / max(1, sent["chain"]) for way in WAYS[1:]},
         "moving_over_a_step": moving / max(1.0, sent["chain"] / work.batches),
         "loss_difference": max(float(np.abs(losses[way] / losses["chain"] - 1).max()) for way in WAYS[1:]),

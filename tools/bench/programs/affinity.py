@@ -26,7 +26,7 @@ from flexd.embedding.jagged import Jagged
 from flexd.planner.affinity.partition import learn_homes
 from flexd.planner.affinity.traffic import rule_nodes
 from flexd.planner.affinity.window import RowCosts, SampleRows
-from flexd.planner.moves import moved_placement
+from flexd.planner.moves import rehomed_placement
 from tools.bench.ranks import serve
 
 DENSE = 14
@@ -77,7 +77,7 @@ class Work:
         chosen = samples.select(np.arange(first, min(len(samples) // size * size, first + batches * size)))
         return Work(
             chosen.offsets, samples.keys[chosen.rows], int(samples.keys.max()) + 1, layout, per_rank,
-            moved_placement(homes, layout),
+            rehomed_placement(homes, layout),
         )  # fmt: skip
 
     @property
@@ -110,7 +110,7 @@ def move(collection: flexd.EmbeddingCollection, moved: Placement) -> int:
         for _ in range(2):  # to agree on it, and to apply it
             with torch.no_grad():
                 collection({})
-    assert collection.engine.migrator.moved_rows == len(moved)
+    assert collection.engine.migrator.rehomed_rows == len(moved)
     return inter_bytes(collection, before)
 
 

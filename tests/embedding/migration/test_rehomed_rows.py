@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flexd
-from flexd.core.layout import MOVED, RankLayout
+from flexd.core.layout import REHOMED, RankLayout
 from flexd.core.placement import Placement
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
@@ -35,14 +35,14 @@ def made() -> EmbeddingCollection:
 
 
 def move_to_the_other_node(collection: EmbeddingCollection, keys: np.ndarray) -> None:
-    tiers = (MOVED + 1 - LAYOUT.home_node(keys)).astype(np.uint8)
+    tiers = (REHOMED + 1 - LAYOUT.home_node(keys)).astype(np.uint8)
     delta = Placement.empty().delta_to(Placement.of(keys, tiers))
     stored = 4 * 8 + 4 * 8  # values and Adagrad's state
     assert collection.engine.migrator.copied_bytes(delta) == len(keys) * stored, "what paces chunks counts moves"
     offer(collection, delta)
     for _ in range(2):  # to agree on the chunk, and to apply it
         look_up(collection)
-    assert collection.engine.migrator.moved_rows == len(keys)
+    assert collection.engine.migrator.rehomed_rows == len(keys)
 
 
 def look_up(collection: EmbeddingCollection) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def train(collection: EmbeddingCollection) -> None:
 
 
 def load(rank: int) -> list[dict[str, Any]]:
-    """Return all tables after training with moved rows, after rows of one table were set, after a state was loaded, and
-    after a look-up that follows."""
+    """Return all tables after training with re-homed rows, after rows of one table were set, after a state was loaded,
+    and after a look-up that follows."""
     collection = made()
     kept = collection.state_dict()
     found = [whole_tables(collection)]
@@ -96,7 +96,7 @@ def launches_and_waits(rank: int, moves: bool) -> tuple[int, int]:
 
 
 Ranks = Callable[[int], RankPool]
-REHOMED = Scenario(2, 2, "adam", moved=True, replica_fraction=1.0, two_dims=True, passes=3)
+TRAINING = Scenario(2, 2, "adam", moved=True, replica_fraction=1.0, two_dims=True, passes=3)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ REHOMED = Scenario(2, 2, "adam", moved=True, replica_fraction=1.0, two_dims=True
     ],
     ids=["gathered and clipped", "saved and loaded", "saved and loaded ahead"],
 )
-def test_moved_rows_are_read_clipped_saved_and_loaded_as_all_others(ranks: Ranks, loop: Loop) -> None:
+def test_rehomed_rows_are_read_clipped_saved_and_loaded_as_all_others(ranks: Ranks, loop: Loop) -> None:
     """Losses hold what is read: norms, tables and evaluations too."""
-    scenario = replace(REHOMED, passes=1)
+    scenario = replace(TRAINING, passes=1)
     pool = ranks(4)
     moved = pool.run(prefetch_pipeline_jobs.train, scenario, loop)
     still = pool.run(prefetch_pipeline_jobs.train, replace(scenario, moved=False, replica_fraction=0.0), loop)
@@ -122,10 +122,10 @@ def test_moved_rows_are_read_clipped_saved_and_loaded_as_all_others(ranks: Ranks
             np.testing.assert_allclose(one["tables"][name], table, rtol=0, atol=1e-9)
 
 
-def test_what_is_loaded_replaces_moved_rows_and_no_others(ranks: Ranks) -> None:
+def test_what_is_loaded_replaces_rehomed_rows_and_no_others(ranks: Ranks) -> None:
     for first, set_rows, trained, loaded, looked_up in ranks(2).run(load):
         assert not set_rows["shop"].any()
-        assert not np.equal(set_rows["item"], first["item"]).any(), "moved rows keep what they learnt"
+        assert not np.equal(set_rows["item"], first["item"]).any(), "re-homed rows keep what they learnt"
         assert not np.equal(trained["item"], set_rows["item"]).any()
         for name, table in first.items():
             np.testing.assert_array_equal(loaded[name], table)
