@@ -50,6 +50,18 @@ class ConfigFile:
         self._outcomes: Counter[str] = Counter()
         self._read_unix_seconds = time.time()
 
+    def use_tables(self, tables: Sequence[TableSpec], begin: Callable[[Config], None]) -> None:
+        """Call ``begin`` with the configuration in effect and these tables of the ranks, which are in effect from then
+        on unless it raises. No reload happens meanwhile.
+
+        Args:
+            tables: none: those of the file.
+        """
+        with self._lock:
+            config = with_tables(self.config, tables) if tables else self.config
+            begin(config)
+            self.config, self.tables_of_ranks = config, tables or None
+
     def reload(self, apply: Callable[[Config], None]) -> ReloadReport:
         """Read the file again and apply its hot keys. On an error nothing changes.
 

@@ -29,6 +29,7 @@ from flexd.config.checks import check_config
 from flexd.config.model import Config
 from flexd.control.daemon.membership import ProposedTables
 from flexd.control.daemon.table_learner import TableLearner
+from flexd.control.protocol.network import named_error
 from flexd.core.errors import ApiError, FlexdError, StateVersionError, UnusableStateError
 from flexd.core.fast_start import ProcessStart
 from flexd.core.supervision import Supervisor
@@ -71,6 +72,7 @@ class Daemon:
         self.supervisor = Supervisor()
         self._loop_watch = self.supervisor.watch("loop")
         self._planning_watch = self.supervisor.watch("loop", "planning")
+        self._tables_watch = self.supervisor.watch("loop", "tables")
         # Looked at between two ticks. No ``threading.Event``: a signal handler that runs inside ``Event.wait``, which
         # holds the event's lock, would block for ever in ``Event.set``.
         self._stop_requested = self._reload_requested = False
@@ -115,6 +117,8 @@ class Daemon:
             FlexdError: an address is taken, or a part cannot start.
         """
         try:
+            # A taken address is found before any rank is served.
+            self._server.bind()
             self._begin()
             self._server.start()
         except BaseException:
@@ -158,18 +162,21 @@ class Daemon:
                 self._look_at = time.monotonic() + LOOK_SECONDS
                 self._loop_watch.attempt(self._look)
             return
+        self._loop_watch.attempt(self._work)
+        if self._components is not None and self._components.operator.paused is None:
+            self._planning_watch.attempt(self._components.auto.tick)
+
+    def _work(self) -> None:
         proposed = None
         if self._learner is not None:
             proposed = self._learner.tick()
         elif self._components is not None:
-            self._loop_watch.attempt(self._components.tick)
-            if self._components.operator.paused is None:
-                self._planning_watch.attempt(self._components.auto.tick)
+            self._components.tick()
             proposed = self._components.coordinator.proposed_tables() if self._takes_tables else None
         else:  # neither could be started after the last take-over
-            self._loop_watch.attempt(self._learn)
+            self._learn()
         if proposed is not None:
-            self._loop_watch.attempt(lambda: self._take_over(proposed))
+            self._tables_watch.attempt(lambda: self._take_over(proposed))
 
     def stop(self, seconds: float) -> bool:
         """Stop every part. Returns whether all ended within the deadline.
@@ -177,8 +184,8 @@ class Daemon:
         The API stops last, so that the shutdown can be observed.
         """
         self._stop_requested = True
-        self._loop_watch.rest()
-        self._planning_watch.rest()
+        for watch in (self._loop_watch, self._planning_watch, self._tables_watch):
+            watch.rest()
         budget = ShutdownBudget(seconds)
         self._stop_learning()
         if self._components is not None:
@@ -191,15 +198,13 @@ class Daemon:
 
     def _build(self) -> None:
         """Lock the state, and make the parts if the tables are known. Raises FlexdError; nothing is locked then."""
-        config, state = self._config, self._config.state
+        state = self._config.state
         try:
-            self._lock = open_state(state.dir, config.job)
+            self._lock = open_state(state.dir, self._config.job)
             check_files(state.dir, start_empty=state.on_unusable == "reset")
             tables = load_tables(self._state) if self._takes_tables else ()
-            if tables:
-                self._file.tables_of_ranks = tables
             if tables or not self._takes_tables:
-                self._make_components(with_tables(config, tables) if tables else config)
+                self._file.use_tables(tables, self._make_components)
         except BaseException as error:
             # Not left to the garbage collector, which is paused: a daemon that waits would lock itself out.
             self._release_state()
@@ -222,14 +227,17 @@ class Daemon:
         try:
             self._build()
             self._begin()
-        except FlexdError as error:
+        except Exception as error:
             # Another process has the directory or an address: no file shows when that ends.
             self._components = None
             self._release_state()
             self._wait_for_state(error, frozenset())
+            if not isinstance(error, FlexdError):
+                raise
 
-    def _wait_for_state(self, error: FlexdError, seen: frozenset[tuple[str, int]]) -> None:
-        self._seen, before, self._problem = seen, self._problem, str(error)
+    def _wait_for_state(self, error: Exception, seen: frozenset[tuple[str, int]]) -> None:
+        self._seen, before = seen, self._problem
+        self._problem = str(error) if isinstance(error, FlexdError) else named_error(error)
         if self._problem != before:
             logger.error("flexd waits: %s", self._problem)
 
@@ -242,7 +250,6 @@ class Daemon:
     def _make_components(self, config: Config) -> None:
         check_config(config, "the configuration, with the tables of the ranks")
         self._components = DaemonComponents(config, self._state, self.supervisor, takes_tables=self._takes_tables)
-        self._file.config = config
 
     def _learn(self, problem: str = "") -> None:
         try:
@@ -261,9 +268,8 @@ class Daemon:
 
     def _take_over(self, proposed: ProposedTables) -> None:
         """Continue with the tables of an attempt, if the configuration fits them."""
-        config = with_tables(self._config, proposed.tables)
         try:
-            check_config(config, "the configuration")
+            check_config(with_tables(self._config, proposed.tables), "the configuration")
         except FlexdError as error:
             problem = f"{error.message} (tables of attempt {proposed.attempt!r})"
             if self._learner is not None:
@@ -277,14 +283,15 @@ class Daemon:
         components, self._components = self._components, None
         if components is not None:
             components.stop(ShutdownBudget(self._config.shutdown_seconds))
+            self._ticked_at = time.monotonic()
         try:
             save_tables(self._state, proposed)
-            self._file.tables_of_ranks = proposed.tables
-            self._make_components(config)
+            self._file.use_tables(proposed.tables, self._make_components)
             self._begin()
-        except FlexdError as error:
+        except Exception as error:
             self._components = None
-            self._learn(f"{error.message} (tables of attempt {proposed.attempt!r})")
+            problem = error.message if isinstance(error, FlexdError) else named_error(error)
+            self._learn(f"{problem} (tables of attempt {proposed.attempt!r})")
             raise
         logger.info("%d tables, of the ranks of attempt %r", len(proposed.tables), proposed.attempt)
 
@@ -335,12 +342,10 @@ class Daemon:
 
     def health(self) -> ProbeResult:
         components, reasons = self._components, []
-        if components is None:
-            return ProbeResult(ok=True)
         silent = time.monotonic() - self._ticked_at
         if silent > HEALTHY_TICK_SECONDS:
             reasons.append(f"the loop has not ticked for {silent:.0f} s")
-        if not components.ingestor.running and not self._stop_requested:
+        if components is not None and not components.ingestor.running and not self._stop_requested:
             reasons.append("the ingest thread has ended")
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))
 

@@ -46,12 +46,17 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
 
     Returns the exit code: 0, 1 if a part did not end within the deadline, or ``EXIT_UNSAFE_STATE``.
     """
+    # The file may have changed since it was read, so a signal before there is a daemon is not lost.
+    early: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, _: early.append(number))
     set_up_logging(config.job, config.log.level, config.log.format)
     faults.arm()
     keep_freed_memory()
     daemon = Daemon(config, ConfigFile(config, path))
     daemon.supervisor.watch_uncaught()
     signal.signal(signal.SIGHUP, lambda *_: daemon.request_reload())
+    if early:
+        daemon.request_reload()
     daemon.start()
     resume_garbage_collector()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -108,16 +108,24 @@ class HttpListener:
             return 0
         return self._port
 
+    def bind(self) -> None:
+        """Bind the address; clients that connect wait until ``start``.
+
+        Raises:
+            ApiError: the address is taken or not of this machine, or the socket path is unusable.
+        """
+        if self._socket is None:
+            self._bind()
+
     def start(self) -> None:
         """Bind and serve; return once requests are answered.
 
         Raises:
-            ApiError: the address is taken or not of this machine, the socket path is unusable, or the server did not
-                start.
+            ApiError: as ``bind``, or the server did not start.
         """
         if self._thread is not None:
             raise ApiError(f"{self.address} is being served already", remedy="start a listener once")
-        self._bind()
+        self.bind()
         self._server = self._make_server()
         self._thread = self._supervisor.thread(self._watch.thread, self._serve, self._stopping)
         self._thread.start()
@@ -335,6 +343,12 @@ class DaemonServer:
     def port(self) -> int:
         """The bound TCP port of the admin API; 0 on a unix socket."""
         return self._admin.port
+
+    def bind(self) -> None:
+        """Bind all addresses; ``stop`` releases them. Raises ApiError: one is taken or unusable."""
+        self._admin.bind()
+        if self._metrics is not None:
+            self._metrics.bind()
 
     def start(self) -> None:
         """Start all listeners, or none.

@@ -158,6 +158,8 @@ class Publisher:
                 None if user_ids is None else _host_array(user_ids).astype(np.int64),
             )
             check(batch)
+            # A name with lone surrogates would fail a whole message, with the accesses of other tables.
+            table.encode()
         except (StreamError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             with self._changed:
                 self._counts["dropped_invalid"] += _access_count(rows)

@@ -101,7 +101,9 @@ def test_a_restart_continues_from_the_snapshot(start: Start, make_config: Make, 
     sink.close()
 
 
-def test_a_taken_port_is_an_error_and_leaves_nothing_running(start: Start, make_config: Make, tmp_path: Path) -> None:
+def test_a_taken_port_is_an_error_and_leaves_nothing_running(
+    start: Start, make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running = start(make_config())
     before = threading.active_count()
     port = running.daemon.components.coordinator.port
@@ -110,7 +112,8 @@ def test_a_taken_port_is_an_error_and_leaves_nothing_running(start: Start, make_
         second.start()
     http_port = int(running.daemon.address.rsplit(":", 1)[1])
     third = Daemon(make_config(state={"dir": str(tmp_path / "third")}, server={"port": http_port}))
-    with pytest.raises(FlexdError, match=str(http_port)):
+    with monkeypatch.context() as patch, pytest.raises(FlexdError, match=str(http_port)):
+        patch.setattr(third.components, "start", lambda: pytest.fail("ranks are served by a daemon that ends"))
         third.start()
     running.until(lambda: threading.active_count() <= before)
     fourth = start(make_config(state={"dir": str(tmp_path / "third")}))

@@ -13,12 +13,8 @@ from flexd.cli.exit_codes import ExitCode, exit_code_of
 from flexd.cli.main import app
 from flexd.config.load import parse_config
 from flexd.config.model import Config
-from flexd.control.daemon.membership import ProposedTables
-from flexd.core.errors import ControlError, UnusableStateError
-from flexd.core.keyspace import TableSpec
+from flexd.core.errors import UnusableStateError
 from flexd.daemon import Daemon
-from flexd.daemon import daemon as daemon_module
-from tests.support.until import until
 
 TABLES = [{"name": "item", "rows": 100, "dim": 4}]
 
@@ -89,29 +85,6 @@ def test_state_commands_refuse_the_state_of_another_job(of_laptop: Path) -> None
     assert reset.exit_code != 0
     assert "laptop" in f"{reset.output}{reset.exception}"
     assert content(of_laptop) == before
-
-
-def test_a_daemon_that_can_neither_start_nor_learn_for_a_moment_learns_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    daemon = Daemon(parse_config(document(tmp_path, "laptop", tables=[])))
-    daemon.start()
-    learner = daemon._learner
-    assert learner is not None
-    try:
-        with monkeypatch.context() as patch:
-
-            def refuse(*_: object, **__: object) -> None:
-                raise ControlError("the address is in use")
-
-            patch.setattr(daemon_module, "DaemonComponents", refuse)
-            patch.setattr(daemon_module, "TableLearner", refuse)
-            patch.setattr(learner, "tick", lambda: ProposedTables("a1", (TableSpec("item", 10, 4),)))
-            daemon.tick()
-            assert "starting" in daemon.ready().reasons[0]
-        until(lambda: daemon.tick() or "no rank has registered" in daemon.ready().reasons[0], 20, daemon.ready)
-    finally:
-        daemon.stop(20.0)
 
 
 def test_tables_that_ranks_say_are_kept_for_their_job_alone(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_closing_gives_up_at_its_deadline():
         ("t", np.zeros(3, dtype=np.int64), None, (-1.0,)),
         ("", np.zeros(3, dtype=np.int64), None, ()),
         (None, np.zeros(3, dtype=np.int64), None, ()),
+        ("\udc80", np.zeros(3, dtype=np.int64), None, ()),
         ("t", torch.zeros(3, dtype=torch.int64, device="meta"), None, ()),
         ("t", np.arange(3), np.array([1, 2]), (1.0, None, np.arange(3))),
         ("t", np.arange(3), None, (1.0, None, np.arange(3))),
