@@ -29,13 +29,13 @@ from flexd.core.sharding_types import ROW_WISE
 from flexd.embedding import devices
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.changed_rows import HomeRows
-from flexd.embedding.checkpoint.series_directory import Manifest, SavedFile
+from flexd.embedding.checkpoint.series_directory import FORMAT, Manifest, SavedFile
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.store.store import GroupStore
 
 _KEY_BYTES = 8
 _HEADER = struct.Struct("<8sHHIQQqIII12x")
-_MARK, _VERSION = b"flexrows", 1
+_MARK = b"flexrows"
 _SLOT_TYPES = {0: None, 4: np.dtype("<u4"), 8: np.dtype("<i8")}
 _DAMAGED = "load an earlier checkpoint"
 
@@ -75,7 +75,7 @@ def write_window(file: BinaryIO, window: RowWindow) -> int:
     listed = b"" if of_slots is None else slots.astype(of_slots).tobytes()
     packed = np.ascontiguousarray(window.packed)
     fields = (
-        _MARK, _VERSION, slot_bytes, window.group, count, int(slots[0]), window.first_key, window.key_step,
+        _MARK, FORMAT, slot_bytes, window.group, count, int(slots[0]), window.first_key, window.key_step,
         packed.shape[1],
     )  # fmt: skip
     checksum = zlib.crc32(packed.data, zlib.crc32(listed, zlib.crc32(_HEADER.pack(*fields, 0))))
@@ -112,8 +112,8 @@ def _read_window(path: Path, file: BinaryIO, left: int) -> tuple[RowWindow, int]
         return found
 
     fields = _HEADER.unpack(exactly(_HEADER.size))
-    mark, version, slot_bytes, group, count, first, first_key, key_step, row_bytes, checksum = fields
-    if mark != _MARK or version != _VERSION or slot_bytes not in _SLOT_TYPES:
+    mark, found_format, slot_bytes, group, count, first, first_key, key_step, row_bytes, checksum = fields
+    if mark != _MARK or found_format != FORMAT or slot_bytes not in _SLOT_TYPES:
         raise CheckpointError(f"{path} is no file of rows of this version", remedy=_DAMAGED)
     listed = exactly(slot_bytes * count)
     packed = np.frombuffer(exactly(row_bytes * count), dtype=np.uint8).reshape(count, row_bytes)

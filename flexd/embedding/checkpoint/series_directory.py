@@ -18,7 +18,8 @@ from typing import Any
 
 from flexd.core.errors import CheckpointError
 
-_FORMAT = 1
+FORMAT = 1
+"""Of a save: of its manifest and of its files of rows."""
 _MANIFEST = "manifest.json"
 _PARTIAL, _REMOVING = ".partial", ".removing"
 _NAMED = re.compile(r"save-(\d{8,})")
@@ -72,13 +73,13 @@ class Manifest:
         return save_name(self.number)
 
     def to_json(self) -> str:
-        return json.dumps({"format": _FORMAT, **asdict(self)})
+        return json.dumps({"format": FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Raises ValueError, KeyError or TypeError if it is no manifest of this format."""
         fields = json.loads(text)
-        if fields.pop("format") != _FORMAT:
+        if fields.pop("format") != FORMAT:
             raise ValueError("of another version")
         files = tuple(SavedFile(**{**file, "windows": tuple(file["windows"])}) for file in fields.pop("files"))
         return cls(tables=tuple(fields.pop("tables")), files=files, **fields)
