@@ -41,7 +41,7 @@ class DenseAdam(Adam):
         """
         for group in groups:
             rows, device = group.rows, group.rows.device
-            wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+            wide = torch.promote_types(rows.dtype, torch.float32)
             none = torch.empty((0, rows.shape[1]), dtype=wide, device=device)
             slots = torch.cat(
                 [index for index, _ in group.gradients] or [torch.empty(0, dtype=torch.int64, device=device)]
@@ -49,10 +49,7 @@ class DenseAdam(Adam):
             grads = torch.cat([none, *(part.to(wide) for _, part in group.gradients)])
             slots, order = slots.sort()
             grads = grads.index_select(0, order)
-            numbers = _BLOCK_NUMBERS_OF_ACCELERATOR
-            if devices.in_host_memory(rows):
-                numbers = _BLOCK_NUMBERS * torch.get_num_threads()
-            each = max(1, numbers // rows.shape[1])
+            each = devices.block_rows(rows, _BLOCK_NUMBERS * torch.get_num_threads(), _BLOCK_NUMBERS_OF_ACCELERATOR)
             firsts = [*range(0, len(rows), each), len(rows)]
             places = torch.searchsorted(slots, torch.tensor(firsts, device=device)).tolist()
             for (first, end), (begin, stop) in zip(pairwise(firsts), pairwise(places), strict=True):

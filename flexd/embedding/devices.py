@@ -30,6 +30,11 @@ def in_host_memory(tensor: _OnDevice) -> bool:
     return tensor.device.type == "cpu"
 
 
+def block_rows(rows: torch.Tensor, of_host: int, of_accelerator: int) -> int:
+    """Return how many [n, dim] rows have so many numbers, by the memory that they are in; at least one."""
+    return max(1, (of_host if in_host_memory(rows) else of_accelerator) // rows.shape[1])
+
+
 def uploaded(
     numbers: Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.int64], device: torch.device
 ) -> torch.Tensor:

@@ -102,7 +102,7 @@ class GroupUpdate:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _joined_indices(groups: Sequence[GroupUpdate]) -> list[torch.Tensor]:
@@ -132,19 +132,22 @@ def _joined_grads(groups: Sequence[GroupUpdate]) -> list[torch.Tensor]:
     return [piece.view(-1, group.rows.shape[1]) for piece, group in zip(pieces, groups, strict=True)]
 
 
-def _squared(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list(torch._foreach_mul(list(grads), list(grads)))
+@dataclass(frozen=True)
+class _Gathered:
+    """What changes of rows are computed from, of each dim-group.
 
+    Attributes:
+        grads: [n, dim], not changed.
+        states: [n, s], changed in place.
+        sizes: the rows of each part. A result for a row may depend on the number of rows that a kernel is given, so
+            parts that another rank has alone do not share a reduction.
+        step: as in ``RowUpdate.update_groups``.
+    """
 
-def _mean_squares(grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Return [n, 1] means of the squares of each row, part by part."""
-    means = []
-    for squares, of_parts in zip(_squared(grads), sizes, strict=True):
-        mean = squares.new_empty((squares.shape[0], 1))
-        for part, out in zip(squares.split(list(of_parts)), mean.split(list(of_parts)), strict=True):  # type: ignore[no-untyped-call]
-            torch.mean(part, dim=1, keepdim=True, out=out)
-        means.append(mean)
-    return means
+    grads: list[torch.Tensor]
+    states: list[torch.Tensor]
+    sizes: list[list[int]]
+    step: int
 
 
 class _FusedRowOptimizer(_CommonSettings):
@@ -155,67 +158,42 @@ class _FusedRowOptimizer(_CommonSettings):
     row_wise: ClassVar[bool] = False
     """True if squares of gradients are averaged over each row."""
 
-    def _changes(
-        self,
-        grads: Sequence[torch.Tensor],
-        states: Sequence[torch.Tensor],
-        sizes: Sequence[Sequence[int]],
-        step: int,
-    ) -> list[torch.Tensor]:
-        """Return for each dim-group [n, dim] to add to its rows. Changes ``states`` [n, s] in place, not ``grads``.
-
-        Args:
-            sizes: of each dim-group the rows of each part, for ``_squares``.
-        """
+    def _changes(self, rows: _Gathered) -> list[torch.Tensor]:
+        """Return for each dim-group [n, dim] to add to its rows."""
         raise NotImplementedError
 
-    def _squares(self, grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Return for each dim-group the squares of [n, dim] gradients, or with ``row_wise`` their means, [n, 1].
-
-        Args:
-            sizes: a result for a row may depend on the number of rows that a kernel is given, so parts that another
-                rank has alone do not share a reduction.
-        """
-        return _mean_squares(grads, sizes) if self.row_wise else _squared(grads)
-
-    def update(
-        self,
-        rows: torch.Tensor,
-        state: torch.Tensor,
-        index: torch.Tensor,
-        grads: torch.Tensor,
-        step: int,
-        keys_of: KeysOf | None = None,
-        rates_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        """Apply one step, as ``update_groups`` of one part.
-
-        Args:
-            keys_of, rates_of: as in ``GroupUpdate``.
-        """
-        # Blocks whose temporaries stay in the cache of a CPU are two to three times faster than all rows at once.
-        only_adds = state.shape[1] == 0 and self._adds_in_place(rows)
-        numbers = (_ADDED_BLOCK_NUMBERS if only_adds else _BLOCK_NUMBERS) * torch.get_num_threads()
-        cached = numbers // rows.shape[1] if devices.in_host_memory(rows) else len(index)
-        for at, some in zip(index.split(max(1, cached)), grads.split(max(1, cached)), strict=True):  # type: ignore[no-untyped-call]
-            self._update([GroupUpdate(rows, state, [(at, some)], keys_of, rates_of)], step)
+    def _squares(self, rows: _Gathered) -> list[torch.Tensor]:
+        """Return for each dim-group the squares of [n, dim] gradients, or with ``row_wise`` their means, [n, 1]."""
+        squares = list(torch._foreach_mul(rows.grads, rows.grads))
+        if not self.row_wise:
+            return squares
+        means = [of_group.new_empty((of_group.shape[0], 1)) for of_group in squares]
+        for of_group, mean, sizes in zip(squares, means, rows.sizes, strict=True):
+            for part, out in zip(of_group.split(sizes), mean.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+                torch.mean(part, dim=1, keepdim=True, out=out)
+        return means
 
     def _adds_in_place(self, rows: torch.Tensor) -> bool:
         """Return whether a change is added to the rows where they are: nothing is read from them before."""
         return rows.dtype == _wide(rows.dtype) and not self.weight_decay
 
     def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
-        """Apply one step to the rows of several dim-groups, bit for bit as ``update`` of each part.
+        """Apply one step to the rows of several dim-groups, bit for bit as to each part alone.
 
         On an accelerator all parts and dim-groups share their kernels where tensors of several shapes can.
         """
         groups = [replace(group, gradients=[part for part in group.gradients if part[0].shape[0]]) for group in groups]
-        if all(devices.in_host_memory(group.rows) for group in groups):
-            for group in groups:
-                for index, grads in group.gradients:
-                    self.update(group.rows, group.state, index, grads, step, group.keys_of, group.rates_of)
-        else:
+        if not all(devices.in_host_memory(group.rows) for group in groups):
             self._update([group for group in groups if group.gradients], step)
+            return
+        # Blocks whose temporaries stay in the cache of a CPU are two to three times faster than all rows at once.
+        for group in groups:
+            only_adds = group.state.shape[1] == 0 and self._adds_in_place(group.rows)
+            numbers = (_ADDED_BLOCK_NUMBERS if only_adds else _BLOCK_NUMBERS) * torch.get_num_threads()
+            each = max(1, numbers // group.rows.shape[1])
+            for index, grads in group.gradients:
+                for part in zip(index.split(each), grads.split(each), strict=True):  # type: ignore[no-untyped-call]
+                    self._update([replace(group, gradients=[part])], step)
 
     def _update(self, groups: Sequence[GroupUpdate], step: int) -> None:
         # In float32 or wider, with a rounding after each operation: fused and half-precision kernels of torch round the
@@ -238,7 +216,7 @@ class _FusedRowOptimizer(_CommonSettings):
             group.state.index_select(0, index) if group.state.shape[1] else group.state
             for group, index in zip(groups, indices, strict=True)
         ]
-        changes = self._changes(all_grads, states, sizes, step)
+        changes = self._changes(_Gathered(all_grads, states, sizes, step))
         for group, index, change, kept, old in zip(groups, indices, changes, states, weights, strict=True):
             rows = group.rows
             rates = None if group.rates_of is None else group.rates_of(index).to(change.dtype)
@@ -282,15 +260,8 @@ class SGD(_FusedRowOptimizer):
     def __post_init__(self) -> None:
         self._check()
 
-    def _changes(
-        self,
-        grads: Sequence[torch.Tensor],
-        states: Sequence[torch.Tensor],
-        sizes: Sequence[Sequence[int]],
-        step: int,
-    ) -> list[torch.Tensor]:
-        del states, sizes, step
-        return list(torch._foreach_mul(list(grads), -self.lr))
+    def _changes(self, rows: _Gathered) -> list[torch.Tensor]:
+        return list(torch._foreach_mul(rows.grads, -self.lr))
 
 
 class _AdagradLike(_FusedRowOptimizer):
@@ -304,22 +275,14 @@ class _AdagradLike(_FusedRowOptimizer):
     def initial_state(self) -> float:
         return self.initial_accumulator_value
 
-    def _changes(
-        self,
-        grads: Sequence[torch.Tensor],
-        states: Sequence[torch.Tensor],
-        sizes: Sequence[Sequence[int]],
-        step: int,
-    ) -> list[torch.Tensor]:
+    def _changes(self, rows: _Gathered) -> list[torch.Tensor]:
         """The states are the accumulators, of the shapes of the squares."""
-        del step
-        accumulators = list(states)
-        torch._foreach_add_(accumulators, self._squares(grads, sizes))
-        divisors = torch._foreach_sqrt(accumulators)
+        torch._foreach_add_(rows.states, self._squares(rows))
+        divisors = list(torch._foreach_sqrt(rows.states))
         torch._foreach_add_(divisors, self.eps)
-        return self._divided(grads, divisors)
+        return self._divided(rows.grads, divisors)
 
-    def _divided(self, grads: Sequence[torch.Tensor], divisors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _divided(self, grads: list[torch.Tensor], divisors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return -lr * grads / divisors of each dim-group. The divisors may be overwritten."""
         changes = [torch.div(of_group, divisor, out=divisor) for of_group, divisor in zip(grads, divisors, strict=True)]
         torch._foreach_mul_(changes, -self.lr)
@@ -358,13 +321,12 @@ class RowWiseAdagrad(_AdagradLike):
     name: str = field(default="rowwise_adagrad", init=False)
     row_wise: ClassVar[bool] = True
 
-    def _divided(self, grads: Sequence[torch.Tensor], divisors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _divided(self, grads: list[torch.Tensor], divisors: list[torch.Tensor]) -> list[torch.Tensor]:
         """One factor per row, as FBGEMM's, so that the gradients are read and the changes written once."""
-        factors = list(divisors)
-        torch._foreach_reciprocal_(factors)
-        torch._foreach_mul_(factors, -self.lr)
+        torch._foreach_reciprocal_(divisors)
+        torch._foreach_mul_(divisors, -self.lr)
         # Not one kernel: those for many tensors do not multiply a row by one number.
-        return [of_group.mul(factor) for of_group, factor in zip(grads, factors, strict=True)]
+        return [of_group.mul(factor) for of_group, factor in zip(grads, divisors, strict=True)]
 
 
 class _AdamLike(_FusedRowOptimizer):
@@ -376,15 +338,9 @@ class _AdamLike(_FusedRowOptimizer):
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise EmbeddingError(f"{type(self).__name__}: betas={self.betas}", remedy="two numbers of 0 to below 1")
 
-    def _changes(
-        self,
-        grads: Sequence[torch.Tensor],
-        states: Sequence[torch.Tensor],
-        sizes: Sequence[Sequence[int]],
-        step: int,
-    ) -> list[torch.Tensor]:
-        of_groups = zip(grads, self._squares(grads, sizes), states, strict=True)
-        return [self._moments(*of_group, step) for of_group in of_groups]
+    def _changes(self, rows: _Gathered) -> list[torch.Tensor]:
+        of_groups = zip(rows.grads, self._squares(rows), rows.states, strict=True)
+        return [self._moments(*of_group, rows.step) for of_group in of_groups]
 
     def _moments(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
         """Return the change; ``state`` is the first moment [n, dim], then the second, of the shape of ``squares``.

@@ -35,6 +35,13 @@ def start(optimizer: RowOptimizer, dtype: torch.dtype = torch.float64, dim: int 
     return rows, torch.full((ROWS, floats), optimizer.initial_state, dtype=wide)
 
 
+def update(
+    optimizer: RowOptimizer, ends: tuple[torch.Tensor, ...], index: torch.Tensor, grads: torch.Tensor, step: int
+) -> None:
+    """Apply one step to rows and state."""
+    optimizer.update_groups([GroupUpdate(*ends, [(index, grads)], lambda slots: slots * 5)], step)
+
+
 def gradients(step: int, index: torch.Tensor, dim: int = DIM) -> torch.Tensor:
     return torch.randn(len(index), dim, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
@@ -71,7 +78,7 @@ def test_updates_of_all_rows_equal_the_dense_optimizer(
                 plain.mul_(1 - 0.2 * 0.3)  # as torch.optim.AdamW does before its step
         plain.grad = gradients(step, index)
         dense.step()
-        optimizer.update(rows, state, index, gradients(step, index), step)
+        update(optimizer, (rows, state), index, gradients(step, index), step)
         torch.testing.assert_close(rows, plain.detach(), rtol=0, atol=1e-12)
     torch_state = dense.state[plain]
     columns = state_columns(optimizer.name, DIM)
@@ -88,10 +95,10 @@ def test_a_row_does_not_depend_on_its_position(optimizer: RowOptimizer, dim: int
     for step in range(1, 3):
         grads = gradients(step, torch.arange(ROWS), dim).to(dtype)
         unchanged = grads.clone()
-        optimizer.update(*together, torch.arange(ROWS), grads, step)
+        update(optimizer, together, torch.arange(ROWS), grads, step)
         assert torch.equal(grads, unchanged), "gradients are not changed"
         for row in range(ROWS):
-            optimizer.update(*alone, torch.tensor([row]), grads[row : row + 1], step)
+            update(optimizer, alone, torch.tensor([row]), grads[row : row + 1], step)
     assert torch.equal(together[0], alone[0])
     assert torch.equal(together[1], alone[1])
 
@@ -106,8 +113,8 @@ def test_the_size_of_blocks_does_not_change_results(monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr("flexd.embedding.row_optimizers._ADDED_BLOCK_NUMBERS", size)
             monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
             ends.append(start(optimizer))
-            optimizer.update(*ends[-1], index, gradients(1, index), 1)
-            optimizer.update(*ends[-1], index[:0], gradients(1, index[:0]), 2)
+            update(optimizer, ends[-1], index, gradients(1, index), 1)
+            update(optimizer, ends[-1], index[:0], gradients(1, index[:0]), 2)
         assert torch.equal(ends[0][0], ends[1][0])
         assert torch.equal(ends[0][1], ends[1][1])
 
@@ -146,7 +153,7 @@ def test_parts_of_dim_groups_are_updated_bit_for_bit_as_each_alone(
         groups.append(GroupUpdate(rows, state, parts, lambda slots: slots * 5))
         expected.append((rows.clone(), state.clone()))
         for at, grads in parts:
-            optimizer.update(*expected[-1], at, grads, 3, lambda slots: slots * 5)
+            update(optimizer, expected[-1], at, grads, 3)
     groups.append(GroupUpdate(torch.zeros(1, 2), torch.zeros(1, 1), []))
     with mock.patch.object(devices, "in_host_memory", return_value=host):
         optimizer.update_groups(groups, 3)

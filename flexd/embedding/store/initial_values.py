@@ -49,8 +49,7 @@ def fill_initial_rows(out: torch.Tensor, table: str, rows: range | torch.Tensor,
     # Without mixing, the tables of two consecutive seeds would be the same rows shifted by one.
     salt = int(_splitmix64(torch.tensor([_signed(zlib.crc32(table.encode()) << 32 | (seed & 0xFFFFFFFF))])))
     dim, device = out.shape[1], out.device
-    numbers = _BLOCK_NUMBERS if devices.in_host_memory(out) else _BLOCK_NUMBERS_OF_ACCELERATOR
-    step = max(1, numbers // dim)
+    step = devices.block_rows(out, _BLOCK_NUMBERS, _BLOCK_NUMBERS_OF_ACCELERATOR)
     columns = torch.arange(dim, device=device)
     for start in range(0, len(rows), step):
         part = rows[start : start + step]

@@ -153,7 +153,7 @@ class GroupStore:
         self.dtype = TORCH_DTYPES[group.dtype]
         slots = self.home_rows + replica_slots
         fast_home_rows = self.home_rows if cache_slots is None else min(cache_slots, self.home_rows)
-        state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        state_dtype = torch.promote_types(self.dtype, torch.float32)
         rows = torch.zeros((fast_home_rows + replica_slots, group.dim), dtype=self.dtype, device=directory.device)
         floats = sum(state_columns(group.optimizer, group.dim).values())
         state = torch.zeros((fast_home_rows + replica_slots, floats), dtype=state_dtype, device=directory.device)

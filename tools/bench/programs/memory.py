@@ -66,7 +66,7 @@ class Tensors:
     """Rows and state in tensors: in memory, or in a file that is mapped into it."""
 
     def __init__(self, setting: dict[str, Any], directory: Path | None) -> None:
-        from flexd.embedding.row_optimizers import RowWiseAdagrad
+        from flexd.embedding.row_optimizers import GroupUpdate, RowWiseAdagrad
 
         rows, dim = setting["rows"], setting["dim"]
         if directory is None:
@@ -76,7 +76,7 @@ class Tensors:
             fill_file(path, rows * dim)
             self._rows = torch.from_file(str(path), shared=True, size=rows * dim).view(rows, dim)
             self._state = torch.zeros(rows, 1)
-        self._optimizer, self._steps = RowWiseAdagrad(lr=LEARNING_RATE), 0
+        self._optimizer, self._update, self._steps = RowWiseAdagrad(lr=LEARNING_RATE), GroupUpdate, 0
 
     def step(self, ids: torch.Tensor, dense_seconds: float = 0.0) -> None:
         self._steps += 1
@@ -84,7 +84,8 @@ class Tensors:
         values = self._rows.index_select(0, distinct)
         _ = values.index_select(0, places)
         time.sleep(dense_seconds)
-        self._optimizer.update(self._rows, self._state, distinct, values * counts[:, None], self._steps)
+        grads = [(distinct, values * counts[:, None])]
+        self._optimizer.update_groups([self._update(self._rows, self._state, grads)], self._steps)
 
     def figures(self) -> dict[str, float]:
         return {}

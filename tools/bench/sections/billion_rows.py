@@ -59,7 +59,7 @@ def run(rows: int, dim: int, ids: int, fast_bytes: int, seconds: float, director
 def difference(held: Flexd, given: Sequence[torch.Tensor]) -> float:
     """Train these batches, and return the largest difference of their rows from plain training's, relative to their
     values; infinite if training changed nothing."""
-    from flexd.embedding.row_optimizers import RowWiseAdagrad
+    from flexd.embedding.row_optimizers import GroupUpdate, RowWiseAdagrad
 
     used = torch.cat(list(given)).unique()
     plain = held.rows(used)
@@ -69,7 +69,8 @@ def difference(held: Flexd, given: Sequence[torch.Tensor]) -> float:
         held.step(ids)
         distinct, counts = ids.unique(return_counts=True)
         at = torch.searchsorted(used, distinct)
-        optimizer.update(plain, state, at, plain.index_select(0, at) * counts[:, None], number + 1)
+        grads = plain.index_select(0, at) * counts[:, None]
+        optimizer.update_groups([GroupUpdate(plain, state, [(at, grads)])], number + 1)
     if torch.equal(first, plain):
         return float("inf")
     return float((held.rows(used) - plain).abs().max() / plain.abs().max())
