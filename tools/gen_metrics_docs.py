@@ -17,10 +17,9 @@ from flexd.control.daemon.message_receiver import REFUSED_KINDS
 from flexd.control.daemon.migration_record import FINAL_STATES
 from flexd.control.daemon.throttle import ThrottleReason
 from flexd.core.model import MAX_LABEL_VALUES
-from flexd.operations.planning import PLAN_OUTCOMES
-from flexd.operations.proposals import GATE_NAMES
+from flexd.operations.executions import TriggerKind
+from flexd.operations.planning import GATE_NAMES, PLAN_OUTCOMES
 from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS
-from flexd.operations.triggers import TriggerKind
 from flexd.server.access import REFUSED_REASONS
 from flexd.server.app import RefusalsCollector
 from flexd.sketch.ingestor import MESSAGE_REASONS, ROW_REASONS

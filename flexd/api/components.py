@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from flexd.core.keyspace import KeySpace
     from flexd.operations.autoplan import AutoPlanner
     from flexd.operations.drift import DriftMonitor
-    from flexd.operations.history import MigrationHistory
+    from flexd.operations.history import EffectRecorder, MigrationHistory
     from flexd.operations.planning import Planning
-    from flexd.operations.step_times import EffectRecorder
     from flexd.operations.training_monitor import TrainingMonitor
     from flexd.sketch.ingestor import Ingestor
     from flexd.sketch.snapshot import SnapshotStore

@@ -12,7 +12,7 @@ from flexd.api.planning import GateReport, gate_report
 from flexd.core.model import FiniteOrNone, Model
 
 if TYPE_CHECKING:
-    from flexd.operations.proposals import Gate
+    from flexd.operations.planning import Gate
     from flexd.planner.explain import RowExplanation, TableExplanation
 
 MAX_EXPLAINED_ROWS = 1000

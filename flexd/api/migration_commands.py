@@ -16,8 +16,7 @@ from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import MAX_ROLLED_BACK, DecisionFile
 from flexd.operations.executions import Executions, RollbackRecovery, stopped_of
-from flexd.operations.history import MigrationHistory
-from flexd.operations.step_times import EffectRecorder
+from flexd.operations.history import EffectRecorder, MigrationHistory
 
 LATEST = "latest"
 _POLL_SECONDS = 0.5

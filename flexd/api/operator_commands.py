@@ -22,10 +22,9 @@ from flexd.core.errors import ApiError, FlexdError
 from flexd.core.keyspace import KeySpace
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import DecisionFile, Pause, ThrottleOverride
+from flexd.operations.executions import DAEMON_ACTOR, Trigger, TriggerKind
 from flexd.operations.history import ActionKind, MigrationHistory
-from flexd.operations.planning import Planning
-from flexd.operations.proposals import Proposal
-from flexd.operations.triggers import DAEMON_ACTOR, Trigger, TriggerKind
+from flexd.operations.planning import Planning, Proposal
 
 logger = logging.getLogger("flexd")
 

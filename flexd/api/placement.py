@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flexd.core.keyspace import KeySpace
     from flexd.core.placement import Placement
     from flexd.operations.drift import DriftMonitor
-    from flexd.operations.live_prices import LivePrices
+    from flexd.operations.live_plan import LivePrices
 
 
 class PlacementStatus(Model):

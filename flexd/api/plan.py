@@ -15,7 +15,7 @@ from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, gauge
 if TYPE_CHECKING:
     from flexd.core.placement import Placement
     from flexd.operations.affinity import UserNodes
-    from flexd.operations.proposals import Proposal
+    from flexd.operations.planning import Proposal
     from flexd.planner.affinity.outlook import AffinityOutlook
     from flexd.planner.plan import Plan
 

@@ -12,8 +12,7 @@ from flexd.core.model import DETAIL, FiniteOrNone, Model, counter, gauge, summar
 
 if TYPE_CHECKING:
     from flexd.operations.autoplan import AutoPlanner
-    from flexd.operations.planning import Planning
-    from flexd.operations.proposals import Gate, Proposal
+    from flexd.operations.planning import Gate, Planning, Proposal
     from flexd.operations.verification import Verifier
 
 
@@ -54,7 +53,7 @@ def verification_status(verifier: Verifier | None) -> VerificationStatus:
         enabled=verifier.settings.enabled,
         newest=verifier.newest,
         ended=with_zeros(ended, verifier.ended),
-        held=verifier.held.reasons(),
+        held=verifier.decisions.held_reasons(),
     )
 
 
@@ -183,9 +182,8 @@ def proposal_list(planning: Planning) -> ProposalList:
 
 def planning_status(planning: Planning, auto: AutoPlanner) -> PlanningStatus:
     """Return when the daemon plans, and what holds it back."""
-    from flexd.operations.planning import PLAN_OUTCOMES
-    from flexd.operations.proposals import GATE_NAMES
-    from flexd.operations.triggers import TriggerKind
+    from flexd.operations.executions import TriggerKind
+    from flexd.operations.planning import GATE_NAMES, PLAN_OUTCOMES
 
     triggers, now = auto.triggers, time.time()
     settings, waiting = triggers.settings, triggers.waiting_for_window

@@ -126,8 +126,8 @@ def advise(
     accesses: Accesses
     sampled: CoAccess | None = None
     if config is not None:
+        from flexd.daemon.config_file import load_with_known_tables
         from flexd.daemon.stream_sample import read_source
-        from flexd.operations.known_tables import load_with_known_tables
 
         loaded = load_with_known_tables(config)
         read = read_source(loaded, seconds)

@@ -56,8 +56,8 @@ def examine(file: Path, timeout_seconds: float, url: str | None, socket: Path | 
 
     The address of the daemon is ``url`` or ``socket``, else that of the environment, else that of the file.
     """
+    from flexd.daemon.config_file import load_with_known_tables
     from flexd.doctor import host, stream
-    from flexd.operations.known_tables import load_with_known_tables
 
     try:
         config = load_with_known_tables(file)

@@ -26,7 +26,7 @@ app = typer.Typer(
 
 def _load(config: Path) -> Config:
     from flexd.core import fault_points
-    from flexd.operations.known_tables import load_with_known_tables
+    from flexd.daemon.config_file import load_with_known_tables
 
     fault_points.arm()
     return load_with_known_tables(config)

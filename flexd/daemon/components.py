@@ -26,12 +26,10 @@ from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.drift import DriftMonitor
 from flexd.operations.executions import Executions, RollbackRecovery
-from flexd.operations.history import MigrationHistory
-from flexd.operations.live_plan import PlanMaker
-from flexd.operations.live_prices import LivePrices
+from flexd.operations.history import EffectRecorder, MigrationHistory
+from flexd.operations.live_plan import LivePrices, PlanMaker
 from flexd.operations.planning import Planning
 from flexd.operations.state_database import StateDatabase
-from flexd.operations.step_times import EffectRecorder
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.verification import Verifier
 from flexd.sketch.dead_letters import DeadLetterFile

@@ -1,13 +1,19 @@
-"""The configuration file of a running daemon, and its reload."""
+"""The configuration file of a running daemon, its reload, and tables that come from the ranks.
+
+A daemon whose configuration lists no tables takes them from the ranks and writes them to ``state.sqlite``, so that it
+starts again without ranks.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +22,66 @@ from pydantic import ValidationError
 from flexd.api.status import ConfigStatus, KeyChange, ReloadReport
 from flexd.config.checks import check_tables
 from flexd.config.load import Merged, load_config, merge
-from flexd.config.model import Config
+from flexd.config.model import Config, TableConfig
 from flexd.config.text import describe_faults
-from flexd.core.errors import ConfigError, FlexdError
-from flexd.core.keyspace import TableSpec
+from flexd.control.daemon.membership import ProposedTables
+from flexd.core.errors import ConfigError, FlexdError, SnapshotError
+from flexd.core.keyspace import TableSpec, table_from_document
 from flexd.core.log_fields import set_up_logging
-from flexd.operations.known_tables import with_tables
+from flexd.operations.state_database import NAME, StateDatabase
 
 logger = logging.getLogger("flexd")
+
+_DOCUMENT = "tables"
+
+
+def save_tables(state: StateDatabase, proposed: ProposedTables) -> None:
+    """Replace the tables of the state, durably. Raises SnapshotError: they cannot be written."""
+    tables = [asdict(table) for table in proposed.tables]
+    state.put(_DOCUMENT, json.dumps({"attempt": proposed.attempt, "tables": tables}))
+
+
+def load_tables(state: StateDatabase) -> tuple[TableSpec, ...]:
+    """Return the tables of the state; none if it has none.
+
+    Raises:
+        StateVersionError: a newer flexd wrote it.
+        SnapshotError: it cannot be read.
+    """
+    document = state.document(_DOCUMENT)
+    try:
+        return () if document is None else tuple(map(table_from_document, json.loads(document)["tables"]))
+    except (ValueError, TypeError, KeyError, RecursionError, ConfigError) as error:
+        raise SnapshotError(
+            f"the tables of the ranks in {NAME} cannot be read: {error}",
+            remedy="list the tables in the configuration, or move the file away: the ranks say them again",
+        ) from error
+
+
+def with_tables(config: Config, tables: Sequence[TableSpec]) -> Config:
+    """Return a configuration that lists these tables."""
+    return config.model_copy(update={"tables": [TableConfig(**asdict(table)) for table in tables]})
+
+
+def with_known_tables(config: Config) -> Config:
+    """Return the configuration with the tables of the state if it lists none; unchanged if none are known.
+
+    Raises:
+        SnapshotError, StateVersionError: see ``load_tables``.
+    """
+    if config.tables:
+        return config
+    state = StateDatabase(config.state.dir / NAME, read_only=True)
+    try:
+        tables = load_tables(state)
+    finally:
+        state.close()
+    return with_tables(config, tables) if tables else config
+
+
+def load_with_known_tables(path: Path) -> Config:
+    """Read a configuration file as ``load_config``, with the tables of the state if it lists none."""
+    return with_known_tables(load_config(path))
 
 
 class ConfigFile:

@@ -35,9 +35,8 @@ from flexd.core.fast_start import ProcessStart
 from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.components import DaemonComponents, ShutdownBudget
-from flexd.daemon.config_file import ConfigFile
+from flexd.daemon.config_file import ConfigFile, load_tables, save_tables, with_tables
 from flexd.daemon.state_directory import StateLock, check_files, open_state
-from flexd.operations.known_tables import load_tables, save_tables, with_tables
 from flexd.operations.state_database import NAME, StateDatabase
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer

@@ -14,7 +14,7 @@ from flexd.core.fault_points import fault_point
 from flexd.core.supervision import Supervisor
 from flexd.operations.executions import Executions
 from flexd.operations.live_plan import PlanMaker
-from flexd.operations.proposals import saving_gate
+from flexd.operations.planning import saving_gate
 from flexd.planner.drift import Drift
 
 _log = logging.getLogger(__name__)

@@ -7,6 +7,8 @@ import logging
 import re
 import threading
 from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
 from itertools import count
 
 from flexd.control.daemon.coordinator import Coordinator
@@ -18,9 +20,44 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta, Placement
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.history import ENDED_UNSEEN, MigrationHistory
-from flexd.operations.triggers import DAEMON_ACTOR, Trigger, TriggerKind
 from flexd.planner.delta import moved_bytes
 from flexd.planner.plan import Plan
+
+DAEMON_ACTOR = "flexd"
+"""The requester of actions that the daemon takes by itself."""
+
+
+class TriggerKind(Enum):
+    INTERVAL = "interval"
+    DRIFT = "drift"
+    TOPOLOGY = "topology"
+    MANUAL = "manual"
+    VERIFY = "verify"
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """Why a plan is made.
+
+    Attributes:
+        kind: kind of the cause.
+        reason: the cause in words, recorded with plan and migration.
+        requested_by: the user who requested it, or ``DAEMON_ACTOR``.
+        held: why the plan is only proposed; empty if it is executed.
+    """
+
+    kind: TriggerKind
+    reason: str
+    requested_by: str = DAEMON_ACTOR
+    held: str = ""
+
+    def record(self, name: str, parent_plan_id: str, generation: int | None) -> MigrationRecord:
+        """Return the record of a migration that it causes."""
+        return MigrationRecord(
+            migration_id=name, plan_id=name, parent_plan_id=parent_plan_id, generation=generation,
+            trigger=self.kind.value, requested_by=self.requested_by, reason=self.reason,
+        )  # fmt: skip
+
 
 ROLLBACK = ".rollback"
 """Suffix of a rollback's id, after the id of the migration that it reverts."""
@@ -57,21 +94,15 @@ class Executions:
         """True while the ranks move to another placement."""
         return self.last is not None and not self.last.done
 
-    def start(self, plan: Plan, trigger: Trigger, overridden: tuple[str, ...]) -> Migration:
+    def start(self, plan: Plan, record: MigrationRecord) -> Migration:
         """Start the plan's migration, which supersedes a running one at its next chunk.
+
+        Args:
+            record: of the migration.
 
         Raises:
             ControlError: the coordinator is stopping.
         """
-        record = _of_trigger(
-            plan.plan_id, plan.origin.parent_id, plan.origin.topology_generation, trigger
-        ).model_copy(
-            update={
-                "overridden_gates": overridden, "rows": len(plan.delta), "bytes_to_copy": plan.migration_bytes,
-                "promotions": plan.promotions, "demotions": plan.demotions,
-                "why": tuple(plan.costs.messages()), "predicted_saving_seconds": plan.saved_seconds,
-            }
-        )  # fmt: skip
         with self._lock:
             return self._submitted(self._coordinator.migrate(record, plan.target, plan.delta, plan.gains), plan)
 
@@ -127,7 +158,7 @@ class Executions:
         Raises:
             ControlError: the coordinator is stopping.
         """
-        record = _of_trigger(name, plan_id, generation, trigger).model_copy(update={"returns_to": base.version})
+        record = trigger.record(name, plan_id, generation).model_copy(update={"returns_to": base.version})
         with self._lock:
             return self._submitted(self._coordinator.migrate(record, base))
 
@@ -141,7 +172,7 @@ class Executions:
         Raises:
             ControlError: the coordinator is stopping.
         """
-        record = _of_trigger(name, self.live_plan_id, generation, trigger)
+        record = trigger.record(name, self.live_plan_id, generation)
         with self._lock:
             return self._submitted(self._coordinator.migrate(record, target))
 
@@ -168,13 +199,6 @@ class Executions:
         self.migrated["bytes"] += record.copied_bytes
         if record.chunks_pushed:
             self.live_plan_id = record.plan_id
-
-
-def _of_trigger(name: str, parent_plan_id: str, generation: int | None, trigger: Trigger) -> MigrationRecord:
-    return MigrationRecord(
-        migration_id=name, plan_id=name, parent_plan_id=parent_plan_id, generation=generation,
-        trigger=trigger.kind.value, requested_by=trigger.requested_by, reason=trigger.reason,
-    )  # fmt: skip
 
 
 def stopped_of(unfinished: list[Migration]) -> Migration:

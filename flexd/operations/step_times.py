@@ -5,68 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.daemon.migration import Migration, MigrationEvent
-from flexd.control.daemon.migration_record import MigrationRecord, TransitionEvent
 from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase, StepReport
-from flexd.topology.cluster import Cluster, Exposed
-
-_SHARE_CHANGE, _COVER_CHANGE = 0.05, 0.1
-"""Smaller changes are noise; plans made at other prices are hard to compare."""
-
-
-def exposure(phases: PhaseAverages) -> Exposed:
-    """Return the share of each part of the communication that did not run beside the training thread, and the compute
-    that can cover the rest. Without collectives of a part its share is that of the whole."""
-    communication = phases.quantity("intra_seconds") + phases.quantity("inter_seconds")
-    overlapped = phases.quantity("overlapped_seconds")
-
-    def share(*of: StepPhase) -> float | None:
-        numbers = [PHASES[phase] for phase in of]
-        total = float(communication[numbers].sum())
-        return None if total <= 0 else min(1.0, max(0.0, 1.0 - float(overlapped[numbers].sum()) / total))
-
-    whole = share(StepPhase.IDS, StepPhase.ROWS, StepPhase.PUSH, StepPhase.SYNC)
-    parts = (share(StepPhase.IDS, StepPhase.ROWS), share(StepPhase.PUSH), share(StepPhase.SYNC))
-    forward, backward, sync = (part if part is not None else whole if whole is not None else 1.0 for part in parts)
-    return Exposed(forward, backward, sync, max(0.0, phases.cover_seconds))
-
-
-def min_share(exposed: Exposed) -> float:
-    return min(exposed.forward, exposed.backward, exposed.sync)
-
-
-def differs(known: Exposed, measured: Exposed) -> bool:
-    """Return whether prices change by more than noise."""
-    shares = zip(
-        (known.forward, known.backward, known.sync), (measured.forward, measured.backward, measured.sync), strict=True
-    )
-    if any(abs(a - b) > _SHARE_CHANGE for a, b in shares):
-        return True
-    hidden = min_share(measured) < 1.0
-    larger = max(known.cover_seconds, measured.cover_seconds)
-    return hidden and (math.isinf(larger) or abs(known.cover_seconds - measured.cover_seconds) > _COVER_CHANGE * larger)
-
-
-def priced_by(cluster: Cluster, measured: Exposed | None) -> Cluster:
-    """Return the cluster with measured exposure instead of that of its file, named in its name."""
-    if measured is None or (min_share(measured) >= 1.0 and min_share(cluster.exposed) >= 1.0):
-        return cluster
-    shares = (measured.forward, measured.backward, measured.sync)
-    if min_share(measured) >= 1.0:
-        message = "nothing runs beside compute"
-    else:
-        of_shares = ", ".join(
-            f"{name} {share:.2f}" for name, share in zip(("forward", "backward", "sync"), shares, strict=True)
-        )
-        message = f"outside compute {of_shares}; {1e3 * measured.cover_seconds:.3g} ms cover the rest"
-    return cluster.with_exposed(measured, f"{cluster.name} (measured: {message})")
-
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -284,64 +229,3 @@ class StepTimes:
             deviation = max(0.0, sums.squares - sums.steps * mean * mean)
             spread = math.sqrt(deviation / (sums.reports - 1)) if sums.reports > 1 else math.nan
             return mean, spread / math.sqrt(max(1.0, sums.steps_of_a_rank))
-
-
-class EffectRecorder:
-    """Records the measured saving of each migration before the next one changes the placement. Thread-safe.
-
-    A migration that pushes no chunk leaves the placement as it is, and the one before it goes on being measured.
-
-    Args:
-        times: step times of the present topology generation.
-        record: receives the record of the migration; must not block.
-    """
-
-    def __init__(self, times: StepTimes, record: Callable[[MigrationRecord], None]) -> None:
-        self._times = times
-        self._record = record
-        self._lock = threading.Lock()
-        self._measured: Migration | None = None
-        """The newest migration that pushed a chunk, as of the newest start."""
-        self._started: Migration | None = None
-
-    def on_migration(self, event: MigrationEvent) -> None:
-        """Record the saving of the migration before one that starts."""
-        if event.transition is None or event.transition.event is not TransitionEvent.START:
-            return
-        self.store()
-        with self._lock:
-            self._measured, self._started = self._newest(), event.migration
-
-    def end_generation(self) -> None:
-        """Record the saving of the newest migration: other ranks train from now on, and their steps do not count."""
-        self.store()
-        with self._lock:
-            self._measured = self._started = None
-
-    def store(self) -> None:
-        """Record the saving of the newest migration, if it is measured."""
-        with self._lock:
-            migration = self._newest()
-        measured = None if migration is None else self.add_to(migration.record)
-        if measured is not None and measured.measured_saving_seconds is not None:
-            self._record(measured)
-
-    def add_to(self, record: MigrationRecord) -> MigrationRecord:
-        """Return the record with its saving as measured by now, if it is of the newest migration that moved rows."""
-        with self._lock:
-            newest = self._newest()
-        if newest is None or newest.migration_id != record.migration_id or not newest.done:
-            return record
-        before, after = (self._times.at_version(at) for at in (record.base_version, record.last_version))
-        if before is None or after is None:
-            return record
-        error = math.hypot(before[1], after[1])
-        saving = {
-            "measured_saving_seconds": before[0] - after[0],
-            "measured_error_seconds": error if math.isfinite(error) else None,
-        }
-        return record.model_copy(update=saving)
-
-    def _newest(self) -> Migration | None:
-        started = self._started
-        return started if started is not None and started.record.chunks_pushed else self._measured

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES, SlowTableReport, StepReport
 from flexd.core.usage_warnings import MAX_TEXT, UsageWarningKind, UsageWarningReport
-from flexd.operations.step_times import PHASE_STEPS, PhaseAverages, StepTimes, differs, exposure, mean_phases
-from flexd.topology.cluster import Exposed
+from flexd.operations.step_times import PHASE_STEPS, PhaseAverages, StepTimes, mean_phases
 
 _KINDS = frozenset(kind.value for kind in UsageWarningKind)
 OTHER = "other"
@@ -346,7 +345,6 @@ class TrainingMonitor:
         self._lock = threading.Lock()
         self._ranks: dict[int, RankAverages] = {}
         self.slow_memory = SlowMemoryMonitor(tables)
-        self._exposed: Exposed | None = None
         self.timeline = TrafficTimeline()
         self.step_times = StepTimes()
         self.usage_warnings = UsageWarningTotals()
@@ -418,20 +416,6 @@ class TrainingMonitor:
         """Return the mean over the ranks of their steps by phase; None before any has reported phases."""
         with self._lock:
             return mean_phases(rank.phases for rank in self._ranks.values())
-
-    def exposed(self) -> Exposed | None:
-        """Return the measured exposure of the communication; None before any rank has reported phases.
-
-        It stays the same until it has changed by more than noise, because plans made at prices
-        that differ by noise would move rows to and fro.
-        """
-        with self._lock:
-            phases = mean_phases(rank.phases for rank in self._ranks.values())
-            if phases is not None:
-                measured = exposure(phases)
-                if self._exposed is None or differs(self._exposed, measured):
-                    self._exposed = measured
-            return self._exposed
 
     def versions(self) -> dict[int, int]:
         """Return the placement version that each rank reported last."""

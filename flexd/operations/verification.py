@@ -38,11 +38,10 @@ from flexd.core.errors import SnapshotError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import REHOMED, RankLayout, Tier, by_slots
 from flexd.core.placement import Delta, Placement
-from flexd.operations.decisions import DecisionFile, HeldPlans
-from flexd.operations.executions import ROLLBACK, Executions, rollback_trigger
+from flexd.operations.decisions import DecisionFile
+from flexd.operations.executions import DAEMON_ACTOR, ROLLBACK, Executions, Trigger, TriggerKind, rollback_trigger
 from flexd.operations.history import MigrationHistory
 from flexd.operations.step_times import StepBlocks
-from flexd.operations.triggers import DAEMON_ACTOR, Trigger, TriggerKind
 from flexd.planner.delta import moved_bytes
 from flexd.planner.plan import Plan
 from flexd.planner.switchback import FIRST_LOOK, Effect, SwitchbackRule, Verdict, keeps_plan
@@ -187,7 +186,7 @@ class Verifier:
     Attributes:
         newest: the running verification, or the newest one, also of an earlier daemon; None before the first.
         ended: ended verifications by state.
-        held: kinds of plans that are held back because one was not shown to win.
+        decisions: has the kinds of plans that are held back because one was not shown to win.
     """
 
     def __init__(
@@ -205,7 +204,7 @@ class Verifier:
         self._keyspace = keyspace
         self._executions = executions
         self._coordinator = coordinator
-        self._decisions = decisions
+        self.decisions = decisions
         self._history = history
         self._coin = coin
         self._clock = clock
@@ -214,7 +213,6 @@ class Verifier:
         self._seen: Migration | None = None
         self.newest = self._kept()
         self.ended: Counter[str] = Counter()
-        self.held = HeldPlans(decisions)
         self._close_unfinished()
 
     @property
@@ -272,7 +270,7 @@ class Verifier:
         )  # fmt: skip
         self._blocks.clear()
         self._run = run
-        self._decisions.update(verification=migration.migration_id)
+        self.decisions.update(verification=migration.migration_id)
         self._report(run, VerificationState.RUNNING, "begun")
         logger.info("verification of %s: begun, at most %d steps", migration.migration_id, settings.budget_steps)
         self._next_block(run, live)
@@ -343,12 +341,12 @@ class Verifier:
         if not stays and verdict is not Verdict.SLOWER:
             message = f"{message}: no gain shown"
         if stays:
-            self.held.release(run.kind)
+            self.decisions.release(run.kind)
             if not run.at_plan:
                 run.at_plan = True
                 self._move(run, run.changes.planned, live)
         else:
-            self.held.hold(run.kind, f"{migration_id} measured {message}", HOLD_SECONDS, time.time())
+            self.decisions.hold(run.kind, f"{migration_id} measured {message}", HOLD_SECONDS, time.time())
             run.newest = self._executions.start_rollback(
                 f"{migration_id}{ROLLBACK}", run.changes.base, run.ranks.generation,
                 replace(
@@ -365,7 +363,7 @@ class Verifier:
         if state is VerificationState.INTERRUPTED:
             outcome = _NO_VERDICT
         self._record(f"{state.value}: {message}; {outcome}")
-        self._decisions.update(verification="")
+        self.decisions.update(verification="")
 
     def _report(self, run: _Run, state: VerificationState, message: str, *, rolled_back: bool = False) -> None:
         effect = run.pairs.effect
@@ -391,11 +389,11 @@ class Verifier:
 
     def _close_unfinished(self) -> None:
         """Record the end of a verification that an earlier daemon left."""
-        left = self._decisions.current.verification
+        left = self.decisions.current.verification
         if left:
             message = f"the daemon ended; {_NO_VERDICT}"
             self.newest = VerificationReport(
                 migration_id=left, state=VerificationState.INTERRUPTED.value, message=message
             )
             self._record(f"interrupted: {message}")
-            self._decisions.update(verification="")
+            self.decisions.update(verification="")

@@ -112,8 +112,8 @@ def test_a_taken_port_is_an_error_and_leaves_nothing_running(
         second.start()
     http_port = int(running.daemon.address.rsplit(":", 1)[1])
     third = Daemon(make_config(state={"dir": str(tmp_path / "third")}, server={"port": http_port}))
-    with monkeypatch.context() as patch, pytest.raises(FlexdError, match=str(http_port)):
-        patch.setattr(third.components, "start", lambda: pytest.fail("ranks are served by a daemon that ends"))
+    monkeypatch.setattr(third.components, "start", lambda: pytest.fail("ranks are served by a daemon that ends"))
+    with pytest.raises(FlexdError, match=str(http_port)):
         third.start()
     running.until(lambda: threading.active_count() <= before)
     fourth = start(make_config(state={"dir": str(tmp_path / "third")}))

@@ -18,7 +18,7 @@ from flexd.control.protocol.report import RankIdentity
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.operations.known_tables import save_tables, with_known_tables
+from flexd.daemon.config_file import save_tables, with_known_tables
 from flexd.operations.state_database import NAME, StateDatabase
 from tests.support.flexd_processes import RunningDaemon
 from tests.support.ranks_in_threads import SECRET, TABLES, Ranks

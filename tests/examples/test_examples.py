@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flexd.daemon.config_file import with_known_tables
 from flexd.demo.processes import free_ports
 from flexd.demo.runner import PRESET
-from flexd.operations.known_tables import with_known_tables
 from flexd.topology.cluster import Collective
 from flexd.topology.files import load_cluster, load_preset, scale_model
 from tests.support import forked

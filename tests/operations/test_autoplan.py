@@ -13,7 +13,7 @@ from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import MigrationRecord, TransitionEvent
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import FIRST_SECONDS, AutoPlanner, FailureBackoff
-from flexd.operations.triggers import Trigger, TriggerKind
+from flexd.operations.executions import Trigger, TriggerKind
 from tests.support.planning_harness import PlanningHarness, filled_harness
 
 ANN = Trigger(TriggerKind.MANUAL, "applied by hand", "ann@host")

@@ -19,8 +19,7 @@ from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.daemon import Daemon
 from flexd.operations.drift import DriftMonitor
-from flexd.operations.live_plan import PlanMaker
-from flexd.operations.live_prices import LivePrices
+from flexd.operations.live_plan import LivePrices, PlanMaker
 from flexd.planner.drift import LIVE
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile
@@ -75,7 +74,7 @@ class DriftHarness:
         self.executions = SimpleNamespace(migrating=False)
         self.training = SimpleNamespace(
             accesses_per_step=lambda world: PER_STEP,
-            exposed=lambda: None,
+            phases=lambda: None,
             step_seconds=lambda: None,
             passes_per_step=lambda: 1,
         )

@@ -19,7 +19,7 @@ from flexd.control.protocol.report import (
     UsedExchange,
 )
 from flexd.core.layout import RankLayout
-from flexd.operations.live_prices import MIN_STEPS, LivePrices, price_samples
+from flexd.operations.live_plan import MIN_STEPS, LivePrices, price_samples
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.planner.model.prices import MIN_REPORTS
 from flexd.topology.cluster import INTER, INTRA, Cluster, Collective, Link, WorldModel
@@ -32,8 +32,8 @@ MACHINE = cluster(all_to_all=1e9, all_reduce=2e9, intra=10e9, latency=1e-4)
 MEGABYTES = {"ids": 0.1, "rows": 4.0, "push": 4.0}
 
 
-def prices_of(coordinator: FakeCoordinator) -> LivePrices:
-    return LivePrices(MACHINE, TrainingMonitor(), coordinator)
+def prices_of(coordinator: FakeCoordinator, training: TrainingMonitor | None = None) -> LivePrices:
+    return LivePrices(MACHINE, training or TrainingMonitor(), coordinator)
 
 
 def step_report(factor: float, *, steps: int = 10, exchange: str = "chain", intra: float = 1.0) -> StepReport:

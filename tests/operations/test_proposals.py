@@ -18,9 +18,8 @@ from flexd.core.errors import ApiError, PlanError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner
-from flexd.operations.planning import Planning
-from flexd.operations.proposals import MAX_PER_KIND, evaluate_gates, require_open
-from flexd.operations.triggers import Trigger, TriggerKind
+from flexd.operations.executions import Trigger, TriggerKind
+from flexd.operations.planning import MAX_PER_KIND, Planning, evaluate_gates, require_open
 from flexd.sketch.profile import Profile, TableProfile
 from tests.support.planning_harness import ROWS, PlanningHarness, filled_harness
 

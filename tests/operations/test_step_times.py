@@ -15,12 +15,14 @@ from flexd.control.daemon.migration_record import MigrationRecord, TransitionEve
 from flexd.control.protocol.report import PhaseReport, PhasesReport, PlacementState, StepReport
 from flexd.core.placement import Placement
 from flexd.operations import step_times
-from flexd.operations.history import MigrationHistory
+from flexd.operations.history import EffectRecorder, MigrationHistory
+from flexd.operations.live_plan import LivePrices, priced_by
 from flexd.operations.state_database import NAME, StateDatabase
-from flexd.operations.step_times import EffectRecorder, StepBlocks, StepTimes, priced_by, trimmed_mean
+from flexd.operations.step_times import StepBlocks, StepTimes, trimmed_mean
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.topology.cluster import Exposed
 from tests.support.components import report as report_of_rank
+from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.planner_cases import cluster
 from tests.support.planning_harness import filled_harness
 
@@ -215,6 +217,10 @@ def monitor(rows: float, push: float, cover: float, *, overlapped: float = 1.0, 
     return training
 
 
+def prices_of(training: TrainingMonitor) -> LivePrices:
+    return LivePrices(cluster(), training, FakeCoordinator())  # type: ignore[arg-type]
+
+
 def add(
     training: TrainingMonitor, rows: float, push: float, cover: float, *, overlapped: float = 1.0, steps: int = 10
 ) -> None:
@@ -227,7 +233,7 @@ def add(
 
 
 def test_shares_and_cover_are_what_ranks_measured() -> None:
-    exposed = monitor(0.3, 0.1, 0.2, overlapped=0.75).exposed()
+    exposed = prices_of(monitor(0.3, 0.1, 0.2, overlapped=0.75)).exposed()
     assert exposed is not None
     assert exposed.forward == pytest.approx(0.25)
     assert exposed.backward == 1.0
@@ -244,11 +250,12 @@ def test_shares_and_cover_are_what_ranks_measured() -> None:
 
 def test_noise_does_not_change_prices() -> None:
     training = monitor(0.3, 0.1, 0.2)
-    first = training.exposed()
+    prices = prices_of(training)
+    first = prices.exposed()
     add(training, 0.3, 0.1, 0.205, overlapped=0.98, steps=50)
-    assert training.exposed() is first
+    assert prices.exposed() is first
     add(training, 0.3, 0.1, 0.1, overlapped=1.0, steps=50)
-    changed = training.exposed()
+    changed = prices.exposed()
     assert changed is not None
     assert changed.cover_seconds == pytest.approx(0.1)
 

@@ -20,7 +20,7 @@ from flexd.control.protocol.report import (
     StepReport,
     merge_reports,
 )
-from flexd.operations.live_prices import MIN_STEPS
+from flexd.operations.live_plan import MIN_STEPS
 from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
 from flexd.topology.cluster import Collective, Link
 from tests.operations.test_live_prices import prices_of, step_report
@@ -124,7 +124,8 @@ def numbers(value: Any, where: str = "") -> dict[str, float]:
 @given(st.lists(st.tuples(st.integers(0, 3), ANY_REPORT), min_size=1, max_size=8))
 @settings(max_examples=60, deadline=None)
 def test_averages_sums_and_prices_stay_finite(received: list[tuple[int, StepReport]]) -> None:
-    training, slow, prices = TrainingMonitor(), SlowMemoryMonitor(3), prices_of(FakeCoordinator())
+    training, slow = TrainingMonitor(), SlowMemoryMonitor(3)
+    prices = prices_of(FakeCoordinator(), training)
     received += [(rank, step_report(2.0, steps=MIN_STEPS)) for rank in range(4)]
     for rank, report in received:
         training.add(rank, report)
@@ -133,7 +134,7 @@ def test_averages_sums_and_prices_stay_finite(received: list[tuple[int, StepRepo
     cluster = prices.cluster
     seconds = [cluster.curve(link, collective).seconds(1e6) for link in Link for collective in Collective]
     kept = (
-        training.totals(), training.ranks(), training.phases(), training.exposed(), training.accesses_per_step(4),
+        training.totals(), training.ranks(), training.phases(), prices.exposed(), training.accesses_per_step(4),
         training.step_seconds(), (training.step_times.at_version(0) or (0.0,))[0], training.timeline.intervals(),
         slow.totals(), seconds,
     )  # fmt: skip

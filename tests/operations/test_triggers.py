@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.config.planner import DAYS, PlannerConfig, WindowConfig
-from flexd.operations.triggers import Calendar, Trigger, TriggerKind, Triggers
+from flexd.operations.autoplan import Calendar, Triggers
+from flexd.operations.executions import Trigger, TriggerKind
 
 
 def at(text: str, zone: str = "Europe/Berlin", fold: int = 0) -> float:

@@ -18,8 +18,8 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import LONGEST_SECONDS, DecisionFile
+from flexd.operations.executions import Trigger, TriggerKind
 from flexd.operations.state_database import NAME, StateDatabase
-from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.operations.verification import VerificationState, Verifier, measured_changes
 from tests.support.planning_harness import PlanningHarness, filled_harness
 
@@ -143,7 +143,7 @@ def test_a_slower_plan_is_rolled_back_with_its_figure_and_its_kind_is_held_back(
     job.tick(3)
     assert len(job.it.coordinator.migrations) == migrations
     assert any(not each.dry_run for each in job.it.planning.proposals.all())
-    (message,) = job.verifier.held.reasons()
+    (message,) = job.verifier.decisions.held_reasons()
     assert message.startswith(f"{ended.migration_id} measured")
 
 
@@ -154,7 +154,7 @@ def test_a_faster_plan_stays(tmp_path: Path) -> None:
     assert not ended.rolled_back
     assert ended.change == pytest.approx(-0.05, abs=0.01)
     assert job.device_rows() == job.most_copies
-    assert job.verifier.held.reasons() == ()
+    assert job.verifier.decisions.held_reasons() == ()
     assert job.verifier.ended == {"faster": 1}
     migrations = len(job.it.coordinator.migrations)
     job.tick(50)
@@ -202,7 +202,7 @@ def test_copies_that_measured_faster_are_not_taken_back_because_prices_say_so(tm
     time.sleep(0.02)
     job.tick(3)
     assert len(job.it.coordinator.migrations) == migrations, "such plans are held back now"
-    (message,) = job.verifier.held.reasons()
+    (message,) = job.verifier.decisions.held_reasons()
     assert "plans for HOME wait until" in message
 
 
@@ -210,7 +210,7 @@ def test_copies_that_may_not_stay_go_unmeasured_and_in_spite_of_a_hold(tmp_path:
     job = VerifiedJob(tmp_path, effect=-0.05, planner={"interval_seconds": 0.01})
     kept = job.verdict()
     assert job.device_rows()
-    job.verifier.held.hold("HOME", "p1 measured 5 % slower", 600.0, time.time())
+    job.verifier.decisions.hold("HOME", "p1 measured 5 % slower", 600.0, time.time())
     excluded = job.it.config.model_copy(
         update={"planner": job.it.config.planner.model_copy(update={"exclude_tables": ["item"]})}
     )
@@ -263,16 +263,16 @@ def test_holds_outlive_the_daemon_double_and_end(tmp_path: Path) -> None:
     now = time.time()
     waits = []
     for _ in range(12):
-        job.verifier.held.hold("NODE", "p1 measured 5 % slower", 600.0, now)
+        job.verifier.decisions.hold("NODE", "p1 measured 5 % slower", 600.0, now)
         (held,) = job.decisions.current.held_plans
         waits.append(held.seconds)
     assert waits[:3] == [600.0, 1200.0, 2400.0]
     assert waits[-1] == LONGEST_SECONDS
     job.start()
-    assert job.verifier.held.reason("NODE", now + 1).startswith("p1 measured 5 % slower")
-    assert job.verifier.held.reason("DEVICE", now + 1) == ""
-    assert job.verifier.held.reason("NODE", now + LONGEST_SECONDS + 1) == ""
-    job.verifier.held.release("NODE")
+    assert job.verifier.decisions.held_reason("NODE", now + 1).startswith("p1 measured 5 % slower")
+    assert job.verifier.decisions.held_reason("DEVICE", now + 1) == ""
+    assert job.verifier.decisions.held_reason("NODE", now + LONGEST_SECONDS + 1) == ""
+    job.verifier.decisions.release("NODE")
     assert job.decisions.current.held_plans == ()
 
 

@@ -23,11 +23,11 @@ from flexd.control.daemon.throttle import Throttle
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.decisions import DecisionFile
-from flexd.operations.executions import Executions, RollbackRecovery
-from flexd.operations.history import MigrationHistory
+from flexd.operations.executions import Executions, RollbackRecovery, Trigger, TriggerKind
+from flexd.operations.history import EffectRecorder, MigrationHistory
+from flexd.operations.planning import Proposal
 from flexd.operations.state_database import NAME, StateDatabase
-from flexd.operations.step_times import EffectRecorder, StepTimes
-from flexd.operations.triggers import Trigger, TriggerKind
+from flexd.operations.step_times import StepTimes
 from flexd.planner.plan import PlanOrigin
 from tests.support.ranks_in_threads import SECRET, TABLES
 from tests.support.until import until
@@ -126,7 +126,8 @@ class ExecutionsHarness:
             delta=now.delta_to(wanted), migration_bytes=0, saved_seconds=0.002, promotions=len(wanted), demotions=0,
             costs=SimpleNamespace(messages=list),
         )  # fmt: skip
-        return self.executions.start(plan, Trigger(TriggerKind.MANUAL, f"reason of {name}", requested_by), ())
+        trigger = Trigger(TriggerKind.MANUAL, f"reason of {name}", requested_by)
+        return self.executions.start(plan, Proposal(plan, now, (), trigger).record(trigger))
 
     def wait_until_some_applied(self, migration: Migration) -> None:
         until(lambda: migration.record.chunks_applied > 3, SECONDS)

@@ -14,13 +14,10 @@ from flexd.control.daemon.migration import Migration
 from flexd.control.protocol.report import PlacementState, StepReport
 from flexd.core.layout import RankLayout
 from flexd.daemon.factory import make_cluster
-from flexd.operations.executions import Executions
-from flexd.operations.live_plan import PlanMaker
-from flexd.operations.live_prices import LivePrices
-from flexd.operations.planning import Planning
-from flexd.operations.proposals import Proposal
+from flexd.operations.executions import Executions, Trigger, TriggerKind
+from flexd.operations.live_plan import LivePrices, PlanMaker
+from flexd.operations.planning import Planning, Proposal
 from flexd.operations.training_monitor import TrainingMonitor
-from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
