@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption
-from flexd.cli.render import OutputFormat, emit
+from flexd.cli.render import OutputFormat, present
 from flexd.cli.simulate_command import (
     DRAWN_BATCH,
     BatchOption,
@@ -31,14 +28,11 @@ from flexd.cli.simulate_command import (
     make_trace_accesses,
     show_progress,
 )
-from flexd.core import units
 from flexd.core.errors import ConfigError
 from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 
 if TYPE_CHECKING:
-    from flexd.planner.model.cost import PredictedRange
     from flexd.simulate.accesses import Accesses
-    from flexd.simulate.advice import Advice, Prediction
     from flexd.sketch.coaccess import CoAccess
 
 
@@ -117,7 +111,7 @@ def advise(
         raise ConfigError("no accesses, or two of them", remedy="give --trace or --config")
     from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import RowFormat, profile_accesses
-    from flexd.simulate.advice import NOW, AdviceSettings, affinity_outlook, outlook_of_samples
+    from flexd.simulate.advice import NOW, AdviceSettings, affinity_of_samples, affinity_of_trace
     from flexd.simulate.advice import advise as advise_on
     from flexd.simulate.simulation import SimulationSettings
 
@@ -147,155 +141,8 @@ def advise(
     found = advise_on(
         accesses, layout, cluster, SimulationSettings(replica_fraction=replica_fraction), given, show_progress(steps)
     )
-    answer, blocks = document(found), advice_blocks(found)
-    affinity = affinity_outlook(accesses, layout)
-    if sampled is not None:
-        affinity = outlook_of_samples(sampled, accesses.keyspace, layout, found.simulation.accesses_per_step)
-    if affinity is not None:
-        answer["affinity"] = {"messages": affinity.messages, **asdict(affinity.forecast)}
-        blocks.append(Sentences("affinity", affinity.messages))
-    emit(answer, blocks, output)
-
-
-def document(advice: Advice) -> dict[str, Any]:
-    """Return the answer, JSON-able, with units in the names."""
-    simulation = advice.simulation
-    return {
-        "accesses": simulation.accesses.name,
-        "nodes": simulation.layout.nodes,
-        "local_ranks": simulation.layout.local_ranks,
-        "cluster": simulation.cluster.name,
-        "accesses_per_step": simulation.accesses_per_step,
-        "now": advice.now.name,
-        "step_seconds": advice.step_seconds,
-        "exchange_seconds": advice.exchange_seconds,
-        "price_correction": advice.price_correction,
-        "reused_share": advice.reused_share,
-        "price_error": advice.price_error,
-        "worth": advice.worth,
-        "options": {name: _prediction(found) for name, found in advice.predictions.items()},
-        "best": None if advice.best is None else advice.best.option.name,
-        "messages": messages(advice),
-    }
-
-
-def _prediction(found: Prediction) -> dict[str, Any]:
-    def three(given: PredictedRange) -> dict[str, float]:
-        return {"expected": given.expected, "low": given.low, "high": given.high}
-
-    return {
-        "title": found.option.title,
-        "step_seconds": three(found.step_seconds),
-        "saved_seconds": three(found.saved_seconds),
-        "saved_share": three(found.saved_share),
-        "gpu_hours_per_day": three(found.gpu_hours_per_day),
-        "inter_node_bytes": found.inter_node_bytes,
-        "extra_memory_bytes": found.extra_memory_bytes,
-        "pays": found.pays,
-    }
-
-
-def messages(advice: Advice) -> list[str]:
-    """Return the answer in sentences, the verdict first."""
-    said = []
-    if not advice.prices_fit:
-        said.append(
-            f"The prices do not fit: they give today's exchange {units.seconds(advice.exchange_seconds)}, more than "
-            f"the whole step of {units.seconds(advice.step_seconds)}. Measure them with flexd probe, give "
-            "--computing-ms, check --now and --scale; until then nothing is advised."
-        )
-    elif advice.best is None:
-        share = advice.exchange_seconds / advice.step_seconds
-        said.append(
-            f"No gain expected: no option saves {units.share(advice.worth)} of a step for certain. The exchange is "
-            f"{units.seconds(advice.exchange_seconds)} ({units.share(share)}) of a step of "
-            f"{units.seconds(advice.step_seconds)}."
-        )
+    if sampled is None:
+        affinity = affinity_of_trace(accesses, layout)
     else:
-        best = advice.best
-        said.append(
-            f"Worth it: {best.option.title} takes {units.seconds(best.step_seconds.expected)} a step instead of "
-            f"{units.seconds(advice.step_seconds)}, {in_range(best.saved_share, units.share)} less, which is "
-            f"{in_range(best.gpu_hours_per_day, hours)} GPU-hours per day for the job."
-        )
-        copies = advice.predictions["copies_prefetch_pipeline" if best.option.prefetch_pipeline else "copies"]
-        plain = "two_hops_prefetch_pipeline" if best.option.prefetch_pipeline else "two_hops"
-        if best is not copies and plain in advice.predictions:
-            gain = advice.predictions[plain].step_seconds.expected - copies.step_seconds.expected
-            if gain < advice.worth * advice.step_seconds:
-                said.append(
-                    f"Copies of hot rows, which the daemon plans, {_change(gain)} beside the same without them: the "
-                    "trainer's side alone does it here."
-                )
-    if advice.price_correction != 1.0:
-        said.append(
-            f"The prices were multiplied by {advice.price_correction:.2g}, so that today's exchange takes what "
-            "computing leaves of the step. Far from 1 they do not describe this network: measure it with flexd probe."
-        )
-    said.append(
-        f"Of a batch's rows {units.share(advice.reused_share)} were touched by the step before; the prefetch pipeline "
-        "fetches the others beside computing. Ranges: steps that differ, and "
-        f"prices wrong by {units.share(advice.price_error)}."
-    )
-    return said
-
-
-def _change(seconds: float) -> str:
-    if seconds == 0:
-        return "change nothing"
-    return f"save {units.seconds(seconds)} a step" if seconds > 0 else f"cost {units.seconds(-seconds)} a step"
-
-
-def advice_blocks(advice: Advice) -> list[Block]:
-    """Return the verdict, the facts and the options."""
-    simulation = advice.simulation
-    facts = Facts(
-        "",
-        (
-            ("accesses", f"{simulation.accesses.name}, {units.count(simulation.accesses_per_step)} a step of the job"),
-            (
-                "cluster",
-                f"{simulation.layout.nodes} nodes x {simulation.layout.local_ranks} ranks, priced as "
-                f"{simulation.cluster.name}",
-            ),
-            (
-                "today",
-                f"{advice.now.title}: {units.seconds(advice.step_seconds)} a step, of it exchange "
-                f"{units.seconds(advice.exchange_seconds)} by the prices",
-            ),
-        ),
-    )
-    columns = (
-        "option",
-        "step",
-        "saved per step",
-        "of a step",
-        "GPU-hours per day",
-        "memory per rank",
-        "inter-node bytes",
-    )
-    rows = tuple(
-        (
-            found.option.title,
-            units.seconds(found.step_seconds.expected),
-            in_range(found.saved_seconds, units.seconds),
-            units.share(found.saved_share.expected),
-            hours(found.gpu_hours_per_day.expected),
-            units.size(found.extra_memory_bytes),
-            units.size(found.inter_node_bytes),
-        )
-        for found in advice.predictions.values()
-    )
-    spare = ("inter-node bytes", "memory per rank")
-    return [
-        Sentences("", tuple(messages(advice))), facts, Table("predicted", columns, rows, frozenset(columns[1:]), spare)
-    ]  # fmt: skip
-
-
-def hours(value: float) -> str:
-    return f"{value:.3g}"
-
-
-def in_range(given: PredictedRange, form: Callable[[float], str]) -> str:
-    """``2 s (1 s to 3 s)``."""
-    return f"{form(given.expected)} ({form(given.low)} to {form(given.high)})"
+        affinity = affinity_of_samples(sampled, accesses.keyspace, layout, found.accesses_per_step)
+    present(found.model_copy(update={"affinity": affinity}), output)

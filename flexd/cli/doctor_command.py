@@ -11,15 +11,14 @@ import typer
 
 from flexd.api import routes
 from flexd.api.status import DaemonStatus
-from flexd.cli.blocks import Block, Sentences, Table
 from flexd.cli.client import DaemonAddress, DaemonClient, connect
 from flexd.cli.exit_codes import DaemonRefusedError, ExitCode
 from flexd.cli.options import ConfigOption, OutputOption, SocketOption, UrlOption
-from flexd.cli.render import OutputFormat, emit, flat
+from flexd.cli.render import OutputFormat, flat, present
 from flexd.core import units
 from flexd.core.errors import ApiError, ConfigError
 from flexd.doctor import finding
-from flexd.doctor.finding import Finding, Level
+from flexd.doctor.finding import DoctorReport, Finding, Level
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
@@ -42,12 +41,10 @@ def doctor(
     Example: flexd doctor -c configs/laptop.yaml
     """
     findings = examine(config, timeout, url, socket)
-    counts = Counter(found.level for found in findings)
-    document = {
-        "findings": [{**vars(found), "level": found.level.value} for found in findings],
-        "counts": {level.value: counts[level] for level in Level},
-    }
-    emit(document, _blocks(findings), output)
+    found = Counter(each.level for each in findings)
+    counts = {level: found[level] for level in Level}
+    remedies = tuple(f"{each.check}: {each.remedy}" for each in findings if each.remedy)
+    present(DoctorReport(findings=tuple(findings), counts=counts, messages=remedies), output)
     raise typer.Exit(ExitCode.FOUND if counts[Level.FAULT] else ExitCode.OK)
 
 
@@ -113,10 +110,3 @@ def _running(client: DaemonClient, status: DaemonStatus, config: Config) -> Iter
     running, file = flat(client.send(routes.CONFIG).config), flat(config.document())
     differing = [key for key in {**file, **running} if file.get(key) != running.get(key)]
     yield from daemon_findings(status, differing)
-
-
-def _blocks(findings: list[Finding]) -> list[Block]:
-    rows = tuple((found.level.value, found.check, found.text) for found in findings)
-    remedies = tuple(f"{found.check}: {found.remedy}" for found in findings if found.remedy)
-    shown: list[Block] = [Table("", ("", "check", "found"), rows)]
-    return [*shown, Sentences("remedies", remedies)] if remedies else shown

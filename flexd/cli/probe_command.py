@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from pydantic import Field
 
-from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption, check_file
-from flexd.cli.render import OutputFormat, emit
-from flexd.cli.shard_command import step_cost_words
-from flexd.core import units
+from flexd.cli.render import OutputFormat, present
 from flexd.core.errors import ConfigError
+from flexd.core.model import HIDDEN, Model, Show
 
 if TYPE_CHECKING:
     from flexd.topology.cluster import Cluster, CollectiveCurve, CollectiveTimes, StepCosts
@@ -70,7 +69,7 @@ def probe(
         return
     cluster = replace(report.cluster(name), step_costs=costs)
     write_cluster(cluster, out)
-    emit(_document(cluster, report, out), _blocks(cluster, report, out), output)
+    present(_measured_cluster(cluster, report, out), output)
 
 
 def _check_job() -> None:
@@ -131,75 +130,95 @@ def _run(
     return report, costs
 
 
-def _document(cluster: Cluster, report: ProbeReport, out: Path) -> dict[str, Any]:
-    """Return the result as JSON values, with units in the names."""
-    return {
-        "file": str(out),
-        "name": cluster.name,
-        "source": cluster.source,
-        "seconds": report.seconds,
-        "wire_bytes_per_second": {
-            "intra_node": cluster.intra_node.wire_bytes_per_second,
-            "inter_node": cluster.inter_node.wire_bytes_per_second,
-        },
-        "step_costs": None if cluster.step_costs is None else asdict(cluster.step_costs),
-        "measured": [
-            {
-                "link": link,
-                "collective": collective,
-                "ranks": ranks,
-                "latency_seconds": curve.latency_seconds,
-                "points": [list(point) for point in curve.points],
-                "sizes": [
-                    {
-                        "message_bytes": float(size),
-                        "median_seconds": float(median),
-                        "spread": float(spread),
-                        "repetitions": len(samples),
-                        "fitted_seconds": curve.seconds(float(size)),
-                    }
-                    for size, median, spread, samples in zip(
-                        times.message_bytes, times.medians, times.spread, times.seconds, strict=True
-                    )
-                ],
-            }
-            for link, collective, ranks, curve, times in _measured(cluster, report)
-        ],
-    }
+class SizeTimes(Model):
+    """Times of one message size."""
+
+    message_bytes: float
+    median_seconds: float
+    spread: float
+    repetitions: int
+    fitted_seconds: float
 
 
-def _measured(
-    cluster: Cluster, report: ProbeReport
-) -> Iterator[tuple[str, str, int, CollectiveCurve, CollectiveTimes]]:
-    """Yield (link, collective, ranks of a group, curve, times) of every measured group: nodes, rails, all ranks."""
+class MeasuredCollective(Model):
+    """One collective over the groups of a class of links: nodes, rails, or all ranks.
+
+    Attributes:
+        ranks: of a group.
+        points: of the fitted curve: message bytes, bytes per second.
+        seconds, bytes_per_second: of the largest message.
+        spread: largest distance of the quartiles over the median.
+    """
+
+    link: str
+    collective: str
+    ranks: int
+    latency_seconds: float
+    largest_bytes: Annotated[float, Show("largest")]
+    seconds: float
+    bytes_per_second: Annotated[float, Show("bandwidth")]
+    spread: Annotated[float, Show(unit="{:.0%}".format)]
+    points: Annotated[tuple[tuple[float, float], ...], HIDDEN]
+    sizes: Annotated[tuple[SizeTimes, ...], HIDDEN]
+
+
+class MeasuredCluster(Model):
+    """A topology file and what it was measured from; ``seconds`` is how long that took."""
+
+    file: str
+    name: str
+    source: str
+    seconds: Annotated[float, Show("took")]
+    wire_bytes_per_second: dict[str, float]
+    step_costs: Annotated[dict[str, float] | None, Show("a step beside its links")]
+    measured: tuple[MeasuredCollective, ...]
+    messages: Annotated[tuple[str, ...], Show("use it"), Field(exclude=True)]
+
+
+def _measured_cluster(cluster: Cluster, report: ProbeReport, out: Path) -> MeasuredCluster:
+    links = {"intra_node": cluster.intra_node, "inter_node": cluster.inter_node}
+    return MeasuredCluster(
+        file=str(out),
+        name=cluster.name,
+        source=cluster.source,
+        seconds=report.seconds,
+        wire_bytes_per_second={name: link.wire_bytes_per_second for name, link in links.items()},
+        step_costs=None if cluster.step_costs is None else asdict(cluster.step_costs),
+        measured=tuple(_measured(cluster, report)),
+        messages=(f"topology: {{file: {out}}}",),
+    )
+
+
+def _measured(cluster: Cluster, report: ProbeReport) -> Iterator[MeasuredCollective]:
     layout = report.layout
     for (link, collective), times in report.times.items():
         ranks = layout.local_ranks if link == "intra_node" else layout.nodes
-        yield link.value, collective.value, ranks, cluster.curve(link, collective), times
+        yield _collective(link.value, collective.value, ranks, cluster.curve(link, collective), times)
     if report.world is not None and cluster.world is not None:
-        yield "world", "all_to_all", layout.world_size, cluster.world.all_to_all, report.world
+        yield _collective("world", "all_to_all", layout.world_size, cluster.world.all_to_all, report.world)
 
 
-def _blocks(cluster: Cluster, report: ProbeReport, out: Path) -> list[Block]:
-    rows = []
-    for link, collective, ranks, curve, times in _measured(cluster, report):
-        largest = float(times.message_bytes[-1])
-        rows.append(
-            (
-                link,
-                collective,
-                str(ranks),
-                units.seconds(curve.latency_seconds),
-                units.size(largest),
-                units.seconds(float(times.medians[-1])),
-                units.size(curve.bandwidth(largest)) + "/s",
-                f"{times.spread.max():.0%}",
+def _collective(
+    link: str, collective: str, ranks: int, curve: CollectiveCurve, times: CollectiveTimes
+) -> MeasuredCollective:
+    largest = float(times.message_bytes[-1])
+    return MeasuredCollective(
+        link=link,
+        collective=collective,
+        ranks=ranks,
+        latency_seconds=curve.latency_seconds,
+        largest_bytes=largest,
+        seconds=float(times.medians[-1]),
+        bytes_per_second=curve.bandwidth(largest),
+        spread=float(times.spread.max()),
+        points=curve.points,
+        sizes=tuple(
+            SizeTimes(
+                message_bytes=size, median_seconds=median, spread=spread, repetitions=len(samples),
+                fitted_seconds=curve.seconds(size),
             )
-        )
-    columns = ("link", "collective", "ranks", "latency", "largest", "time", "bandwidth", "spread")
-    return [
-        Table("Measured", columns, tuple(rows), frozenset(columns[2:])),
-        Facts("Step", (("beside its links", step_cost_words(cluster)),)),
-        Facts("File", (("written", str(out)), ("use it", f"topology: {{file: {out}}}"))),
-        Sentences("Source", (cluster.source,)),
-    ]
+            for size, median, spread, samples in zip(
+                times.message_bytes.tolist(), times.medians.tolist(), times.spread.tolist(), times.seconds, strict=True
+            )
+        ),
+    )  # fmt: skip

@@ -9,16 +9,74 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TextIO
 
 import yaml
 from pydantic import BaseModel
 
-from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.core import units
 from flexd.core.model import Show
 
+PROBLEM = frozenset(("problem",))
+_CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "�")
+
+
+def printable(text: str) -> str:
+    """Replace control characters: names and reasons of users must not steer the terminal or break a line."""
+    return text.translate(_CONTROL)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under headings.
+
+    Attributes:
+        right: columns of numbers, set flush right and never broken.
+        spare: columns that a narrow terminal leaves out, the last one first.
+        whole: columns of text whose cells are never broken over lines.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: frozenset[str] = frozenset()
+    spare: tuple[str, ...] = ()
+    whole: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(tuple(printable(cell) for cell in row) for row in self.rows))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Pairs of names and values.
+
+    Attributes:
+        wrong: names of values that report a fault; a terminal shows them in red.
+    """
+
+    title: str
+    pairs: tuple[tuple[str, str], ...]
+    wrong: frozenset[str] = PROBLEM
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pairs", tuple((printable(name), printable(value)) for name, value in self.pairs))
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """Sentences, one paragraph each."""
+
+    title: str
+    lines: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lines", tuple(printable(line) for line in self.lines))
+
+
+Block = Table | Facts | Sentences
 MOST_LISTED = 16
 """Values of one list that a line shows; ``-o json`` has all."""
 _WRONG = re.compile(r"problem|reasons|lost|missing|healthy|unused|withheld|ending$|^no plan$")
@@ -27,6 +85,10 @@ MOST_COLUMNS = 8
 """Values of the only entry of a list that are shown as a line; more are shown as facts."""
 _PLAIN = Show()
 _EMPTY: tuple[object, ...] = (None, "", (), [], {})
+_WORDS = (str, bool, tuple, Mapping, BaseModel)
+"""Types of values that are no figures."""
+_SENTENCES = ("messages", "why")
+"""Fields that are sentences, one a line."""
 _ENDING = re.compile(r"_?(unix_)?seconds$")
 _UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     (r"unix_seconds$", units.when),
@@ -55,6 +117,7 @@ def blocks_of(
         tables: a list of one entry is a table too, and not its facts.
     """
     facts: list[tuple[str, str]] = []
+    above: list[Block] = []
     below: list[Block] = []
     for name, item, show in _shown(value):
         if brief and show.detail:
@@ -65,14 +128,16 @@ def blocks_of(
         elif entries := entries_of(item):
             one = not tables and len(entries) == 1 and len(list(_shown(entries[0][1]))) > MOST_COLUMNS
             below += blocks_of(entries[0][1], under) if one else [table_of(under, entries, rows)]
-        elif name == "messages" and isinstance(item, tuple):
-            below.append(Sentences(under, item))
+        elif name in _SENTENCES and isinstance(item, tuple):
+            # The answer to the question comes before its facts.
+            (below if facts or below else above).append(Sentences(under, item))
         elif isinstance(item, Mapping) and any(isinstance(each, Mapping | list) for each in item.values()):
             facts += flat(item).items()
         else:
             facts.append((show.title or _heading(name), text_of(name, item, show)))
     wrong = frozenset(name for name, text in facts if _WRONG.search(name) or (name, text) == ("ready", "no"))
-    return [*([Facts(title, tuple(facts), wrong)] if facts else []), *(() if brief else below)]
+    shown: list[Block] = [Facts(title, tuple(facts), wrong)] if facts else []
+    return shown if brief else [*above, *shown, *below]
 
 
 def table_of(title: str, entries: Sequence[tuple[str, BaseModel]], rows: int | None = None) -> Table:
@@ -88,7 +153,7 @@ def table_of(title: str, entries: Sequence[tuple[str, BaseModel]], rows: int | N
     numbers = {
         heading
         for heading, column in zip(headings, values, strict=True)
-        if all(item is None or type(item) in (int, float) for item in column)
+        if not any(isinstance(item, _WORDS) for item in column)
     }
     if entries[0][0]:
         headings = ("name", *headings)
@@ -104,16 +169,16 @@ def text_of(name: str, item: Any, show: Show = _PLAIN) -> str:
         return item or units.UNKNOWN
     if isinstance(item, bool):
         return "yes" if item else "no"
+    if show.unit and not isinstance(item, Mapping | tuple):
+        return show.unit(item)
     if isinstance(item, int | float):
-        return (show.unit or _unit(name, item))(item)
+        return _unit(name, item)(item)
     if isinstance(item, BaseModel):
-        return (
-            show.unit(item)
-            if show.unit
-            else ", ".join(f"{show.title or _heading(name)} {text_of(name, *each)}" for name, *each in _shown(item))
-        )
+        return ", ".join(f"{show.title or _heading(name)} {text_of(name, *each)}" for name, *each in _shown(item))
     if isinstance(item, Mapping) and not any(isinstance(each, Mapping | list) for each in item.values()):
-        return ", ".join(f"{key} {text_of(name, each, show)}" for key, each in item.items() if each) or "none"
+        has_unit = any(re.search(pattern, name) for pattern, _ in _UNITS)
+        parts = ((key, text_of(name if has_unit else key, each, show)) for key, each in item.items() if each)
+        return ", ".join(f"{key} {text}" for key, text in parts) or "none"
     if isinstance(item, tuple):
         more = f" and {len(item) - MOST_LISTED} more" if len(item) > MOST_LISTED else ""
         return (", ".join(text_of(name, each, show) for each in item[:MOST_LISTED]) or "none") + more
@@ -168,9 +233,10 @@ def _says(item: Any, _: Show = _PLAIN) -> bool:
 
 
 def entries_of(item: Any, name: str = "") -> list[tuple[str, BaseModel]]:
-    """Return the resources of a list or mapping, and of mappings in it, with their names; those of a list have none."""
+    """Return the resources of a list or mapping, and of mappings in it, with their titles or keys; those of a list
+    without a title have no name."""
     if isinstance(item, BaseModel):
-        return [(name, item)]
+        return [(getattr(item, "title", "") or name, item)]
     if isinstance(item, Mapping):
         return [found for key, each in item.items() for found in entries_of(each, f"{name} {key}".strip())]
     if isinstance(item, tuple | list):

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from flexd.cli.blocks import Block, Facts, Table
 from flexd.cli.options import OutputOption, check_file
-from flexd.cli.render import OutputFormat, emit
+from flexd.cli.render import OutputFormat, blocks_of, emit
 from flexd.cli.simulate_command import (
     DTypeOption,
     LocalRanksOption,
@@ -24,11 +23,9 @@ from flexd.cli.simulate_command import (
     make_cluster,
 )
 from flexd.core import units
-from flexd.core.sharding_types import DATA_PARALLEL
+from flexd.core.model import Model, Show
 
 if TYPE_CHECKING:
-    from flexd.planner.tables.solve import TablePlacement
-    from flexd.planner.tables.table_list import ListedTable
     from flexd.sketch.profile import Profile
     from flexd.topology.cluster import Cluster
 
@@ -119,6 +116,7 @@ def shard(
         rules_document,
         shard_tables,
         sharding_document,
+        torchrec_sharding,
     )
 
     statistics = TableStatistics(zipf, None if trace is None else _counted(trace), dtype, optimizer)
@@ -127,15 +125,23 @@ def shard(
     left_out = [kind.value for kind in without or ()]
     if trainer == "flexd":
         rules = plan_rules(listed, layout, cluster, memory_gb * 1e9, statistics, without=left_out)
-        _write(rules_document(listed, rules), file, rule_blocks(listed, rules, file, cluster), output)
+        document = rules_document(listed, rules)
+        shardings = Counter(
+            f"{table['sharding'].partition(':')[0]} ({table['pooling_at'] or 'un-pooled'})"
+            for table in document["tables"]
+        )
+        _write(document, file, {"counts": shardings, "step_costs": step_cost_words(cluster)}, output)
         return
     listed_ranks = 1 + max((max(table.ranks, default=-1) for table in listed), default=-1)
     # A list may come from another job: its plan is then no reason to make none.
-    before = None if listed_ranks > layout.world_size else listed_seconds(listed, layout, cluster, statistics)
+    fits = listed_ranks <= layout.world_size
+    before = listed_seconds(listed, layout, cluster, statistics) if fits else None
     found = shard_tables(listed, layout, cluster, memory_gb * 1e9, statistics, without=left_out)
     document = sharding_document(listed, found)
     document["predicted"]["listed_step_seconds"] = before
-    _write(document, file, sharding_blocks(listed, found, file, before, listed_ranks), output)
+    shardings = Counter(kind for kind, _ in torchrec_sharding(found))
+    unpriced = "" if fits else f"not priced: it is for {listed_ranks} ranks or more"
+    _write(document, file, {"counts": shardings, "listed_plan": unpriced}, output)
 
 
 def _counted(trace: Path) -> Profile:
@@ -151,84 +157,57 @@ def _counted(trace: Path) -> Profile:
     return replace(counted, tables=tuple(replace(table, accesses_per_step=0.0) for table in counted.tables))
 
 
-def _write(document: dict[str, Any], file: Path, blocks: list[Block], output: OutputFormat) -> None:
-    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    emit(document | {"plan": str(file)}, blocks, output)
+class PredictedStep(Model):
+    """The busiest rank's step of embeddings.
 
-
-def sharding_blocks(
-    tables: list[ListedTable], placement: TablePlacement, plan: Path, before: float | None, listed_ranks: int
-) -> list[Block]:
-    """Return the predicted step and the sharding of every table.
-
-    Args:
-        before: seconds of a step by the plan that the list has; None if it is not priced.
-        listed_ranks: ranks that the plan of the list needs; 0 if it has none.
+    Attributes:
+        row_wise_step_seconds: with every table row-wise (flexd: pooled at the requester).
+        bound_seconds: no plan is under it.
+        listed_step_seconds: by the plan of the list.
+        balance: least over most of the ranks' seconds.
+        memory_bytes: of each rank.
     """
-    from flexd.planner.tables.sharding import torchrec_sharding
 
-    chosen = torchrec_sharding(placement)
-    listed = "none" if before is None else f"{units.seconds(before)} a step by the same prices"
-    if listed_ranks > placement.layout.world_size:
-        listed = f"not priced: it is for {listed_ranks} ranks or more"
-    counts = Counter(kind for kind, _ in chosen)
-    facts = _facts(plan, placement, counts, "all row-wise", ("plan of the list", listed))
-    columns = ("table", "rows", "dim", "sharding", "ranks")
-    rows = tuple(
-        (table.name, units.count(table.rows), str(table.dim), kind, _ranks(ranks))
-        for table, (kind, ranks) in zip(tables, chosen, strict=True)
-    )
-    return [facts, Table("sharding", columns, rows, frozenset(columns[1:3]), ("dim", "rows"))]
+    step_seconds: float
+    row_wise_step_seconds: Annotated[float, Show("all row-wise")]
+    bound_seconds: Annotated[float, Show("no plan under")]
+    listed_step_seconds: Annotated[float | None, Show("plan of the list")] = None
+    balance: Annotated[float, Show(unit="{:.2f}".format)]
+    memory_bytes: Annotated[tuple[int, ...], Show("memory of each rank")]
 
 
-def rule_blocks(tables: list[ListedTable], placement: TablePlacement, plan: Path, cluster: Cluster) -> list[Block]:
-    """Return the predicted step, and sharding type and pooling place of every table."""
-    from flexd.planner.tables.sharding import flexd_sharding
-
-    chosen = flexd_sharding(tables, placement)
-    counts = Counter(
-        rule
-        if rule == DATA_PARALLEL
-        else f"{rule.partition(':')[0]}, {f'pooled at the {pooling_at}' if pooling_at else 'un-pooled'}"
-        for rule, pooling_at in chosen
-    )
-    columns = ("table", "rows", "dim", "sharding", "pooled at")
-    rows = tuple(
-        (table.name, units.count(table.rows), str(table.dim), rule, pooling_at or "un-pooled")
-        for table, (rule, pooling_at) in zip(tables, chosen, strict=True)
-    )
-    return [
-        _facts(
-            plan,
-            placement,
-            counts,
-            "all row_wise, pooled at the requester",
-            ("a step beside its links", step_cost_words(cluster)),
-        ),
-        Table("sharding types", columns, rows, frozenset(columns[1:3]), ("dim", "rows")),
-    ]
+class TorchRecSharding(Model):
+    sharding_type: Annotated[str, Show("sharding")]
+    ranks: tuple[int, ...]
 
 
-def _facts(plan: Path, placement: TablePlacement, counts: Counter[str], compared: str, *more: tuple[str, str]) -> Facts:
-    """``compared``: the placement of ``spread_seconds``, in words."""
-    bound = f", no plan under {units.seconds(placement.bound_seconds)}" if placement.bound_seconds > 0 else ""
-    return Facts(
-        "",
-        (
-            ("plan", str(plan)),
-            ("tables", f"{counts.total()}: " + "; ".join(f"{n} {kind}" for kind, n in counts.most_common())),
-            (
-                "busiest rank",
-                f"{units.seconds(placement.seconds)} a step of embeddings, {compared} "
-                f"{units.seconds(placement.spread_seconds)}{bound}",
-            ),
-            *more,
-            ("balance", f"{placement.balance:.2f} (least over most of the ranks' seconds)"),
-            ("memory", f"{units.size(float(placement.memory_bytes.max()))} on the fullest rank"),
-        ),
-    )
+class TableRule(Model):
+    name: str
+    rows: int
+    dim: int
+    sharding: str
+    pooling_at: str | None
 
 
-def _ranks(ranks: list[int]) -> str:
-    whole = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]}-{ranks[-1]}" if whole else ",".join(str(rank) for rank in ranks)
+class ShardingReport(Model):
+    """What the command line shows of a plan of tables.
+
+    Attributes:
+        counts: tables by sharding type.
+        listed_plan, step_costs: in words, where the plan says nothing of them.
+    """
+
+    plan: str
+    counts: Annotated[dict[str, int], Show("tables")]
+    listed_plan: Annotated[str, Show("plan of the list")] = ""
+    step_costs: Annotated[str, Show("a step beside its links")] = ""
+    predicted: PredictedStep
+    modules: Annotated[dict[str, dict[str, TorchRecSharding]], Show("sharding")] = {}  # noqa: RUF012
+    tables: Annotated[tuple[TableRule, ...], Show("sharding types")] = ()
+
+
+def _write(document: dict[str, Any], file: Path, more: dict[str, Any], output: OutputFormat) -> None:
+    """``more``: what text says beside the document."""
+    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    answer = document | {"plan": str(file)}
+    emit(answer, blocks_of(ShardingReport.model_validate(answer | more), tables=True), output)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption
-from flexd.cli.render import OutputFormat, emit
-from flexd.core import units
+from flexd.cli.render import OutputFormat, present
 from flexd.core.errors import ConfigError
 from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 
@@ -155,8 +153,7 @@ def simulate(
         options = BatchOptions(history, batch, steps, samples, lengths, micro_batches)
         accesses = make_trace_accesses(trace, layout, row_format, options, seed)
     simulation = simulate(accesses, layout, cluster, settings, progress=show_progress(steps))
-    summary = summarise(simulation)
-    emit(summary, simulate_blocks(summary), output)
+    present(summarise(simulation), output)
 
 
 def make_cluster(preset: str | None, topology: Path | None, scale: float) -> Cluster:
@@ -193,71 +190,3 @@ def show_progress(steps: int) -> Callable[[int], None] | None:
         print(f"\rstep {step + 1} of {steps}", end=end, file=sys.stderr, flush=True)
 
     return show
-
-
-def simulate_blocks(summary: dict[str, Any]) -> list[Block]:
-    """Return facts, strategies and the conclusions."""
-    return [_facts(summary), _strategies(summary), Sentences("in words", tuple(summary["messages"]))]
-
-
-def _facts(summary: dict[str, Any]) -> Facts:
-    from flexd.simulate.step_keys import touches_in_words
-
-    settings = summary["settings"]
-    half_life = settings["half_life_steps"]
-    return Facts(
-        "",
-        (
-            ("accesses", f"{summary['accesses']}, {units.count(summary['accesses_per_step'])} a step of the job"),
-            ("samples", summary["samples"]),
-            ("a step", touches_in_words(summary["touches"], summary["nodes"], summary["local_ranks"])),
-            ("tables", f"{summary['tables']} with {units.count(summary['rows'])} rows"),
-            (
-                "cluster",
-                f"{summary['nodes']} nodes x {summary['local_ranks']} ranks, priced as {summary['cluster']}",
-            ),
-            ("replica slots", f"{units.share(settings['replica_fraction'])} of the rows, of each rank"),
-            (
-                "re-planned",
-                f"every {settings['interval_steps']} steps, half-life "
-                f"{'none' if half_life is None else f'{half_life:g} steps'}, horizon "
-                f"{settings['horizon_steps']:g} steps",
-            ),
-        ),
-    )
-
-
-def _strategies(summary: dict[str, Any]) -> Table:
-    columns = (
-        "strategy", "exposed", "saved", "waited-for bytes", "saved bytes", "sync", "migration", "all", "busiest rank",
-        "rows", "plans",
-    )  # fmt: skip
-    rows = tuple(_row(figures) for figures in summary["strategies"].values())
-    first, last = summary["compared_steps"]
-    title = f"inter-node bytes of the job and exposed time, means of steps {first} to {last - 1}"
-    spare = ("rows", "plans", "busiest rank", "sync", "migration", "all")
-    return Table(title, columns, rows, frozenset(columns[1:]), spare)
-
-
-def _row(figures: dict[str, Any]) -> tuple[str, ...]:
-    inter, saved = figures["bytes"]["inter_node"], figures.get("saved")
-    return (
-        figures["title"],
-        units.seconds(figures["exposed_seconds"]),
-        _saved(units.seconds, saved, "exposed_seconds"),
-        units.size(figures["critical_inter_node_bytes"]),
-        _saved(units.size, saved, "critical_inter_node_bytes"),
-        units.size(inter["sync"]),
-        units.size(inter["migration"]),
-        units.size(inter["total"]),
-        f"{figures['busiest_rank_share']:.2f}",
-        units.count(figures["replicated_rows"]),
-        units.count(figures["plans"]),
-    )
-
-
-def _saved(form: Callable[[float], str], saved: dict[str, float] | None, key: str) -> str:
-    """Return what a strategy saves against the two-hop chain, or how much more it costs."""
-    if saved is None:
-        return units.UNKNOWN
-    return form(saved[key]) if saved[key] >= 0 else f"costs {form(-saved[key])} more"

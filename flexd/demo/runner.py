@@ -22,7 +22,7 @@ from flexd.core.keyspace import DTYPE_BYTES
 from flexd.demo.link import link_cluster
 from flexd.demo.processes import DaemonProcess, Ranks, free_ports
 from flexd.demo.setup import DIM, HISTORY, JOB, LEAST_BATCH_SIZE, DemoOptions, ExchangeStrategy, RunSetup
-from flexd.demo.summary import RunRecord, summarise, tolerance
+from flexd.demo.summary import DemoSummary, RunRecord, summarise, tolerance
 from flexd.stream.batches import Batches
 from flexd.stream.trace import Trace, built_in_trace, load_trace
 from flexd.topology.files import PRODUCTION_RANK_BYTES, load_preset, scale_model, write_cluster
@@ -182,7 +182,7 @@ def _describe(newest: list[dict[str, Any]], status: dict[str, Any] | None) -> st
     return f"{loss}{stream['accesses']:,} accesses read, {replicated:,} rows replicated"
 
 
-def run_demo(options: DemoOptions) -> tuple[dict[str, Any], list[str]]:
+def run_demo(options: DemoOptions) -> tuple[DemoSummary, list[str]]:
     """Return the summary of a run, and the invariants that it broke in words."""
     directory = options.out_dir or Path(tempfile.mkdtemp(prefix="flexd-demo-"))
     directory.mkdir(parents=True, exist_ok=True)
@@ -198,13 +198,14 @@ def run_demo(options: DemoOptions) -> tuple[dict[str, Any], list[str]]:
     return summary, broken
 
 
-def _broken_invariants(record: RunRecord, summary: dict[str, Any]) -> list[str]:
+def _broken_invariants(record: RunRecord, summary: DemoSummary) -> list[str]:
     broken = []
-    if not summary["replicas_bit_equal"]:
+    if not summary.replicas_bit_equal:
         broken.append("a replica differed from its home copy")
-    if not summary["placement_versions_equal"]:
+    if not summary.placement_versions_equal:
         broken.append("ranks were at different placement versions in the same step")
-    # Written so that NaN, which a run that diverged gives, is a difference.
-    if not summary["max_abs_difference_to_single_process"] <= tolerance(record.setup.options.dtype):
+    difference = summary.max_abs_difference_to_single_process
+    # None stands for NaN, which a run that diverged gives.
+    if difference is None or difference > tolerance(record.setup.options.dtype):
         broken.append("the tables differ from single-process training by more than rounding")
     return broken

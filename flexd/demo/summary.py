@@ -4,18 +4,114 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.core import units
+from flexd.core.model import HIDDEN, FiniteOrNone, Model, Show
 from flexd.demo.setup import ExchangeStrategy, RunSetup
 from flexd.operations.history import MigrationHistory
 from flexd.operations.state_database import NAME, StateDatabase
 
 Array = npt.NDArray[Any]
 _MOST_PLANS = 1_000
+TIMED = {
+    "row_wise": "row-wise, no dedup (sharded modules today)",
+    "chain": "two-hop chain",
+    "prefetch_pipeline": "two-hop chain, prefetch pipeline (flexd.prefetch)",
+    "plans": "two-hop chain, the daemon's copies",
+}
+SENT = {
+    "row_wise": TIMED["row_wise"],
+    "row_wise_dedup": "row-wise, dedup",
+    "before": "flexd before the first plan (two-hop chain)",
+    "after": "flexd after the last plan",
+}
+_Title = Annotated[str, HIDDEN, Field(exclude=True)]
+_Size = Annotated[float, Show(unit=units.size)]
+_Ratio = Annotated[float, Show(unit="{:.2f}".format)]
+_Milliseconds = Annotated[float, Show(unit="{:.1f}".format)]
+
+
+class SentBytes(Model):
+    """Bytes between nodes per step, of the whole job, by kind of traffic; counted where they are sent."""
+
+    title: _Title
+    all_to_all: _Size
+    sync: _Size
+    migration: _Size
+    total: _Size
+    of_row_wise: _Ratio
+
+
+class Quartiles(Model):
+    """Milliseconds of a step."""
+
+    title: _Title
+    p50: _Milliseconds
+    p25: _Milliseconds
+    p75: _Milliseconds
+    of_row_wise: _Ratio
+
+
+class StepTimes(Model):
+    """Milliseconds of the run's steps, and of those of its last tenth with each exchange."""
+
+    p50: _Milliseconds
+    strategies: dict[str, Quartiles]
+
+
+class LastPlan(Model):
+    """The newest plan, and why it replicates what it does."""
+
+    plan_id: str
+    why: tuple[str, ...]
+
+
+class DemoRun(Model):
+    """One run: what was trained, where, and on which samples."""
+
+    trace: str
+    ranks: int
+    nodes: int
+    local_ranks: int
+    steps: int
+    dtype: str
+    batch_size: int
+    micro_batches: int
+    samples: str
+    touches: Annotated[dict[str, FiniteOrNone], Show(unit="{:,.4g}".format)]
+    replica_budget: Annotated[float, Show(unit=units.share)]
+    link_mbit: float
+
+
+class DemoTraining(DemoRun):
+    """What was learnt, and that it is what a single process learns of the same data in the same order."""
+
+    loss: dict[str, FiniteOrNone]
+    replicas_bit_equal: bool
+    placement_versions_equal: bool
+    max_abs_difference_to_single_process: FiniteOrNone
+    difference_to_single_process: Annotated[dict[str, FiniteOrNone], HIDDEN]
+    stream_accesses_dropped: int
+
+
+class DemoSummary(DemoTraining):
+    """A run with its plans, step times and traffic."""
+
+    plans: int
+    migrated_rows: int
+    placement_version: int
+    tier_access_share: dict[str, float]
+    compared_steps: Annotated[dict[str, tuple[int, int]], HIDDEN]
+    step_ms: Annotated[StepTimes, Show("ms per step")]
+    step_pause_ms: dict[str, FiniteOrNone]
+    inter_node_bytes_per_step: Annotated[dict[str, SentBytes], Show("bytes between nodes per step, whole job")]
+    last_plan: LastPlan | None
 
 
 @dataclass(frozen=True)
@@ -127,13 +223,18 @@ def _losses(ranks: tuple[dict[str, Array], ...]) -> Array:
     return np.stack([rank["loss"] for rank in ranks], axis=1)
 
 
-def _quartiles_ms(seconds: Array) -> dict[str, float]:
-    low, median, high = np.percentile(seconds, [25, 50, 75]) * 1e3
-    return {"p25": float(low), "p50": float(median), "p75": float(high)}
+def _strategies(record: RunRecord, steps: slice) -> dict[str, Quartiles]:
+    quartiles = {
+        name: np.percentile(seconds[steps], [25, 50, 75]) * 1e3 for name, seconds in record.step_seconds().items()
+    }
+    return {
+        name: Quartiles(title=TIMED[name], p25=low, p50=median, p75=high, of_row_wise=median / quartiles["row_wise"][1])
+        for name, (low, median, high) in quartiles.items()
+    }
 
 
-def summarise(record: RunRecord) -> dict[str, Any]:
-    """The JSON of ``flexd demo -o json``."""
+def summarise(record: RunRecord) -> DemoSummary:
+    """Return what ``flexd demo`` prints."""
     setup, options = record.setup, record.setup.options
     cluster, batches = options.cluster, options.batches
     before, after = record.before_steps(), record.after_steps()
@@ -146,7 +247,7 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         "before": inter_node_bytes(record, before),
         "after": inter_node_bytes(record, after),
     }
-    differences = {
+    differences: dict[str, float | None] = {
         "tables": _difference(record, ("table/",)),
         "dense": _difference(record, ("dense/",)),
         "losses": float(np.abs(losses - record.reference["loss"]).max()),
@@ -155,44 +256,47 @@ def summarise(record: RunRecord) -> dict[str, Any]:
             for name, ranks in record.peers.items()
         },
     }
-    return {
-        "trace": setup.trace.name,
-        "ranks": cluster.world_size,
-        "nodes": cluster.nodes,
-        "local_ranks": cluster.local_ranks,
-        "steps": setup.steps,
-        "dtype": options.dtype,
-        "batch_size": batches.batch_size,
-        "micro_batches": batches.micro_batches,
-        "samples": str(record.reference["samples"]),
-        "touches": {
+    return DemoSummary(
+        trace=setup.trace.name,
+        ranks=cluster.world_size,
+        nodes=cluster.nodes,
+        local_ranks=cluster.local_ranks,
+        steps=setup.steps,
+        dtype=options.dtype,
+        batch_size=batches.batch_size or 0,
+        micro_batches=batches.micro_batches,
+        samples=str(record.reference["samples"]),
+        touches={
             name.removeprefix("touches/"): float(value)
             for name, value in record.reference.items()
             if name.startswith("touches/")
         },
-        "replica_budget": options.replica_budget,
-        "plans": len(record.plans_applied()),
-        "migrated_rows": sum(plan.rows_applied for plan in record.plans),
-        "last_plan": {"plan_id": record.plans[-1].plan_id, "why": record.plans[-1].why} if record.plans else None,
-        "placement_version": int(record.ranks[0]["version"][-1]),
-        "inter_node_bytes_per_step": traffic,
-        "compared_steps": {"before": [before.start, before.stop], "after": [after.start, after.stop]},
-        "tier_access_share": {tier: count / max(1, sum(accesses.values())) for tier, count in accesses.items()},
-        "loss": {"first": float(losses[:tenth].mean()), "last": float(losses[-tenth:].mean())},
-        "replicas_bit_equal": bool(all(rank["bit_equal"].all() for rank in record.ranks)),
-        "placement_versions_equal": bool(
+        replica_budget=options.replica_budget,
+        plans=len(record.plans_applied()),
+        migrated_rows=sum(plan.rows_applied for plan in record.plans),
+        last_plan=LastPlan.from_object(record.plans[-1]) if record.plans else None,
+        placement_version=int(record.ranks[0]["version"][-1]),
+        inter_node_bytes_per_step={
+            name: SentBytes(title=SENT[name], of_row_wise=sent["total"] / traffic["row_wise"]["total"], **sent)
+            for name, sent in traffic.items()
+        },
+        compared_steps={"before": (before.start, before.stop), "after": (after.start, after.stop)},
+        tier_access_share={tier: count / max(1, sum(accesses.values())) for tier, count in accesses.items()},
+        loss={"first": float(losses[:tenth].mean()), "last": float(losses[-tenth:].mean())},
+        replicas_bit_equal=bool(all(rank["bit_equal"].all() for rank in record.ranks)),
+        placement_versions_equal=bool(
             all(np.array_equal(rank["version"], record.ranks[0]["version"]) for rank in record.ranks)
         ),
-        "max_abs_difference_to_single_process": float(np.max(list(differences.values()))),
-        "difference_to_single_process": differences,
-        "link_mbit": cluster.link_mbit if cluster.has_link else 0.0,
-        "step_ms": {
-            "p50": float(np.median([rank["seconds"][1:] for rank in record.ranks])) * 1e3,
-            "strategies": {name: _quartiles_ms(seconds[after]) for name, seconds in record.step_seconds().items()},
-        },
-        "step_pause_ms": _pause_ms(record),
-        "stream_accesses_dropped": int(sum(rank["publisher_dropped"] for rank in record.ranks)),
-    }
+        max_abs_difference_to_single_process=float(np.max(list(differences.values()))),
+        difference_to_single_process=differences,
+        link_mbit=cluster.link_mbit if cluster.has_link else 0.0,
+        step_ms=StepTimes(
+            p50=float(np.median([rank["seconds"][1:] for rank in record.ranks])) * 1e3,
+            strategies=_strategies(record, after),
+        ),
+        step_pause_ms=_pause_ms(record),
+        stream_accesses_dropped=int(sum(rank["publisher_dropped"] for rank in record.ranks)),
+    )
 
 
 def tolerance(dtype: str) -> float:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
 
 from flexd.core.errors import FlexdError
+from flexd.core.model import DETAIL, Model, Show
 
 
 class Level(StrEnum):
@@ -21,8 +24,7 @@ class Level(StrEnum):
     """The daemon cannot work with this."""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Model):
     """One line of the report.
 
     Attributes:
@@ -31,26 +33,34 @@ class Finding:
         remedy: the action to take; empty if there is none.
     """
 
-    check: str
     level: Level
+    check: str
     text: str
-    remedy: str = ""
+    remedy: Annotated[str, DETAIL] = ""
+
+
+class DoctorReport(Model):
+    """The findings, in the order in which faults should be repaired, and their number by level."""
+
+    findings: tuple[Finding, ...]
+    counts: dict[Level, int]
+    messages: Annotated[tuple[str, ...], Show("remedies"), Field(exclude=True)]
 
 
 def ok(check: str, text: str) -> Finding:
-    return Finding(check, Level.OK, text)
+    return Finding(level=Level.OK, check=check, text=text)
 
 
 def skipped(check: str, text: str) -> Finding:
-    return Finding(check, Level.SKIPPED, text)
+    return Finding(level=Level.SKIPPED, check=check, text=text)
 
 
 def warning(check: str, text: str, remedy: str) -> Finding:
-    return Finding(check, Level.WARNING, text, remedy)
+    return Finding(level=Level.WARNING, check=check, text=text, remedy=remedy)
 
 
 def fault(check: str, text: str, remedy: str) -> Finding:
-    return Finding(check, Level.FAULT, text, remedy)
+    return Finding(level=Level.FAULT, check=check, text=text, remedy=remedy)
 
 
 def run(check: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:

@@ -8,15 +8,18 @@ that of the strategy in use, counted on the given accesses and priced on the giv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 
+from flexd.core import units
 from flexd.core.arrays import Float64Array
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
+from flexd.core.model import HIDDEN, Model, Show
 from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.affinity.streaming import plan_affinity
 from flexd.planner.affinity.window import sampled_window
@@ -34,13 +37,15 @@ from flexd.simulate.simulation import (
     StrategyRun,
     simulate,
 )
-from flexd.simulate.summary import compared_steps
+from flexd.simulate.summary import ReplayModel, compared_steps, replay_fields
 from flexd.sketch.coaccess import NO_USER, CoAccess
 from flexd.topology.cluster import INTER, Cluster
 
 HOURS_PER_DAY = 24
 STEP_PERCENTILES = (5, 95)
 """Of the steps' predicted savings; with the error of the prices they make the range of an answer."""
+PIPELINE = "_prefetch_pipeline"
+_hours = "{:.3g}".format
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,10 @@ OPTIONS = (
     ExchangeOption("row_wise", "row-wise, no dedup (TorchRec row-wise)", ROW_WISE),
     ExchangeOption("dedup", "dedup (exchange: direct)", DIRECT),
     ExchangeOption("two_hops", "two hops (exchange: chain)", TWO_HOP),
-    ExchangeOption("dedup_prefetch_pipeline", "dedup, prefetch pipeline", DIRECT, True),
-    ExchangeOption("two_hops_prefetch_pipeline", "two hops, prefetch pipeline", TWO_HOP, True),
+    ExchangeOption(f"dedup{PIPELINE}", "dedup, prefetch pipeline", DIRECT, True),
+    ExchangeOption(f"two_hops{PIPELINE}", "two hops, prefetch pipeline", TWO_HOP, True),
     ExchangeOption("copies", "two hops, copies of hot rows", REPLANNED),
-    ExchangeOption(
-        "copies_prefetch_pipeline", "two hops, copies, prefetch pipeline", REPLANNED, prefetch_pipeline=True
-    ),
+    ExchangeOption(f"copies{PIPELINE}", "two hops, copies, prefetch pipeline", REPLANNED, prefetch_pipeline=True),
 )
 NOW = {option.name: option for option in OPTIONS[:3]}
 """Exchanges that a training may use today."""
@@ -122,8 +125,15 @@ class AdviceSettings:
                 raise ConfigError(f"{what} {given}", remedy=f"give {remedy}")
 
 
-@dataclass(frozen=True)
-class Prediction:
+def in_range(form: Callable[[float], str]) -> Callable[[PredictedRange], str]:
+    """Return the function to ``2 s (1 s to 3 s)``."""
+    return lambda found: f"{form(found.expected)} ({form(found.low)} to {form(found.high)})"
+
+
+_SHARE = Show(unit=in_range(units.share))
+
+
+class Prediction(Model):
     """The time that an option takes, and saves against today's exchange.
 
     Attributes:
@@ -132,46 +142,61 @@ class Prediction:
         gpu_hours_per_day: that the whole job saves.
         inter_node_bytes: that the whole job sends between nodes in a step.
         extra_memory_bytes: of a rank: replica slots with optimizer state, and rows fetched ahead.
+        pays: even the low end of the range saves time.
     """
 
-    option: ExchangeOption
-    step_seconds: PredictedRange
-    saved_seconds: PredictedRange
-    saved_share: PredictedRange
-    gpu_hours_per_day: PredictedRange
-    inter_node_bytes: float
-    extra_memory_bytes: int
-
-    @property
-    def pays(self) -> bool:
-        """True if even the low end of the range saves time."""
-        return self.saved_seconds.low > 0
+    title: Annotated[str, HIDDEN]
+    step_seconds: Annotated[PredictedRange, Show(unit=lambda found: units.seconds(found.expected))]
+    saved_seconds: Annotated[PredictedRange, Show("saved per step", in_range(units.seconds))]
+    saved_share: Annotated[PredictedRange, Show("of a step", lambda found: units.share(found.expected))]
+    gpu_hours_per_day: Annotated[PredictedRange, Show("GPU-hours per day", lambda found: _hours(found.expected))]
+    inter_node_bytes: Annotated[float, Show("bytes between nodes")]
+    extra_memory_bytes: Annotated[int, Show("memory per rank")]
+    pays: Annotated[bool, HIDDEN]
 
 
-@dataclass(frozen=True)
-class Advice:
+class AffinityAdvice(Model):
+    """What homes and dealing by affinity would leave of the bytes between nodes (``AffinityForecast``)."""
+
+    messages: tuple[str, ...]
+    loader: Annotated[PredictedRange | None, _SHARE] = None
+    dealing_loader: Annotated[PredictedRange | None, _SHARE] = None
+    placed: Annotated[PredictedRange | None, _SHARE] = None
+    by_user: Annotated[PredictedRange | None, _SHARE] = None
+    chain_bytes: float | None = None
+    moved_rows: int = 0
+    move_bytes: float = 0.0
+
+
+class Advice(ReplayModel):
     """Answer to: is flexd worth it for this training.
 
     Attributes:
+        now: the exchange of today.
         step_seconds: as measured today.
         exchange_seconds: of it the predicted exchange; more than ``step_seconds`` where the prices do not fit.
         price_correction: factor of the prices, from the measured computing; 1 without it.
+        price_error: relative error of the prices.
         reused_share: share of a batch's distinct rows that the step before touches on any rank.
-        predictions: by name, in the order of ``OPTIONS``.
-        best: the option whose low end saves most; None if none pays by ``worth``.
         worth: least share of the step that an option must save to be advised.
+        options: by name, in the order of ``OPTIONS``.
+        best: the option whose low end saves most; None if none pays by ``worth``.
     """
 
-    now: ExchangeOption
+    now: str
     step_seconds: float
     exchange_seconds: float
     price_correction: float
-    price_error: float
     reused_share: float
-    predictions: Mapping[str, Prediction]
-    best: Prediction | None
-    worth: float
-    simulation: Simulation
+    price_error: float
+    worth: Annotated[float, Show(unit=units.share)]
+    options: Annotated[dict[str, Prediction], Show("predicted")]
+    best: str | None
+    affinity: AffinityAdvice | None = None
+
+    @property
+    def best_option(self) -> Prediction | None:
+        return None if self.best is None else self.options[self.best]
 
     @property
     def prices_fit(self) -> bool:
@@ -201,14 +226,75 @@ def advise(
     if given.computing_seconds is not None:
         correction = (given.step_seconds - given.computing_seconds) / float(model.exchange(now).mean())
         model = replace(model, correction=correction)
-    predictions = {option.name: _predict(model, option) for option in OPTIONS if option != now}
+    options = {option.name: _predict(model, option) for option in OPTIONS if option != now}
     exchange_seconds = float(model.exchange(now).mean())
-    candidates = predictions.values() if exchange_seconds < given.step_seconds else ()
-    worthwhile = [found for found in candidates if found.pays and found.saved_share.expected >= given.worth]
-    return Advice(
-        now, given.step_seconds, exchange_seconds, model.correction, given.price_error, reused, predictions,
-        max(worthwhile, key=lambda found: found.saved_seconds.low, default=None), given.worth, simulation,
-    )  # fmt: skip
+    candidates = options if exchange_seconds < given.step_seconds else {}
+    worthwhile = [
+        name for name in candidates if options[name].pays and options[name].saved_share.expected >= given.worth
+    ]
+    found = Advice.from_object(
+        given,
+        **replay_fields(simulation),
+        now=now.name,
+        exchange_seconds=exchange_seconds,
+        price_correction=model.correction,
+        reused_share=reused,
+        options=options,
+        best=max(worthwhile, key=lambda name: options[name].saved_seconds.low, default=None),
+        messages=(),
+        affinity=None,
+    )
+    return found.model_copy(update={"messages": tuple(_messages(found))})
+
+
+def _messages(advice: Advice) -> list[str]:
+    said = []
+    best = advice.best_option
+    if not advice.prices_fit:
+        said.append(
+            f"The prices do not fit: they give today's exchange {units.seconds(advice.exchange_seconds)}, more than "
+            f"the whole step of {units.seconds(advice.step_seconds)}. Measure them with flexd probe, give "
+            "--computing-ms, check --now and --scale; until then nothing is advised."
+        )
+    elif best is None:
+        share = advice.exchange_seconds / advice.step_seconds
+        said.append(
+            f"No gain expected: no option saves {units.share(advice.worth)} of a step for certain. The exchange is "
+            f"{units.seconds(advice.exchange_seconds)} ({units.share(share)}) of a step of "
+            f"{units.seconds(advice.step_seconds)}."
+        )
+    else:
+        said.append(
+            f"Worth it: {best.title} takes {units.seconds(best.step_seconds.expected)} a step instead of "
+            f"{units.seconds(advice.step_seconds)}, {in_range(units.share)(best.saved_share)} less, which is "
+            f"{in_range(_hours)(best.gpu_hours_per_day)} GPU-hours per day for the job."
+        )
+        pipeline = PIPELINE if str(advice.best).endswith(PIPELINE) else ""
+        copies, plain = advice.options[f"copies{pipeline}"], advice.options.get(f"two_hops{pipeline}")
+        if best is not copies and plain is not None:
+            gain = plain.step_seconds.expected - copies.step_seconds.expected
+            if gain < advice.worth * advice.step_seconds:
+                said.append(
+                    f"Copies of hot rows, which the daemon plans, {_change(gain)} beside the same without them: the "
+                    "trainer's side alone does it here."
+                )
+    if advice.price_correction != 1.0:
+        said.append(
+            f"The prices were multiplied by {advice.price_correction:.2g}, so that today's exchange takes what "
+            "computing leaves of the step. Far from 1 they do not describe this network: measure it with flexd probe."
+        )
+    said.append(
+        f"Of a batch's rows {units.share(advice.reused_share)} were touched by the step before; the prefetch pipeline "
+        "fetches the others beside computing. Ranges: steps that differ, and "
+        f"prices wrong by {units.share(advice.price_error)}."
+    )
+    return said
+
+
+def _change(seconds: float) -> str:
+    if seconds == 0:
+        return "change nothing"
+    return f"save {units.seconds(seconds)} a step" if seconds > 0 else f"cost {units.seconds(-seconds)} a step"
 
 
 def reused_share(accesses: Accesses, steps: slice, samples: int = 8) -> float:
@@ -282,13 +368,14 @@ def _predict(model: _StepModel, option: ExchangeOption) -> Prediction:
     ranks = model.simulation.layout.world_size
     run = model.run(option)
     return Prediction(
+        title=option.title,
         step_seconds=PredictedRange(today - seconds.expected, today - seconds.high, today - seconds.low),
         saved_seconds=seconds,
         saved_share=share,
         gpu_hours_per_day=share.scaled(HOURS_PER_DAY * ranks),
         inter_node_bytes=model.given.scale * float(run.sent[model.steps, :, :, INTER].sum(axis=(1, 2)).mean()),
-        option=option,
         extra_memory_bytes=_extra_memory_bytes(model, option),
+        pays=seconds.low > 0,
     )
 
 
@@ -313,7 +400,7 @@ HORIZON_STEPS = 1000.0
 """Steps over which a re-homed row must pay for its move."""
 
 
-def affinity_outlook(accesses: Accesses, layout: RankLayout) -> AffinityOutlook | None:
+def affinity_of_trace(accesses: Accesses, layout: RankLayout) -> AffinityAdvice | None:
     """Return the outlook of a trace; None for accesses that are drawn row by row, and with one node.
 
     The newest quarter of the steps (at most eight) is judged by what those before it show, as the daemon does.
@@ -336,12 +423,12 @@ def affinity_outlook(accesses: Accesses, layout: RankLayout) -> AffinityOutlook 
         np.full(count, NO_USER),
     )  # fmt: skip
     window = sampled_window(sampled, accesses.keyspace, horizon_steps=HORIZON_STEPS, batch_samples=size)
-    return AffinityOutlook.of(plan_affinity(window, layout), count)
+    return _affinity(AffinityOutlook.of(plan_affinity(window, layout), count))
 
 
-def outlook_of_samples(
+def affinity_of_samples(
     sampled: CoAccess, keyspace: KeySpace, layout: RankLayout, accesses_per_step: float
-) -> AffinityOutlook | None:
+) -> AffinityAdvice | None:
     """Return the outlook of training samples of a stream; None with one node, or without any sample.
 
     Args:
@@ -350,4 +437,8 @@ def outlook_of_samples(
     if layout.nodes < 2 or not sampled.samples:
         return None
     window = sampled_window(sampled, keyspace, horizon_steps=HORIZON_STEPS, accesses_per_step=accesses_per_step)
-    return AffinityOutlook.of(plan_affinity(window, layout), sampled.samples)
+    return _affinity(AffinityOutlook.of(plan_affinity(window, layout), sampled.samples))
+
+
+def _affinity(outlook: AffinityOutlook) -> AffinityAdvice:
+    return AffinityAdvice.from_object(outlook.forecast, messages=outlook.messages)

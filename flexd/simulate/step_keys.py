@@ -116,22 +116,6 @@ class TouchCounter:
         }
 
 
-def touches_in_words(touches: dict[str, Any], nodes: int, local_ranks: int) -> str:
-    """Return the figures in a sentence."""
-    text = (
-        f"a rank looks up {touches['accesses_of_rank']:,.0f} rows "
-        f"(the busiest {touches['accesses_of_busiest_rank']:,.0f}), {touches['rows_of_rank']:,.0f} of them distinct (u)"
-    )
-    ratios = []
-    if local_ranks > 1:
-        text += f", its node {touches['rows_of_node']:,.0f} (v)"
-        ratios.append(f"v/u {touches['node_over_rank']:.2f} of {local_ranks}")
-    if nodes > 1:
-        text += f", the job {touches['rows_of_job']:,.0f} (w)"
-        ratios.append(f"w/v {touches['job_over_node']:.2f} of {nodes}")
-    return ": ".join([text, ", ".join(ratios)] if ratios else [text])
-
-
 def exact_profile(
     passes: Sequence[Sequence[Int64Array]],
     keyspace: KeySpace,

@@ -1,12 +1,12 @@
-"""Summarise a simulation: figures, JSON-able with units in the names, and sentences."""
+"""Summarise a simulation: figures with units in the names, and sentences."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
-
+from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, Show
 from flexd.planner.model.row_bytes import EXCHANGE_PHASES, SYNC_PHASES, TrafficPhase
 from flexd.simulate.byte_counter import MIGRATION
 from flexd.simulate.simulation import ORACLE, REPLANNED, ROW_WISE, STATIC, TWO_HOP, Simulation, StrategyRun
@@ -18,50 +18,106 @@ _KINDS = {"all_to_all": EXCHANGE_PHASES, "sync": SYNC_PHASES, "migration": (MIGR
 _PHASES = (*(phase.name.lower() for phase in TrafficPhase), "migration")
 
 
+class ReplayModel(Model):
+    """A replay: its answer, whose look-ups, how many in a step of the job, on which ranks, and the cluster that prices
+    them."""
+
+    messages: Annotated[tuple[str, ...], Show("answer")] = ()
+    accesses: str
+    accesses_per_step: float
+    nodes: int
+    local_ranks: int
+    cluster: str
+
+
+class StrategyFigures(Model):
+    """Means of one strategy. Bytes are of the whole job a step, seconds of the busiest rank a step.
+
+    Attributes:
+        exposed_seconds: what a step waits for.
+        saved: against the two-hop chain with every row at HOME.
+        critical_inter_node_bytes: what a step waits for before its forward pass or between steps: all-to-all and
+            migration.
+        inter_node_bytes: all that is sent between nodes.
+        bytes: by link and kind of traffic.
+        seconds: by phase.
+        busiest_rank_share: bytes of the busiest rank over the mean of all.
+        migrated_rows: of the whole run.
+    """
+
+    name: Annotated[str, HIDDEN]
+    title: Annotated[str, HIDDEN]
+    exposed_seconds: float
+    saved: Annotated[dict[str, float], HIDDEN]
+    critical_inter_node_bytes: Annotated[float, Show("waited-for bytes")]
+    inter_node_bytes: Annotated[float, Show("bytes between nodes")]
+    replicated_rows: float
+    plans: int
+    busiest_rank_share: Annotated[float, Show("busiest rank", "{:.2f}".format)]
+    bytes: Annotated[dict[str, dict[str, float]], HIDDEN]
+    seconds: Annotated[dict[str, float], HIDDEN]
+    migrated_rows: Annotated[int, DETAIL]
+
+
+class SimulationSummary(ReplayModel):
+    """Means over the last quarter of a replay, ``compared_steps``.
+
+    No saving can be in all inter-node bytes: exact synchronous training has a volume bound that the two-hop chain
+    reaches (docs/cost-model.md).
+
+    Attributes:
+        samples: how the batches are made, in words.
+        touches: distinct rows of a rank, its node and the job in a step.
+        drift: the re-planned placement over that of the oracle.
+    """
+
+    samples: str
+    touches: Annotated[dict[str, float | None], Show(unit="{:,.4g}".format)]
+    tables: int
+    rows: int
+    steps: int
+    compared_steps: tuple[int, int]
+    settings: dict[str, int | FiniteOrNone]
+    strategies: dict[str, StrategyFigures]
+    drift: dict[str, float | None] | None
+
+
 def compared_steps(steps: int) -> slice:
     """The last quarter."""
     return slice(steps - max(1, steps // COMPARED_SHARE), steps)
 
 
-def summarise(simulation: Simulation) -> dict[str, Any]:
-    """Means over the last quarter. Bytes are of the whole job a step, seconds of the busiest rank a step.
-
-    ``critical`` bytes are what a step waits for before its forward pass or between steps: all-to-all and migration.
-    Savings are against the two-hop chain with every row at HOME. None of them can be in all inter-node bytes: exact
-    synchronous training has a volume bound that the two-hop chain reaches (docs/cost-model.md).
-    """
-    accesses, layout = simulation.accesses, simulation.layout
-    steps = compared_steps(accesses.steps)
-    strategies = {name: _figures(run, steps) for name, run in simulation.runs.items()}
-    home = strategies.get(TWO_HOP.name)
-    if home is not None:
-        for figures in strategies.values():
-            _add_savings(figures, home)
-    settings = asdict(simulation.settings)
-    settings["half_life_steps"] = (
-        None if np.isinf(simulation.settings.half_life_steps) else simulation.settings.half_life_steps
+def summarise(simulation: Simulation) -> SimulationSummary:
+    """Return the means of all strategies, and what they say."""
+    accesses, steps = simulation.accesses, compared_steps(simulation.accesses.steps)
+    home = simulation.runs.get(TWO_HOP.name)
+    at_home = None if home is None else _figures(home, steps)
+    strategies = {name: _figures(run, steps, at_home) for name, run in simulation.runs.items()}
+    summary = SimulationSummary(
+        **replay_fields(simulation),
+        samples=accesses.made_of,
+        touches=simulation.touches,
+        tables=len(accesses.keyspace.tables),
+        rows=accesses.keyspace.total_rows,
+        steps=accesses.steps,
+        compared_steps=(steps.start, steps.stop),
+        settings=asdict(simulation.settings),
+        strategies=strategies,
+        drift=_drift(strategies),
     )
-    summary: dict[str, Any] = {
-        "accesses": accesses.name,
-        "samples": accesses.made_of,
-        "touches": simulation.touches,
-        "tables": len(accesses.keyspace.tables),
-        "rows": accesses.keyspace.total_rows,
-        "nodes": layout.nodes,
-        "local_ranks": layout.local_ranks,
+    return summary.model_copy(update={"messages": tuple(_messages(summary))})
+
+
+def replay_fields(simulation: Simulation) -> dict[str, Any]:
+    """Return the fields of ``ReplayModel``."""
+    return {
+        "accesses": simulation.accesses.name, "accesses_per_step": simulation.accesses_per_step,
+        "nodes": simulation.layout.nodes, "local_ranks": simulation.layout.local_ranks,
         "cluster": simulation.cluster.name,
-        "steps": accesses.steps,
-        "compared_steps": [steps.start, steps.stop],
-        "accesses_per_step": simulation.accesses_per_step,
-        "settings": settings,
-        "strategies": strategies,
-    }
-    summary["drift"] = _drift(strategies)
-    summary["messages"] = _messages(summary)
-    return summary
+    }  # fmt: skip
 
 
-def _figures(run: StrategyRun, steps: slice) -> dict[str, Any]:
+def _figures(run: StrategyRun, steps: slice, home: StrategyFigures | None = None) -> StrategyFigures:
     seconds = run.seconds[steps].mean(axis=0)
     sent = {
         link.value: {kind: float(run.job_bytes(phases, at)[steps].mean()) for kind, phases in _KINDS.items()}
@@ -71,54 +127,51 @@ def _figures(run: StrategyRun, steps: slice) -> dict[str, Any]:
         by_kind["total"] = sum(by_kind.values())
     by_rank = run.sent[steps, :, :, INTER].sum(axis=(0, 2))
     inter = sent["inter_node"]
-    return {
-        "name": run.strategy.name,
-        "title": run.strategy.title,
+    waited = {
         "exposed_seconds": float(run.exposed_seconds[steps].mean()),
-        "seconds": dict(zip(_PHASES, seconds.tolist(), strict=True)),
-        "bytes": sent,
         "critical_inter_node_bytes": inter["all_to_all"] + inter["migration"],
-        "busiest_rank_share": float(by_rank.max() / by_rank.mean()) if by_rank.any() else 1.0,
-        "replicated_rows": float(run.replicated_rows[steps].mean()),
-        "plans": len(run.plan_steps),
-        "migrated_rows": int(run.migrated_rows.sum()),
     }
-
-
-def _add_savings(figures: dict[str, Any], home: dict[str, Any]) -> None:
-    figures["saved"] = {
-        "exposed_seconds": home["exposed_seconds"] - figures["exposed_seconds"],
-        "critical_inter_node_bytes": home["critical_inter_node_bytes"] - figures["critical_inter_node_bytes"],
-    }
+    return StrategyFigures(
+        **waited,
+        name=run.strategy.name,
+        title=run.strategy.title,
+        saved={} if home is None else {name: getattr(home, name) - value for name, value in waited.items()},
+        inter_node_bytes=inter["total"],
+        seconds=dict(zip(_PHASES, seconds.tolist(), strict=True)),
+        bytes=sent,
+        busiest_rank_share=float(by_rank.max() / by_rank.mean()) if by_rank.any() else 1.0,
+        replicated_rows=float(run.replicated_rows[steps].mean()),
+        plans=len(run.plan_steps),
+        migrated_rows=int(run.migrated_rows.sum()),
+    )
 
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _drift(strategies: dict[str, dict[str, Any]]) -> dict[str, float | None] | None:
+def _drift(strategies: Mapping[str, StrategyFigures]) -> dict[str, float | None] | None:
     """Compare the re-planned placement with the oracle."""
     if not all(strategy.name in strategies for strategy in (TWO_HOP, STATIC, REPLANNED, ORACLE)):
         return None
     replanned, oracle = strategies[REPLANNED.name], strategies[ORACLE.name]
-    totals = [found["bytes"]["inter_node"]["total"] for found in (replanned, oracle)]
     return {
-        "traffic_over_oracle": _ratio(*totals),
-        "exposed_over_oracle": _ratio(replanned["exposed_seconds"], oracle["exposed_seconds"]),
+        "traffic_over_oracle": _ratio(replanned.inter_node_bytes, oracle.inter_node_bytes),
+        "exposed_over_oracle": _ratio(replanned.exposed_seconds, oracle.exposed_seconds),
     }
 
 
-def _messages(summary: dict[str, Any]) -> list[str]:
-    strategies, drift = summary["strategies"], summary["drift"]
-    first, last = summary["compared_steps"]
+def _messages(summary: SimulationSummary) -> list[str]:
+    strategies, drift = summary.strategies, summary.drift
+    first, last = summary.compared_steps
     messages = [
         f"Means over the last quarter, steps {first} to {last - 1}. Exposed is what a step waits for on the cluster "
-        f"{summary['cluster']}, of the busiest rank in every collective, migrations included."
+        f"{summary.cluster}, of the busiest rank in every collective, migrations included."
     ]
     if drift is None:
         return messages
     home, static, replanned = (strategies[s.name] for s in (TWO_HOP, STATIC, REPLANNED))
-    if replanned["replicated_rows"] == 0:
+    if replanned.replicated_rows == 0:
         messages.append(
             "No row is replicated: at these message sizes, latencies and budgets no copy pays for its synchronisation. "
             "If the replayed steps are smaller than those of the job they stand for, say so with --scale."
@@ -139,7 +192,7 @@ def _messages(summary: dict[str, Any]) -> list[str]:
         "training. They turn an all-to-all that the step waits for into an all-reduce at its end."
     )
     if ROW_WISE.name in strategies:
-        inter = [strategies[s.name]["bytes"]["inter_node"]["total"] for s in (ROW_WISE, REPLANNED)]
+        inter = [strategies[s.name].inter_node_bytes for s in (ROW_WISE, REPLANNED)]
         if inter[1] > 0:
             messages.append(
                 f"Row-wise sharding without dedup sends {inter[0] / inter[1]:.1f} times as many bytes between nodes."
@@ -147,9 +200,9 @@ def _messages(summary: dict[str, Any]) -> list[str]:
     return messages
 
 
-def _effects(strategy: dict[str, Any], home: dict[str, Any]) -> str:
+def _effects(strategy: StrategyFigures, home: StrategyFigures) -> str:
     exposed, critical = (
-        effect(strategy["saved"][key], home[key], what)
+        effect(strategy.saved[key], getattr(home, key), what)
         for key, what in (
             ("exposed_seconds", "exposed time"),
             ("critical_inter_node_bytes", "inter-node bytes that a step waits for"),

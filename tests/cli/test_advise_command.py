@@ -104,10 +104,10 @@ def test_of_a_tap_what_the_daemon_has_counted_is_read_beside_it(flexd_command, t
 def test_the_answer_says_not_here_where_nothing_is_won(flexd_command, trace: Path):
     done = flexd_command("advise", "--step-ms", 1000, "--trace", trace, *SMALL)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("No gain expected: no option saves 2.00% of a step for certain.")
+    assert done.stdout.startswith("answer:\n  No gain expected: no option saves 2.00% of a step for certain.")
     assert "GPU-hours" in done.stdout
     wins = flexd_command("advise", "--step-ms", 30, "--trace", trace, "--scale", 100_000, *SMALL)
-    assert wins.stdout.startswith("Worth it: "), wins.stdout
+    assert wins.stdout.startswith("answer:\n  Worth it: "), wins.stdout
 
 
 def test_a_measured_computing_time_corrects_the_prices_and_the_answer_says_so(flexd_command, trace: Path):

@@ -51,7 +51,7 @@ def test_a_wrong_configuration_is_a_fault_a_line(flexd_command, file):
     file.write_text(file.read_text() + "sketch: {memory_bytes: 1}\ntypo: 1\n")
     done = flexd_command("doctor", "-c", file, "--url", "http://127.0.0.1:1")
     assert done.returncode == ExitCode.FOUND
-    assert done.stdout.count("fault") == 2
+    assert done.stdout.count("  fault  ") == 2
     assert "sketch.memory_bytes" in done.stdout
     assert "remedies:" in done.stdout
 

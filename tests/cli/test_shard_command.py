@@ -22,7 +22,7 @@ def test_a_list_becomes_a_plan(flexd_command, tmp_path: Path):
     assert pooling_at == written | {"plan": str(plan)}
     assert set(written["modules"]["bags"]) == {f"t{i}" for i in range(6)}
     text = flexd_command("shard", tmp_path / "tables.json", "--plan", plan).stdout
-    assert "busiest rank" in text
+    assert "no plan under" in text
     assert "t5" in text
     assert pooling_at["predicted"]["listed_step_seconds"] is None
     arrays = {"row": np.arange(900) % 3, "ts": np.arange(900), "table_rows": [300_000], "table_names": ["t5"]}
@@ -48,7 +48,7 @@ def test_sharding_types_for_a_flexd_trainer(flexd_command, tmp_path: Path, monke
     text = flexd_command(
         "shard", "tables.json", "--for", "flexd", "--without", "table_wise", "--without", "table_row_wise"
     ).stdout
-    assert "all row_wise, pooled at the requester" in text
+    assert "row_wise (owner)" in text
     assert "table_row_wise:" not in text
     assert "table_wise:" not in text
 

@@ -25,7 +25,7 @@ def test_simulate_prints_its_result(flexd_command):
     assert found["accesses_per_step"] == 4 * 40 * 5
     table = flexd_command(*SMALL)
     assert "flexd, re-planned" in table.stdout
-    assert "in words" in table.stdout
+    assert "answer:" in table.stdout
 
 
 @pytest.mark.parametrize(

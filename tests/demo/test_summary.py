@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexd.cli.blocks import Table
-from flexd.cli.demo_command import summary_blocks
+from flexd.cli.render import Table, blocks_of
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.demo.rank import TRAFFIC
 from flexd.demo.runner import _broken_invariants
@@ -23,11 +22,6 @@ SETUP = RunSetup(
     DemoOptions(cluster=EmulatedCluster(2, 1, 0.0), batches=BatchOptions(3, 4, STEPS)), Path("somewhere/trace.npz"),
     Path("d"), Path("l"), "t", 1, "127.0.0.1:1",
 )  # fmt: skip
-TOUCHES = {
-    "accesses_of_rank": 9.0, "accesses_of_busiest_rank": 9.0, "rows_of_rank": 7.5, "rows_of_node": 7.5,
-    "rows_of_job": 12.0,
-    "job_over_node": 1.6,
-}  # fmt: skip
 STEP = np.arange(STEPS)
 APPLIED = (STEP == 10) | (STEP == 20)
 
@@ -65,7 +59,8 @@ def _record() -> RunRecord:
 
 def test_the_figures_of_a_run() -> None:
     record = _record()
-    summary = summarise(record)
+    found = summarise(record)
+    summary = found.model_dump(mode="json")
     assert summary["trace"] == "trace.npz"
     assert (summary["ranks"], summary["nodes"], summary["steps"]) == (2, 2, STEPS)
     assert summary["plans"] == 2, "the third was pushed as the training ended"
@@ -73,10 +68,10 @@ def test_the_figures_of_a_run() -> None:
     assert summary["placement_version"] == 2
     assert summary["compared_steps"] == {"before": [0, 4], "after": [36, 40]}
     assert summary["inter_node_bytes_per_step"] == {
-        "row_wise": {"all_to_all": 1000, "sync": 0, "migration": 0, "total": 1000},
-        "row_wise_dedup": {"all_to_all": 300, "sync": 0, "migration": 0, "total": 300},
-        "before": {"all_to_all": 200, "sync": 0, "migration": 0, "total": 200},
-        "after": {"all_to_all": 80, "sync": 40, "migration": 0, "total": 120},
+        "row_wise": {"all_to_all": 1000, "sync": 0, "migration": 0, "total": 1000, "of_row_wise": 1.0},
+        "row_wise_dedup": {"all_to_all": 300, "sync": 0, "migration": 0, "total": 300, "of_row_wise": 0.3},
+        "before": {"all_to_all": 200, "sync": 0, "migration": 0, "total": 200, "of_row_wise": 0.2},
+        "after": {"all_to_all": 80, "sync": 40, "migration": 0, "total": 120, "of_row_wise": 0.12},
     }
     assert summary["tier_access_share"] == {"home": 0.25, "node": 0.625, "device": 0.125}
     assert summary["loss"]["first"] == pytest.approx(3 - 0.015)
@@ -88,7 +83,7 @@ def test_the_figures_of_a_run() -> None:
     assert summary["step_pause_ms"]["p50"] == pytest.approx(10.0)
     assert summary["step_pause_ms"]["apply_p99"] == pytest.approx(4.0)
     assert summary["stream_accesses_dropped"] == 6
-    assert _broken_invariants(record, summary) == []
+    assert _broken_invariants(record, found) == []
     json.dumps(summary, allow_nan=False)
 
 
@@ -106,19 +101,17 @@ def _with_peers(record: RunRecord) -> RunRecord:
 
 
 def test_step_times_by_strategy_over_the_last_tenth() -> None:
-    assert summarise(_record())["step_ms"]["strategies"] == {}
+    assert summarise(_record()).step_ms.strategies == {}
     record = _with_peers(_record())
     record.ranks[0]["seconds"][36:] = 0.040
     found = summarise(record)
-    assert found["link_mbit"] == 100.0
-    medians = {name: times["p50"] for name, times in found["step_ms"]["strategies"].items()}
+    assert found.link_mbit == 100.0
+    medians = {name: times.p50 for name, times in found.step_ms.strategies.items()}
     assert medians == pytest.approx({"row_wise": 80.0, "chain": 40.0, "prefetch_pipeline": 10.0, "plans": 30.0})
-    assert found["max_abs_difference_to_single_process"] == pytest.approx(1e-12, rel=1e-2)
-    _, times, sent, _ = summary_blocks({**found, "touches": TOUCHES, "last_plan": None})
-    assert isinstance(times, Table)
+    assert found.max_abs_difference_to_single_process == pytest.approx(1e-12, rel=1e-2)
+    times, sent = (block for block in blocks_of(found) if isinstance(block, Table))
     assert (times.rows[-1][1], times.rows[-1][-1]) == ("30.0", "0.38")
-    assert isinstance(sent, Table)
-    assert sent.rows[-1][-2:] == ("0.000", "0.12")
+    assert sent.rows[-1][-2:] == ("120 B", "0.12")
 
 
 def test_a_peer_that_learns_something_else_is_seen() -> None:

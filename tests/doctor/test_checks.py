@@ -99,7 +99,7 @@ def test_broker_and_topic(tmp_path, monkeypatch):
 
     monkeypatch.setattr("flexd.stream.kafka.topic_admin.inspect_topic", fail)
     assert finding.run("stream", lambda: stream.stream(wanted, 1.0)) == [
-        Finding("stream", Level.FAULT, "b:1: NoBrokersAvailable", "check the network")
+        finding.fault("stream", "b:1: NoBrokersAvailable", "check the network")
     ]
 
 

@@ -43,7 +43,7 @@ def simulation() -> Simulation:
 
 
 def test_under_drift_re_planning_beats_one_plan_and_trails_the_oracle(simulation: Simulation) -> None:
-    summary = summarise(simulation)
+    summary = summarise(simulation).model_dump(mode="json")
     json.dumps(summary, allow_nan=False)
     saved = {name: s["saved"] for name, s in summary["strategies"].items()}
     exposed = {name: figures["exposed_seconds"] for name, figures in saved.items()}

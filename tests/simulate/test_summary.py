@@ -55,7 +55,7 @@ def simulated(replanned: tuple[int, float], static: tuple[int, float], rows: int
 
 def test_savings_are_against_the_two_hop_chain_over_the_last_quarter() -> None:
     assert compared_steps(STEPS) == slice(6, 8)
-    summary = summarise(simulated((600, 0.75), (900, 0.9)))
+    summary = summarise(simulated((600, 0.75), (900, 0.9))).model_dump()
     saved = summary["strategies"][REPLANNED.name]["saved"]
     assert saved["exposed_seconds"] == pytest.approx(0.25)
     assert saved["critical_inter_node_bytes"] == pytest.approx(400)

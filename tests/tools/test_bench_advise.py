@@ -23,5 +23,5 @@ def test_a_slower_link_is_more_exchange_and_every_strategy_has_a_prediction() ->
     assert set(PREDICTED.values()) <= known
     assert MEASURED not in PREDICTED
     for option in set(PREDICTED.values()) - set(NOW):
-        assert slow.predictions[option].saved_seconds.expected > fast.predictions[option].saved_seconds.expected
-    assert slow.predictions["row_wise"].step_seconds.expected > 1.0
+        assert slow.options[option].saved_seconds.expected > fast.options[option].saved_seconds.expected
+    assert slow.options["row_wise"].step_seconds.expected > 1.0

@@ -70,7 +70,7 @@ def compare(setting: Setting, rate_mbit: float, effort: Effort) -> dict[str, Any
         for name, option in PREDICTED.items():
             if name not in rows:
                 continue
-            step, by_prices = (one.predictions[option].step_seconds.expected for one in (found, blind))
+            step, by_prices = (one.options[option].step_seconds.expected for one in (found, blind))
             taken = rows[name]["step_seconds"]
             parts[title][name] = {
                 "measured_seconds": taken,
