@@ -164,7 +164,7 @@ class AffinityAdvice(Model):
     placed: Annotated[PredictedRange | None, _SHARE] = None
     by_user: Annotated[PredictedRange | None, _SHARE] = None
     chain_bytes: float | None = None
-    moved_rows: int = 0
+    rehomed_rows: int = 0
     move_bytes: float = 0.0
 
 
