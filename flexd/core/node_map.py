@@ -92,7 +92,7 @@ class NodeMap:
             if str(file["format"]) != _FORMAT:
                 raise KeyError(str(file["format"]))
             return NodeMap(file["ids"], file["nodes_of"].astype(np.int64), int(file["nodes"]))
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, KeyError, ValueError, TypeError, OverflowError) as error:
             raise ConfigError(
                 f"{path} is no node map: {error}", remedy="write one with flexd affinity users"
             ) from error

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flexd.core.arrays import Arrays
-from flexd.core.errors import SketchError, SnapshotError, StateVersionError, UnusableStateError
+from flexd.core.errors import ConfigError, SketchError, SnapshotError, StateVersionError, UnusableStateError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import snapshot
 from flexd.sketch.sketch_set import STATE_FORMAT, SketchSet
@@ -259,5 +259,5 @@ def _check_format(number: object) -> None:
 def _damaged() -> Iterator[None]:
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
         raise SketchError(f"saved state is damaged: {error!r}", remedy="use an earlier snapshot") from error

@@ -21,7 +21,7 @@ def test_users_are_in_the_nodes_of_the_map_and_others_by_their_id(known: dict[in
     assert node_map.node_of(wanted).tolist() == [known.get(one, one % 7) for one in wanted]
 
 
-@pytest.mark.parametrize("kind", ["missing", "text", "arrays", "empty", "damaged"])
+@pytest.mark.parametrize("kind", ["missing", "text", "arrays", "empty", "damaged", "names", "endless"])
 def test_another_file_is_named(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "nodes.npz"
     if kind == "text":
@@ -30,6 +30,9 @@ def test_another_file_is_named(tmp_path: Path, kind: str) -> None:
         path.touch()
     if kind == "arrays":
         np.savez(path, ids=np.arange(3))
+    if kind in ("names", "endless"):
+        ids, nodes = (np.array(["a", "b"]), 2) if kind == "names" else (np.arange(2), np.inf)
+        np.savez(path, format=np.array("flexd node map 1"), ids=ids, nodes_of=np.zeros(2), nodes=np.array(nodes))
     if kind == "damaged":
         NodeMap(np.arange(1000), np.arange(1000) % 4, 4).save(path)
         whole = path.read_bytes()

@@ -84,6 +84,7 @@ def test_a_newer_format_and_malformed_states_are_refused():
         {**meta, "format": 5}, {**meta, "format": "6"}, {**meta, "table_list": None}, {**meta, "sketches": []},
         {**meta, "settings": 5}, {**meta, "decay": {}},
         {**meta, "sketches": [{**meta["sketches"][0], "choice": {"kind": "pickle"}}]},
+        {**meta, "table_list": [{**meta["table_list"][0], "optimizer": "of a later flexd"}]},
     ):  # fmt: skip
         with pytest.raises(SketchError):
             restore_tables(wrong, arrays, [ITEMS], LOG)

@@ -220,8 +220,9 @@ class Tap:
             self._wake.wait(_POLL_SECONDS)
             self._wake.clear()
             try:
-                full, self._full = self._full, None
-                if full is not None:
+                full = self._full
+                if full is not None:  # the training thread gives no other before this one is read
+                    self._full = None
                     self._read(full)
                 if (self._pending or self._pending_passes) and self.outbox.free:
                     self._ship()

@@ -245,9 +245,10 @@ def _listed_option(table: ListedTable, layout: RankLayout) -> tuple[TableOption,
     """The option of the list's plan, and where its pieces are."""
     if table.sharding not in _KINDS:
         raise PlanError(f"table {table.name!r}: sharding {table.sharding!r}", remedy=f"one of {', '.join(_KINDS)}")
-    if max(table.ranks) >= layout.world_size:
+    beyond = [rank for rank in table.ranks if not 0 <= rank < layout.world_size]
+    if beyond:
         raise PlanError(
-            f"table {table.name!r}: on rank {max(table.ranks)} of {layout.world_size}",
+            f"table {table.name!r}: on rank {beyond[0]} of {layout.world_size}",
             remedy="give --nodes and --local-ranks of the list's plan",
         )
     kind = _KINDS[table.sharding]

@@ -94,7 +94,7 @@ def _of_csv(path: Path, text: str) -> list[ListedTable]:
                     )
                 )
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{path}, line {number}: {error}", remedy="correct the line") from error
     return tables
 
@@ -111,7 +111,7 @@ def _of_json(path: Path, text: str) -> list[ListedTable]:
     for number, entry in enumerate(entries):
         try:
             tables.append(_checked(_of_entry(entry)))
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, OverflowError, KeyError, AttributeError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{path}, table {number}: {what}", remedy="give name, rows and dim at least") from error
     names = Counter((table.module, table.name) for table in tables)

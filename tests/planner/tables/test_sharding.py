@@ -103,6 +103,9 @@ def test_a_profile_counts_and_must_be_of_these_tables():
         ("t.csv", "fqn,hash_size\na,3\n", "no column emb_dim, sum_pooling_factor"),
         ("t.csv", "fqn,hash_size,emb_dim,sum_pooling_factor,sum_num_poolings,output,batch\na,0,4,1,1,pooled,8\n",
          "line 2: table 'a': rows is 0"),
+        ("t.csv", "fqn,hash_size,emb_dim,sum_pooling_factor,sum_num_poolings,output,batch\na,inf,4,1,1,pooled,8\n",
+         "line 2: cannot convert float infinity"),
+        ("t.json", '[{"name": "a", "rows": Infinity, "dim": 4}]', "table 0: cannot convert float infinity"),
         ("t.json", "[]", "no tables"),
         ("t.json", "{", "not JSON"),
         ("t.json", '[{"name": "a", "rows": 3}]', "table 0: no 'dim'"),
@@ -149,6 +152,7 @@ def test_the_plan_of_a_list_is_priced_as_the_own():
     for bad, message in (
         (replace(kinds[0], sharding="GRID"), "'t0': sharding 'GRID'"),
         (replace(kinds[0], ranks=(4,)), "'t0': on rank 4 of 4"),
+        (replace(kinds[0], ranks=(-1,)), "'t0': on rank -1 of 4"),
     ):
         with pytest.raises(PlanError, match=message):
             listed_seconds([bad], layout, CLUSTER)
