@@ -27,8 +27,8 @@ from flexd.api.base import ProbeResult
 from flexd.api.status import DaemonStatus, ReloadReport, base_status, threads_status
 from flexd.config.checks import check_config
 from flexd.config.model import Config
+from flexd.control.daemon.coordinator import TableLearner
 from flexd.control.daemon.membership import ProposedTables
-from flexd.control.daemon.table_learner import TableLearner
 from flexd.control.protocol.network import named_error
 from flexd.core.errors import ApiError, FlexdError, StateVersionError, UnusableStateError
 from flexd.core.fast_start import ProcessStart

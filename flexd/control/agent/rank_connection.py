@@ -26,10 +26,10 @@ import numpy.typing as npt
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.inbox import ChunkInbox, cannot_prepare
 from flexd.control.agent.tap_outbox import TapOutbox, TapSender
-from flexd.control.protocol.bodies import Bytes, RowsAssembly, pieces_of, rows_body, tables_body
 from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.frames import Frame
 from flexd.control.protocol.messages import (
+    Bytes,
     ChunkHeader,
     ChunkRefused,
     ControlMessage,
@@ -45,15 +45,19 @@ from flexd.control.protocol.messages import (
     Listing,
     ListRequest,
     Progress,
+    RowsAssembly,
     RowsPiece,
     Settled,
     TableList,
     TapState,
     decode,
     encode,
+    pieces_of,
+    rows_body,
 )
 from flexd.control.protocol.network import CHANNEL_ERRORS, named_error, new_token
 from flexd.control.protocol.report import PendingReports, PlacementState, RankIdentity
+from flexd.control.protocol.table_list import tables_body
 from flexd.core.errors import (
     ChunkRefusedError,
     ControlError,

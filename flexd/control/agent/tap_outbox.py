@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flexd.control.protocol.bodies import PIECE_BYTES, Bytes
-from flexd.control.protocol.messages import ControlMessage, Fence, TapOffer, TapPiece, TapState
+from flexd.control.protocol.messages import PIECE_BYTES, Bytes, ControlMessage, Fence, TapOffer, TapPiece, TapState
 from flexd.core.tap_counts import FORMAT
 
 logger = logging.getLogger(__name__)

@@ -16,16 +16,17 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.daemon.channel_events import ChannelCounters
+from flexd.control.daemon.channel_events import ChannelCounters, ChannelOptions
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology, channel_server
+from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
 from flexd.control.daemon.epoch_manager import EpochManager, OnReport
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.membership import ProposedTables
+from flexd.control.daemon.membership import Membership, ProposedTables
 from flexd.control.daemon.migration import Migration, MigrationEvent
 from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.control.daemon.rank_channels import RankChannels
+from flexd.control.daemon.rank_channels import RankChannels, RankDisconnected
 from flexd.control.daemon.throttle import Throttle
+from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.messages import DaemonNotice
 from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, new_token
 from flexd.core.errors import ControlError
@@ -45,6 +46,17 @@ _TICKS_APART = 0.25
 _MESSAGES_PER_TICK = 4096
 _STOP_SECONDS = 5.0
 """Deadline for what is queued for the ranks when the coordinator stops."""
+
+
+_LEARNER_STOP_SECONDS = 2.0
+
+
+def channel_server(options: ControlOptions, port: int, supervisor: Supervisor) -> ChannelServer:
+    """Return the channel of these options, bound. Raises ControlError if the address cannot be bound."""
+    channel = ChannelOptions(
+        options.listen_host, port, timeout_seconds=options.timeout_seconds, max_peers=options.max_ranks
+    )
+    return ChannelServer(channel, ChannelCredentials(options.secret, options.tls), supervisor)
 
 
 class Coordinator:
@@ -82,12 +94,9 @@ class Coordinator:
         self._options = options
         self._keyspace = keyspace
         self._journal = journal
-        self._instance = new_token()
         self._stopping = threading.Event()
         self._on_event = on_event
-        self._epochs = EpochManager(
-            options, keyspace, journal, self._instance, self._stopping, self._emit, on_report, throttle
-        )
+        self._epochs = EpochManager(options, keyspace, journal, self._stopping, self._emit, on_report, throttle)
         self._pusher = self._epochs.pusher
         self._on_migration = on_migration
         self._server: ChannelServer | None = None
@@ -200,8 +209,8 @@ class Coordinator:
     def _host(self) -> RankChannels:
         options, server = self._options, self._server
         assert server is not None  # noqa: S101
-        notice = DaemonNotice(options.job, self._instance, self._keyspace.digest)
-        channels = RankChannels(server, notice, options.timeout_seconds)
+        notice = DaemonNotice(options.job, new_token(), self._keyspace.digest)
+        channels = RankChannels(server, notice, options.timeout_seconds, self._epochs.members, self._emit)
         server.start()
         self._epochs.open(channels, self._tap)
         self._emit("hosting", port=server.port)
@@ -234,7 +243,6 @@ class Coordinator:
         self._dispatch_migration_events()
         # Closes the listening socket: a daemon started next can have the port.
         self._close_server()
-        self._epochs.close()
 
     def _tick_until_stopped(self, channels: RankChannels) -> None:
         while not self._stopping.is_set():
@@ -282,3 +290,47 @@ class Coordinator:
                 self._on_event(name, fields)
             except Exception:
                 logger.exception("control channel: the event callback failed")
+
+
+class TableLearner:
+    """The channel of a daemon that has no tables yet: receives those of the ranks, and pushes nothing.
+
+    Belongs to the daemon's loop, which ticks it.
+
+    Raises:
+        ControlError: the address cannot be bound.
+
+    Attributes:
+        members: the ranks, and the tables that they propose. With a ``problem`` they are refused.
+    """
+
+    def __init__(self, options: ControlOptions, supervisor: Supervisor) -> None:
+        self.members = Membership(options.job, None, options.timeout_seconds, max_ranks=options.max_ranks)
+        self._server = channel_server(options, options.listen_port, supervisor)
+        self._channels = RankChannels(
+            self._server, DaemonNotice(options.job, new_token(), ""), options.timeout_seconds, self.members,
+            lambda *_, **__: None,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        self._server.start()
+
+    def stop(self) -> None:
+        """Close all connections; the ranks connect again."""
+        self._server.stop(_LEARNER_STOP_SECONDS)
+
+    def tick(self) -> ProposedTables | None:
+        """Receive what has arrived. Returns the tables of an attempt whose ranks have all registered."""
+        now = time.monotonic()
+        for event in self._channels.receive(_MESSAGES_PER_TICK, 0.0):
+            if isinstance(event, RankDisconnected):
+                self.members.mark_disconnected(event.hello, now)
+            else:
+                self._channels.dispatch(event, now)
+        self.members.expire(now)
+        self._channels.send_heartbeats(now)
+        return self.members.tables.proposed(now)
+
+    def reason(self) -> str:
+        """Return what the daemon waits for, in words."""
+        return self.members.problem or self.members.tables.waits_for(time.monotonic())

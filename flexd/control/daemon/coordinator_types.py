@@ -1,19 +1,16 @@
-"""Options and status of the coordinator, and the channel that the options describe."""
+"""Options and status of the coordinator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flexd.control.daemon.channel_events import ChannelOptions
-from flexd.control.daemon.channel_server import ChannelServer
 from flexd.control.daemon.membership import RankPresence, RefusedRank
 from flexd.control.daemon.pusher import ChunkLimits
-from flexd.control.protocol.credentials import ChannelCredentials, TlsFiles
+from flexd.control.protocol.credentials import TlsFiles
 from flexd.control.protocol.report import TrainerSettings
 from flexd.core.layout import RankLayout
 from flexd.core.secrets import Secret
-from flexd.core.supervision import Supervisor
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class ControlStatus:
         reason: what the coordinator waits for; empty when all ranks are live.
         attempts_waiting: attempts that are refused because another one holds the job.
         refused_ranks: ranks that were refused lately, newest first, with the reason.
-        refused_messages: number by kind, see ``message_receiver.REFUSED_KINDS``.
+        refused_messages: number by kind, see ``rank_channels.REFUSED_KINDS``.
         malformed_reports: number of refused step reports by the field that was not in order.
         illegal_transitions: transitions of migrations that their state table refused: a fault of flexd.
     """
@@ -89,11 +86,3 @@ class ControlStatus:
     refused_chunks: int = 0
     digest_mismatches: int = 0
     illegal_transitions: int = 0
-
-
-def channel_server(options: ControlOptions, port: int, supervisor: Supervisor) -> ChannelServer:
-    """Return the channel of these options, bound. Raises ControlError if the address cannot be bound."""
-    channel = ChannelOptions(
-        options.listen_host, port, timeout_seconds=options.timeout_seconds, max_peers=options.max_ranks
-    )
-    return ChannelServer(channel, ChannelCredentials(options.secret, options.tls), supervisor)

@@ -1,7 +1,9 @@
-"""The daemon's side of one epoch: the settled ranks, their connections, and each rank's agreed and applied version."""
+"""The daemon's side of one epoch: the settled ranks, their connections, each rank's agreed and applied version, and the
+placement that all have agreed on."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -9,11 +11,11 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.daemon.journal_frames import Chunk
+from flexd.control.daemon.journal import Chunk, PlacementJournal, Segment
 from flexd.control.daemon.membership import Topology
-from flexd.control.daemon.rank_channels import RankChannels
-from flexd.control.protocol.bodies import Bytes, RowsAssembly, delta_tiers, pieces_of, rows_body
+from flexd.control.daemon.rank_channels import EpochFailedError, RankChannels
 from flexd.control.protocol.messages import (
+    Bytes,
     ChunkHeader,
     EpochAnnouncement,
     EpochEnd,
@@ -23,10 +25,14 @@ from flexd.control.protocol.messages import (
     Listing,
     ListRequest,
     Progress,
+    RowsAssembly,
     RowsPiece,
     Settled,
+    delta_tiers,
+    pieces_of,
+    rows_body,
 )
-from flexd.core.errors import ControlError, PlacementError, StaleMessageError
+from flexd.core.errors import ControlError, PlacementError, SnapshotError, StaleMessageError
 from flexd.core.fault_points import fault_point
 from flexd.core.placement import Placement
 
@@ -34,10 +40,6 @@ REPORT_SECONDS = 0.2
 """Shortest time between two reports of a rank."""
 REPORTS_PER_SECOND = 2_500
 """Of all ranks together: with more ranks, each reports less often."""
-
-
-class EpochFailedError(ControlError):
-    """A message in order whose content ends the epoch."""
 
 
 class EpochPhase(Enum):
@@ -230,3 +232,71 @@ class Epoch:
                 remedy="the lists of the next node are requested; if this repeats, start the job as a new attempt",
             )
         return placement
+
+
+class AgreedPlacement:
+    """Holds the agreed placement: before any rank is live, the newest placement of the journal.
+
+    Any thread may read ``placement`` and ``version``; the rest belongs to the coordinator's thread.
+    """
+
+    def __init__(self, journal: PlacementJournal) -> None:
+        self._journal = journal
+        self._lock = threading.Lock()
+        self._version = journal.last_version
+        self._placement = journal.placement_at(self._version)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def placement(self) -> Placement:
+        with self._lock:
+            if self._placement.version != self._version:
+                self._placement = self._journal.placement_at(self._version)
+            return self._placement
+
+    def continue_from(self, version: int, digest: int, segment: Segment) -> bool:
+        """Continue from the version that the ranks of ``segment`` agreed on; False if the journal does not have it.
+
+        Raises:
+            SnapshotError: the journal cannot be written.
+        """
+        try:
+            placement = self._journal.placement_at(version)
+        except SnapshotError:
+            placement = Placement.empty(version)
+        if placement.digest() != digest and version == 0:
+            placement = Placement.empty()
+        if placement.digest() != digest:
+            return False
+        self.restart_from(placement, segment)
+        return True
+
+    def restart_from(self, placement: Placement, segment: Segment) -> None:
+        """Continue from this placement, durably. Raises SnapshotError if the journal cannot be written."""
+        try:
+            known = (
+                self._journal.segment == segment
+                and self._journal.placement_at(placement.version).digest() == placement.digest()
+            )
+        except SnapshotError:
+            known = False
+        if not known:
+            self._journal.begin(segment, placement)
+        with self._lock:
+            self._placement, self._version = placement, placement.version
+
+    def advance(self, version: int) -> None:
+        """Record that all ranks hold ``version``.
+
+        Raises:
+            SnapshotError: the journal could not be compacted; nothing else is lost.
+        """
+        if version <= self._version:
+            return
+        with self._lock:
+            self._version = version
+            fault_point("chunk.agreed")
+            self._journal.compact(version)

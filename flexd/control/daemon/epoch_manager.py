@@ -18,19 +18,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
-from flexd.control.daemon.epoch import Epoch, EpochPhase
-from flexd.control.daemon.journal import AgreedPlacement, PlacementJournal, Segment
+from flexd.control.daemon.epoch import AgreedPlacement, Epoch, EpochPhase
+from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.control.daemon.membership import Membership, RankPresence, RefusedRank, Topology
-from flexd.control.daemon.message_receiver import REFUSED_KINDS, MessageReceiver
 from flexd.control.daemon.pusher import ChunkPusher
-from flexd.control.daemon.rank_channels import RankChannels, RankDisconnected, Received
-from flexd.control.daemon.tap_receiver import TapReceiver
+from flexd.control.daemon.rank_channels import REFUSED_KINDS, RankChannels, RankDisconnected, Received
+from flexd.control.daemon.tap_receiver import NO_TAP, TapReceiver
 from flexd.control.daemon.throttle import Throttle
-from flexd.control.protocol.bodies import Bytes
 from flexd.control.protocol.messages import (
+    Bytes,
     ChunkRefused,
     EpochMessage,
     Fence,
@@ -40,6 +38,7 @@ from flexd.control.protocol.messages import (
     Settled,
     TapOffer,
     TapPiece,
+    TapState,
 )
 from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, new_token, reconnect_backoff
 from flexd.control.protocol.report import StepReport
@@ -54,19 +53,10 @@ logger = logging.getLogger(__name__)
 OnReport = Callable[[int, StepReport], None]
 
 
-class Hosted(NamedTuple):
-    """The connections of the ranks, and the receivers of what arrives on them."""
-
-    channels: RankChannels
-    messages: MessageReceiver
-    tap: TapReceiver
-
-
 class EpochManager:
     """Every method belongs to the coordinator's thread; any thread may read the attributes and ``status``.
 
     Args:
-        instance: of this daemon, new at every start.
         stopping: set when nothing may be pushed any more.
         emit: is called with name and fields of everything worth a log line or a metric.
         on_report, throttle: see ``Coordinator``.
@@ -87,7 +77,6 @@ class EpochManager:
         options: ControlOptions,
         keyspace: KeySpace,
         journal: PlacementJournal,
-        instance: str,
         stopping: threading.Event,
         emit: Callable[..., None],
         on_report: OnReport | None,
@@ -95,7 +84,6 @@ class EpochManager:
     ) -> None:
         self._options = options
         self._keyspace = keyspace
-        self._instance = instance
         self._stopping = stopping
         self._on_report = on_report
         self._emit = emit
@@ -103,7 +91,8 @@ class EpochManager:
             options.job, keyspace, silent_seconds=options.timeout_seconds, max_ranks=options.max_ranks,
             takes_tables=options.takes_tables,
         )  # fmt: skip
-        self._hosted: Hosted | None = None
+        self._channels: RankChannels | None = None
+        self._tap: TapReceiver | None = None
         self._received: deque[Received | RankDisconnected] = deque()
         self._backoff = reconnect_backoff()
         self._counters: Counter[str] = Counter()
@@ -141,14 +130,11 @@ class EpochManager:
 
     def open(self, channels: RankChannels, tap: TapSource | None) -> None:
         """Receive messages of ranks from now on, and the accesses that they have counted for ``tap``."""
-        messages = MessageReceiver(channels, self._instance, self.members, self._emit)
-        self._hosted = Hosted(channels, messages, TapReceiver(channels, tap, self._emit))
+        self._channels = channels
+        self._tap = None if tap is None else TapReceiver(channels, tap, self._emit)
         self.reason = "no rank has registered"
         if self._earlier_attempt:
             self.members.expect(self._earlier_attempt, time.monotonic())
-
-    def close(self) -> None:
-        self._hosted = None
 
     def status(self) -> ControlStatus:
         """Return the state of the channel at this moment."""
@@ -160,9 +146,9 @@ class EpochManager:
             presence = presence._replace(missing=tuple(range(live.layout.world_size)))
         refused: Counter[str] = Counter()
         malformed: dict[str, int] = {}
-        if self._hosted is not None:
-            refused = self._hosted.messages.refused + self._hosted.tap.refused
-            malformed = dict(self._hosted.messages.malformed_reports)
+        if self._channels is not None:
+            refused = self._channels.refused + (Counter() if self._tap is None else self._tap.refused)
+            malformed = dict(self._channels.malformed_reports)
         return ControlStatus(
             epochs=self._epochs,
             generation=self._generation,
@@ -178,10 +164,9 @@ class EpochManager:
         )
 
     @property
-    def _hosting(self) -> Hosted:
-        if self._hosted is None:
-            raise ControlError("the coordinator is not started")
-        return self._hosted
+    def _hosted(self) -> RankChannels:
+        assert self._channels is not None  # noqa: S101
+        return self._channels
 
     def receive(self, received: Iterable[Received | RankDisconnected]) -> None:
         """Keep what has arrived for the next ``tick``."""
@@ -190,17 +175,17 @@ class EpochManager:
     def tick(self, now: float) -> None:
         """Process what has arrived and do what is due. Raises channel errors, which end the epoch; what has arrived
         after the message that ended it is processed in the next tick."""
-        hosted = self._hosting
+        channels = self._hosted
         while self._received:
             event = self._received.popleft()
             if isinstance(event, RankDisconnected):
                 self._disconnect(event, now)
             else:
-                hosted.messages.receive(event, now, self.epoch, self._act)
+                channels.dispatch(event, now, self.epoch, self._act)
         for hello in self.members.expire(now):
-            hosted.channels.close(hello, "silent")
+            channels.close(hello, "silent")
             self._emit("rank_lost", attempt=hello.identity.attempt, rank=hello.identity.rank)
-        hosted.channels.send_heartbeats(now)
+        channels.send_heartbeats(now)
         topology = self.members.complete()
         self.present, self.refused = self.members.present(), self.members.refused()
         epoch = self.epoch
@@ -216,7 +201,8 @@ class EpochManager:
                 self._begin_epoch(topology)
         elif epoch.phase is EpochPhase.LIVE:
             self._push(epoch)
-            hosted.tap.tick()
+            if self._tap is not None:
+                self._tap.tick()
         elif epoch.advance(partial(self._continue_from, epoch.topology), now):
             self._go_live(epoch)
 
@@ -250,10 +236,12 @@ class EpochManager:
             epoch.record_progress(rank, message)
             if message.report is not None:
                 self._receive_report(epoch, rank, message.report)
-        elif isinstance(message, TapOffer):
-            self._hosting.tap.record_offer(rank, message)
-        elif isinstance(message, TapPiece):
-            self._hosting.tap.record_piece(rank, message, body)
+        elif isinstance(message, TapOffer) and self._tap is None:
+            self._hosted.send([epoch.peers[rank]], TapState(epoch.fence, 0, 0, message.number, NO_TAP))
+        elif isinstance(message, TapOffer) and self._tap is not None:
+            self._tap.record_offer(rank, message)
+        elif isinstance(message, TapPiece) and self._tap is not None:
+            self._tap.record_piece(rank, message, body)
         else:
             raise ControlError(f"a {message.kind} message from a rank")
 
@@ -307,10 +295,11 @@ class EpochManager:
         self._epochs += 1
         fence = Fence(self._options.job, topology.attempt, self._generation, self._epochs, new_token())
         self.epoch = Epoch(
-            self._hosting.channels, topology, fence, self._options.timeout_seconds, self._keyspace.total_rows,
+            self._hosted, topology, fence, self._options.timeout_seconds, self._keyspace.total_rows,
             self.priced_exchange,
         )  # fmt: skip
-        self._hosting.tap.begin_epoch(fence, topology, self.epoch.peers)
+        if self._tap is not None:
+            self._tap.begin_epoch(fence, topology, self.epoch.peers)
         self.reason = "the ranks are settling"
         self._publish_live(topology, ready=False)
 
@@ -359,7 +348,8 @@ class EpochManager:
         if epoch is None:
             return
         self._last_end, self._last_topology = reason, epoch.topology
-        self._hosting.tap.end_epoch()
+        if self._tap is not None:
+            self._tap.end_epoch()
         self._not_ready(reason)
         self._emit("epoch_ended", epoch=epoch.fence.epoch, reason=reason)
         try:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from flexd.control.protocol.bodies import Bytes, table_differences, tables_of_body
-from flexd.control.protocol.messages import Hello, TableList
+from flexd.control.protocol.messages import Bytes, Hello, TableList
 from flexd.control.protocol.report import TrainerSettings
+from flexd.control.protocol.table_list import table_differences, tables_of_body
 from flexd.core.errors import TopologyError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.journal_frames import Chunk
+from flexd.control.daemon.journal import Chunk, PlacementJournal
 from flexd.control.daemon.membership import Topology
 from flexd.control.daemon.migration import Migration, MigrationEvent
 from flexd.control.daemon.migration_record import MigrationState, TransitionEvent

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from flexd.control.daemon.membership import Topology
 from flexd.control.daemon.rank_channels import RankChannels
-from flexd.control.protocol.bodies import PIECE_BYTES, Bytes
-from flexd.control.protocol.messages import Fence, TapOffer, TapPiece, TapState
+from flexd.control.protocol.messages import PIECE_BYTES, Bytes, Fence, TapOffer, TapPiece, TapState
 from flexd.core.errors import ControlError
 from flexd.core.tap_counts import MAX_PAYLOAD_BYTES, NEWEST_FORMAT, OLDEST_FORMAT
 from flexd.stream.tap_source import TapCountsState, TapSource, partition_of
@@ -46,11 +45,11 @@ class TapReceiver:
     """Receives the counts of one job, epoch after epoch.
 
     Args:
-        source: receives complete payloads; None reports to the ranks that the daemon has another source.
+        source: receives complete payloads.
         emit: is called with ``tap_urgent`` when a rank that is about to end waits for a snapshot.
     """
 
-    def __init__(self, channels: RankChannels, source: TapSource | None, emit: Callable[..., None]) -> None:
+    def __init__(self, channels: RankChannels, source: TapSource, emit: Callable[..., None]) -> None:
         self._channels = channels
         self._source = source
         self._emit = emit
@@ -74,8 +73,7 @@ class TapReceiver:
         self._partitions = tuple(
             partition_of(topology.attempt, rank, hello.session) for rank, hello in enumerate(topology.hellos)
         )
-        if self._source is not None:
-            self._source.set_live(list(self._partitions))
+        self._source.set_live(list(self._partitions))
 
     def end_epoch(self) -> None:
         self._transfers.clear()
@@ -107,15 +105,10 @@ class TapReceiver:
         transfer.pieces.append(body)
         if len(transfer.pieces) * PIECE_BYTES >= transfer.offer.bytes:
             payload, transfer.pieces, transfer.granted = b"".join(transfer.pieces), [], False
-            if self._source is not None:
-                self._source.deliver(transfer.partition, transfer.offer.number, payload)
+            self._source.deliver(transfer.partition, transfer.offer.number, payload)
 
     def tick(self) -> None:
         """Grant requests and acknowledge. Raises channel errors."""
-        if self._source is None:
-            for transfer in self._transfers.values():
-                self._write_state(transfer, 0, NO_TAP)
-            return
         urgent = False
         under_way = self._source.queued_bytes + sum(w.offer.bytes for w in self._transfers.values() if w.granted)
         for rank, transfer in list(self._transfers.items()):

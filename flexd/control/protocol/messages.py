@@ -6,6 +6,10 @@ here: a rank's hello carries a new nonce, the epoch announcement repeats it and 
 the epoch carries that token; so nothing that an earlier epoch, registration or daemon left on its way acts, on either
 side.
 
+The body of a list of rows is int64[n] keys (little endian), then uint8[k n] tiers. It travels in pieces of
+``PIECE_BYTES``: the first as the body of the message that announces the list, each further one with a message of its
+own.
+
 Versions: a field with a default is optional: it may be missing in a message that is received. Unknown fields are
 ignored, and so are messages of unknown kinds. ``docs/upgrading.md`` states what may change between two versions.
 """
@@ -14,15 +18,28 @@ from __future__ import annotations
 
 import json
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from flexd.control.protocol.report import PlacementState, RankIdentity, StepReport
 from flexd.control.protocol.wire_json import FieldError, build, parsed, to_json
 from flexd.core.errors import ControlError, UnknownMessageError
+from flexd.core.placement import Delta
+
+Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+Bytes = bytes | memoryview
 
 MAX_MESSAGE_BYTES = 64 * 1024
 """A longer message is refused unread."""
+PIECE_BYTES = 2**20
+"""Bytes of every piece of a list but the last."""
+MAX_ROWS = 2**26
+"""Rows in one chunk or listing: bounds the memory that a message makes its receiver allocate."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +87,7 @@ class Hello(ControlMessage):
 
 @dataclass(frozen=True)
 class TableList(ControlMessage):
-    """All tables of the job, in the body (``bodies.tables_body``), before the hello of the rank that sends them.
+    """All tables of the job, in the body (``table_list.tables_body``), before the hello of the rank that sends them.
 
     Attributes:
         digest: ``KeySpace.digest`` of the tables.
@@ -178,7 +195,7 @@ class ChunkRefused(EpochMessage):
 
 @dataclass(frozen=True)
 class Listing(EpochMessage):
-    """The response to ``ListRequest``, with the first piece of the rows (``flexd.control.protocol.bodies``: int64[rows]
+    """The response to ``ListRequest``, with the first piece of the rows (int64[rows]
     keys, uint8[rows] tiers), unless ``error`` is set.
     """
 
@@ -331,3 +348,57 @@ def _with_report(message: ControlMessage, report: Any) -> Progress:
         return replace(progress, report=build(StepReport, report))
     except FieldError as error:
         raise MalformedReportError(progress, error) from error
+
+
+def rows_body(keys: Int64Array, tiers: UInt8Array) -> bytes:
+    """Return int64[n] keys and uint8[m] tiers as they travel."""
+    return keys.astype("<i8").tobytes() + tiers.astype(np.uint8).tobytes()
+
+
+def delta_tiers(delta: Delta) -> UInt8Array:
+    """Return uint8[2 n]: the old tiers, then the new tiers."""
+    return np.concatenate([delta.old_tiers, delta.new_tiers])
+
+
+def pieces_of(body: bytes) -> Sequence[Bytes]:
+    """Cut a body into its pieces, at least one."""
+    if len(body) <= PIECE_BYTES:
+        return [body]
+    view = memoryview(body)
+    return [view[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES)]
+
+
+class RowsAssembly:
+    """Collects the pieces of one announced list; allocates only what has arrived.
+
+    Args:
+        rows: number of rows.
+        tiers_per_row: 2 for a chunk (old and new tier), 1 for a listing.
+
+    Raises:
+        ControlError: the announced number of rows is not possible.
+    """
+
+    def __init__(self, rows: int, tiers_per_row: int) -> None:
+        if not 0 <= rows <= MAX_ROWS:
+            raise ControlError(f"{rows} rows in one message", remedy=f"at most {MAX_ROWS}")
+        self._rows = rows
+        self._missing = rows * (8 + tiers_per_row)
+        self._pieces: list[Bytes] = []
+
+    def add(self, data: Bytes) -> bool:
+        """Add the next piece; True if it was the last. Raises ControlError: it is not as long as it must be."""
+        if len(data) != min(PIECE_BYTES, self._missing) or (self._pieces and not self._missing):
+            raise ControlError(
+                f"piece {len(self._pieces)} of a list of {self._rows} rows has {len(data)} bytes",
+                remedy="run versions of flexd that work together",
+            )
+        self._pieces.append(data)
+        self._missing -= len(data)
+        return not self._missing
+
+    def rows(self) -> tuple[Int64Array, UInt8Array]:
+        """Return int64[rows] keys and uint8[tiers_per_row * rows] tiers of a complete list."""
+        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        keys = np.frombuffer(body, "<i8", self._rows).astype(np.int64)
+        return keys, np.frombuffer(body, np.uint8, offset=8 * self._rows).copy()

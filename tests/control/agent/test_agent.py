@@ -115,4 +115,4 @@ def test_a_contradicting_rank_gets_the_reason_and_the_status_shows_it(
         assert reason in status.reason
         assert status.reason.endswith(", and 1 more")
         assert refused(hosted, "identity") >= 2
-    until(lambda: not hosted.coordinator._epochs._hosted.channels._peer_of)
+    until(lambda: not hosted.coordinator._epochs._hosted._peer_of)

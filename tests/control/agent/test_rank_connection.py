@@ -12,7 +12,7 @@ from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.agent.rank_connection import RankConnection
 from flexd.control.daemon.migration_record import MigrationState
-from flexd.control.protocol import bodies
+from flexd.control.protocol import messages
 from flexd.control.protocol.messages import EpochAnnouncement, EpochEnd, Fence, RowsPiece, TapState, encode
 from flexd.control.protocol.network import reconnect_backoff
 from flexd.core.errors import StaleMessageError
@@ -90,7 +90,7 @@ def test_an_epoch_that_ends_on_one_rank_only_excludes_no_rank(host: Callable[...
 
 
 def test_a_chunk_of_several_pieces_arrives(host: Callable[..., Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr(bodies, "PIECE_BYTES", 64)
+    monkeypatch.setattr(messages, "PIECE_BYTES", 64)
     hosted = host()
     with Ranks(hosted.port, PAIR) as ranks:
         migration = migrate(hosted.coordinator, "p1", target(1), 100)

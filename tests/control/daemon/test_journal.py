@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.control.daemon.journal import _MAGIC, _MAGIC_OF_ANY, FORMAT, PlacementJournal, Segment
-from flexd.control.daemon.journal_frames import Chunk
+from flexd.control.daemon.journal import _MAGIC, _MAGIC_OF_ANY, FORMAT, Chunk, PlacementJournal, Segment
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.placement import Delta, Placement
 

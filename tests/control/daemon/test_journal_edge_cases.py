@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from flexd.control.daemon import journal as journal_module
-from flexd.control.daemon.journal import PlacementJournal, Segment
-from flexd.control.daemon.journal_frames import Chunk, framed, payload_of
+from flexd.control.daemon.journal import Chunk, PlacementJournal, Segment, framed, payload_of
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.errors import SnapshotError
 from flexd.core.placement import Delta, Placement

@@ -1,8 +1,12 @@
-"""Connections of ranks: who speaks for which registration, heartbeats, and messages that do not grow with the ranks."""
+"""Connections of ranks: who speaks for which registration, heartbeats, and messages that do not grow with the ranks.
+
+Garbled and misdirected messages are counted by kind, none of them acts, and none is a sign of life.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -10,13 +14,35 @@ import pytest
 from flexd.control.daemon.channel_events import Closed, Event
 from flexd.control.daemon.channel_server import ChannelServer
 from flexd.control.daemon.epoch import Epoch
-from flexd.control.daemon.membership import Topology
-from flexd.control.daemon.rank_channels import RankChannels
-from flexd.control.protocol.messages import DaemonNotice, EpochAnnouncement, Fence, Heartbeat, Hello, decode
+from flexd.control.daemon.membership import Membership, Topology
+from flexd.control.daemon.rank_channels import REFUSED_KINDS, RankChannels, Received
+from flexd.control.protocol.messages import (
+    ControlMessage,
+    DaemonNotice,
+    EpochAnnouncement,
+    EpochEnd,
+    EpochMessage,
+    Fence,
+    Heartbeat,
+    Hello,
+    Listing,
+    Progress,
+    decode,
+    encode,
+)
 from flexd.control.protocol.report import PlacementState, RankIdentity
-from flexd.core.errors import StaleMessageError
+from flexd.core.errors import ControlError, StaleMessageError
+from flexd.core.keyspace import KeySpace, TableSpec
 
 RANKS = 3_431
+TABLES = KeySpace([TableSpec("item", 100, 4)])
+HELLOS = tuple(
+    Hello(RankIdentity("job", "a", rank, 1, 2, (1,), TABLES.digest), "i", f"s{rank}", f"n{rank}", PlacementState(0, 0))
+    for rank in (0, 1)
+)
+PEERS = (10, 11)
+FENCE = Fence("job", "a", 3, 7, "token")
+PROGRESS = Progress(FENCE, 0, 0)
 
 
 class _Server:
@@ -45,14 +71,16 @@ def hello(rank: int, ranks: int = RANKS, nonce: str = "") -> Hello:
 
 def channels(timeout_seconds: float = 15.0) -> tuple[RankChannels, _Server]:
     server = _Server()
-    return RankChannels(cast(ChannelServer, server), DaemonNotice("job", "i", "digest"), timeout_seconds), server
+    members = Membership("job", TABLES, silent_seconds=1e9)
+    notice = DaemonNotice("job", "i", TABLES.digest)
+    return RankChannels(cast(ChannelServer, server), notice, timeout_seconds, members, lambda *_, **__: None), server
 
 
 def test_no_message_of_an_epoch_grows_with_the_ranks() -> None:
     made, server = channels()
     hellos = tuple(map(hello, range(RANKS)))
     for peer, each in enumerate(hellos):
-        made.register(peer, each)
+        made._register(peer, each)
     Epoch(made, Topology(hellos), Fence("job", "a", 1, 1, "token"), 15.0, 100)
     assert len(server.sent) == RANKS
     assert max(len(message) for _, message in server.sent) < 512
@@ -65,17 +93,17 @@ def test_no_message_of_an_epoch_grows_with_the_ranks() -> None:
 
 def test_a_connection_speaks_for_one_rank_and_a_registration_has_one_connection() -> None:
     made, server = channels()
-    made.check_sender(3, hello(0))
-    made.register(3, hello(0))
-    made.check_sender(3, hello(0, nonce="again"))
+    made._check_sender(3, hello(0))
+    made._register(3, hello(0))
+    made._check_sender(3, hello(0, nonce="again"))
     with pytest.raises(StaleMessageError, match="rank 1 on another rank's connection"):
-        made.check_sender(3, hello(1))
-    made.register(3, hello(0, nonce="again"))
+        made._check_sender(3, hello(1))
+    made._register(3, hello(0, nonce="again"))
     assert made.peers_of(Topology((hello(0), hello(1)))) == (3, -1)
-    made.register(5, hello(0, nonce="anew"))
+    made._register(5, hello(0, nonce="anew"))
     assert server.closed == [(3, "replaced")]
     with pytest.raises(StaleMessageError, match="rank 0 on a connection that it has given up"):
-        made.check_sender(3, hello(0))
+        made._check_sender(3, hello(0))
     server.events = [Closed(3, "replaced")]
     assert made.receive(10, 0.0) == [], "its registration lives on another connection"
     assert made.peers_of(Topology((hello(0),))) == (5,)
@@ -89,9 +117,77 @@ def test_heartbeats_are_as_far_apart_as_ranks_and_timeout_allow(
 ) -> None:
     made, server = channels(timeout_seconds)
     for rank in range(ranks):
-        made.register(rank, hello(rank))
+        made._register(rank, hello(rank))
     for now in (100.0, 100.0 + 0.99 * seconds):
         made.send_heartbeats(now)
     assert [(peers, decode(message)) for peers, message in server.sent] == [(tuple(range(ranks)), Heartbeat())]
     made.send_heartbeats(100.0 + 1.01 * seconds)
     assert len(server.sent) == 2
+
+
+class Channel:
+    """An epoch of two ranks; what acts is recorded with its rank, or refused with the next of ``refusals``."""
+
+    def __init__(self) -> None:
+        self.channels, _ = channels()
+        self.members = self.channels._members
+        for peer, hello in zip(PEERS, HELLOS, strict=True):
+            self.channels._register(peer, hello)
+            self.members.accept(hello, 0.0)
+        self.epoch = Epoch(self.channels, Topology(HELLOS), FENCE, 1.0, 100)
+        self.acted: list[tuple[int, EpochMessage]] = []
+        self.refusals: list[ControlError] = []
+
+    def arrives(self, peer: int, message: ControlMessage | bytes, now: float = 1.0) -> None:
+        data = message if isinstance(message, bytes) else encode(message)
+        self.channels.dispatch(Received(peer, data, b""), now, self.epoch, self._act)
+
+    def _act(self, _: Epoch, rank: int, message: EpochMessage, __: object) -> None:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.acted.append((rank, message))
+
+    def heard_at(self) -> list[float]:
+        return [self.members._attempts["a"][rank].heard_at for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("peer", "message", "kind"),
+    [
+        *((10, replace(PROGRESS, fence=replace(FENCE, **change)), "stale") for change in (
+            {"epoch": 6}, {"token": "other"}, {"job": "other"}, {"attempt": "b"}, {"generation": 2},
+        )),
+        (99, PROGRESS, "stale"), (11, HELLOS[0], "stale"), (9, HELLOS[0], "stale"),
+        (10, replace(HELLOS[0], instance="another daemon"), "stale"),
+        (10, encode(PROGRESS)[:-1], "malformed"), (10, b"", "malformed"),
+        (10, DaemonNotice("job", "i", ""), "malformed"),
+        (10, b'{"kind":"greeting"}', "unknown"),
+        (12, replace(HELLOS[0], session="another", identity=replace(HELLOS[0].identity, rank=2)), "identity"),
+    ],
+)  # fmt: skip
+def test_what_is_not_in_order_is_counted_and_does_not_act(peer: int, message: ControlMessage, kind: str) -> None:
+    channel = Channel()
+    channel.arrives(peer, message)
+    assert (channel.acted, channel.heard_at()) == ([], [0.0, 0.0])
+    assert channel.channels.refused == {kind: 1}
+    assert kind in REFUSED_KINDS
+    channel.arrives(11, PROGRESS)
+    assert (channel.acted, channel.heard_at()) == ([(1, PROGRESS)], [0.0, 1.0])
+
+
+def test_outside_of_an_epoch_its_messages_are_stale() -> None:
+    channel = Channel()
+    channel.channels.dispatch(Received(10, encode(EpochEnd(FENCE)), b""), 1.0, None, channel._act)
+    assert channel.channels.refused == {"stale": 1}
+
+
+def test_a_message_that_comes_too_early_acts_when_it_is_repeated_and_is_no_sign_of_life() -> None:
+    channel = Channel()
+    channel.refusals = [StaleMessageError("not requested"), ControlError("malformed")]
+    listing = Listing(FENCE, version=0, rows=0)
+    for now in (1.0, 2.0):
+        channel.arrives(10, listing, now)
+    assert channel.channels.refused == {"stale": 1, "malformed": 1}
+    assert channel.heard_at()[0] == 0.0
+    channel.arrives(10, listing, 3.0)
+    assert (channel.acted, channel.heard_at()[0]) == ([(0, listing)], 3.0)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.control.daemon.journal import PlacementJournal, Segment
-from flexd.control.daemon.journal_frames import Chunk
+from flexd.control.daemon.journal import Chunk, PlacementJournal, Segment
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 from flexd.control.daemon.pusher import ChunkLimits, ChunkPusher

@@ -14,7 +14,7 @@ import pytest
 from flexd.control.agent.inbox import Prepared
 from flexd.control.daemon.migration_record import MigrationState
 from flexd.control.daemon.pusher import MAX_TRIES
-from flexd.control.protocol.bodies import RowsAssembly
+from flexd.control.protocol.messages import RowsAssembly
 from flexd.core.errors import ControlError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
