@@ -23,6 +23,7 @@ from flexd.cli import (
     state_commands,
 )
 from flexd.cli.exit_codes import MEANINGS, ExitCode, exit_code_of
+from flexd.cli.options import with_options
 from flexd.core.errors import FlexdError
 
 app = typer.Typer(
@@ -63,9 +64,9 @@ for command in (
 app.add_typer(show_commands.affinity, name="affinity")
 app.add_typer(state_commands.app, name="state")
 app.command("demo")(demo_command.demo)
-app.command("simulate")(simulate_command.simulate)
-app.command("advise")(advise_command.advise)
-app.command("shard")(shard_command.shard)
+app.command("simulate")(with_options(simulate_command.simulate))
+app.command("advise")(with_options(advise_command.advise))
+app.command("shard")(with_options(shard_command.shard))
 app.command("probe")(probe_command.probe)
 app.command("doctor")(doctor_command.doctor)
 

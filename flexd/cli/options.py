@@ -5,12 +5,14 @@ A script or a pipe never waits for an answer.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -85,3 +87,38 @@ def waiting_shown(waits: bool) -> Iterator[None]:
 
     with Console(stderr=True).status("waiting for the migration; flexd status shows its parts"):
         yield
+
+
+Settings = TypeVar("Settings")
+
+
+def with_options(command: Callable[[Settings], None]) -> Callable[..., None]:
+    """Return the function that typer makes a command of: its parameters are the fields of the dataclass that
+    ``command`` takes, and of dataclasses in it, each annotated as an option."""
+    kind = get_type_hints(command)[next(iter(inspect.signature(command).parameters))]
+    options = list(_options(kind))
+
+    def run(**given: Any) -> None:
+        command(_filled(kind, given))
+
+    run.__doc__ = command.__doc__
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    setattr(run, "__signature__", inspect.Signature(options))  # noqa: B010
+    return run
+
+
+def _options(kind: type) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    for each in fields(kind):
+        if is_dataclass(hints[each.name]):
+            yield from _options(hints[each.name])
+        else:
+            default = inspect.Parameter.empty if each.default is MISSING else each.default
+            yield inspect.Parameter(
+                each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each.name]
+            )
+
+
+def _filled(kind: Any, given: dict[str, Any]) -> Any:
+    hints = get_type_hints(kind)
+    return kind(**{name: _filled(hint, given) if is_dataclass(hint) else given[name] for name, hint in hints.items()})

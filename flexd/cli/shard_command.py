@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,15 +13,7 @@ import typer
 
 from flexd.cli.options import OutputOption, check_file
 from flexd.cli.render import OutputFormat, blocks_of, emit
-from flexd.cli.simulate_command import (
-    DTypeOption,
-    LocalRanksOption,
-    NodesOption,
-    OptimizerOption,
-    PresetOption,
-    TopologyOption,
-    make_cluster,
-)
+from flexd.cli.simulate_command import ClusterOptions, DTypeOption, OptimizerOption
 from flexd.core import units
 from flexd.core.model import Model, Show
 
@@ -50,21 +42,18 @@ class LeftOutKind(StrEnum):
     DATA_PARALLEL = "data_parallel"
 
 
-MemoryOption = Annotated[
-    float,
-    typer.Option("--memory-gb", metavar="GB", min=1e-6, help="10^9 bytes of a rank for rows, states and gradients."),
-]
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions:
+    """Options of ``flexd shard``."""
 
-
-def shard(
     tables: Annotated[
         str,
         typer.Argument(metavar="TABLES", help="Table list (.csv, .json), or a Python function, module:function."),
-    ],
+    ]
     trainer: Annotated[
         Literal["torchrec", "flexd"],
         typer.Option("--for", help="Who trains with it: TorchRec, or flexd by sharding types and pooling places."),
-    ] = "torchrec",
+    ] = "torchrec"
     plan: Annotated[
         Path | None,
         typer.Option(
@@ -72,32 +61,36 @@ def shard(
             metavar="FILE.json",
             help="Where it is written. [default: sharding.json, with --for flexd rules.json]",
         ),
-    ] = None,
-    nodes: NodesOption = 2,
-    local_ranks: LocalRanksOption = 2,
-    preset: PresetOption = None,
-    topology: TopologyOption = None,
-    memory_gb: MemoryOption = 40.0,
+    ] = None
+    cluster: ClusterOptions
+    memory_gb: Annotated[
+        float,
+        typer.Option(
+            "--memory-gb", metavar="GB", min=1e-6, help="10^9 bytes of a rank for rows, states and gradients."
+        ),
+    ] = 40.0
     zipf: Annotated[
         float, typer.Option("--zipf", help="Exponent of tables that the trace does not have.", min=0, max=4)
-    ] = 1.05,
+    ] = 1.05
     trace: Annotated[
         Path | None,
         typer.Option(
             "--trace", metavar="FILE.npz", exists=True, dir_okay=False, help="Measured accesses (docs/demo.md)."
         ),
-    ] = None,
+    ] = None
     without: Annotated[
         list[LeftOutKind] | None,
         typer.Option("--without", help="A sharding type that no table may get; repeatable."),
-    ] = None,
+    ] = None
     batch: Annotated[
         int, typer.Option("--batch", help="Samples of a rank, of a function's tables without batch_sizes.", min=1)
-    ] = 512,
-    dtype: DTypeOption = "float32",
-    optimizer: OptimizerOption = "rowwise_adagrad",
-    output: OutputOption = OutputFormat.TABLE,
-) -> None:
+    ] = 512
+    dtype: DTypeOption = "float32"
+    optimizer: OptimizerOption = "rowwise_adagrad"
+    output: OutputOption = OutputFormat.TABLE
+
+
+def shard(given: ShardOptions) -> None:
     """Choose the sharding of every table, for TorchRec or for flexd's trainer.
 
     Needs no daemon and no GPU. Load the plan by flexd.torchrec.sharding_plan(model, FILE), or sharding types and
@@ -105,10 +98,9 @@ def shard(
 
     Example: flexd shard tables.csv --nodes 2 --local-ranks 8 --plan sharding.json
     """
-    file = plan or Path("rules.json" if trainer == "flexd" else "sharding.json")
+    file = given.plan or Path("rules.json" if given.trainer == "flexd" else "sharding.json")
     check_file("--plan", file)
     from flexd.cli.model_tables import tables_of_source
-    from flexd.core.layout import RankLayout
     from flexd.planner.tables.sharding import (
         TableStatistics,
         listed_seconds,
@@ -119,29 +111,30 @@ def shard(
         torchrec_sharding,
     )
 
-    statistics = TableStatistics(zipf, None if trace is None else _counted(trace), dtype, optimizer)
-    listed, layout = tables_of_source(tables, batch), RankLayout(nodes, local_ranks)
-    cluster = make_cluster(preset, topology, 1.0)
-    left_out = [kind.value for kind in without or ()]
-    if trainer == "flexd":
-        rules = plan_rules(listed, layout, cluster, memory_gb * 1e9, statistics, without=left_out)
+    profile = None if given.trace is None else _counted(given.trace)
+    statistics = TableStatistics(given.zipf, profile, given.dtype, given.optimizer)
+    listed, layout = tables_of_source(given.tables, given.batch), given.cluster.layout()
+    cluster, memory_bytes = given.cluster.load(), given.memory_gb * 1e9
+    left_out = [kind.value for kind in given.without or ()]
+    if given.trainer == "flexd":
+        rules = plan_rules(listed, layout, cluster, memory_bytes, statistics, without=left_out)
         document = rules_document(listed, rules)
         shardings = Counter(
             f"{table['sharding'].partition(':')[0]} ({table['pooling_at'] or 'un-pooled'})"
             for table in document["tables"]
         )
-        _write(document, file, {"counts": shardings, "step_costs": step_cost_words(cluster)}, output)
+        _write(document, file, {"counts": shardings, "step_costs": step_cost_words(cluster)}, given.output)
         return
     listed_ranks = 1 + max((max(table.ranks, default=-1) for table in listed), default=-1)
     # A list may come from another job: its plan is then no reason to make none.
     fits = listed_ranks <= layout.world_size
     before = listed_seconds(listed, layout, cluster, statistics) if fits else None
-    found = shard_tables(listed, layout, cluster, memory_gb * 1e9, statistics, without=left_out)
+    found = shard_tables(listed, layout, cluster, memory_bytes, statistics, without=left_out)
     document = sharding_document(listed, found)
     document["predicted"]["listed_step_seconds"] = before
     shardings = Counter(kind for kind, _ in torchrec_sharding(found))
     unpriced = "" if fits else f"not priced: it is for {listed_ranks} ranks or more"
-    _write(document, file, {"counts": shardings, "listed_plan": unpriced}, output)
+    _write(document, file, {"counts": shardings, "listed_plan": unpriced}, given.output)
 
 
 def _counted(trace: Path) -> Profile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,11 +22,16 @@ if TYPE_CHECKING:
 
 
 DEFAULT_PRESET = "azure-a100-200g"
+DRAWN_BATCH = 512
+"""Samples of a rank and step where look-ups are drawn."""
 # As in flexd.core.keyspace, which imports numpy: a client command does not wait for it.
-RowDType = Literal["float64", "float32", "float16", "bfloat16"]
-RowOptimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam"]
-
-
+DTypeOption = Annotated[
+    Literal["float64", "float32", "float16", "bfloat16"], typer.Option("--dtype", help="Type of the rows.")
+]
+OptimizerOption = Annotated[
+    Literal["sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam"],
+    typer.Option("--optimizer", help="Optimizer, whose state migrates with a row and is in each copy."),
+]
 SamplesOption = Annotated[
     SampleKind,
     typer.Option(
@@ -41,40 +47,101 @@ LengthsOption = Annotated[
         help="Only samples with a full history (fixed), or samples as long as the histories of their users (real).",
     ),
 ]
-NodesOption = Annotated[int, typer.Option("--nodes", help="Nodes.", min=1, max=4096)]
-LocalRanksOption = Annotated[int, typer.Option("--local-ranks", help="Ranks in each node.", min=1, max=64)]
-PresetOption = Annotated[
-    str | None, typer.Option("--preset", help=f"Cluster that prices the exchange. [default: {DEFAULT_PRESET}]")
-]
-TopologyOption = Annotated[
-    Path | None,
-    typer.Option("--topology", metavar="FILE.yaml", help="Topology file that prices the exchange, from flexd probe."),
-]
-BatchOption = Annotated[
-    int | None,
-    typer.Option(
-        "--batch", help="Samples of each rank in a step, or micro-batch. [default: 512, or what the trace has]", min=1
-    ),
-]
-MicroBatchesOption = Annotated[
-    int, typer.Option("--micro-batches", help="Forward and backward passes of each step.", min=1, max=4096)
-]
-DimOption = Annotated[int, typer.Option("--dim", help="Numbers in a row.", min=1, max=65_536)]
-DTypeOption = Annotated[RowDType, typer.Option("--dtype", help="Type of the rows.")]
-OptimizerOption = Annotated[
-    RowOptimizer, typer.Option("--optimizer", help="Optimizer, whose state migrates with a row and is in each copy.")
-]
-ReplicaFractionOption = Annotated[
-    float, typer.Option("--replica-fraction", help="Replica slots of a rank, as a share of all rows.")
-]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of random numbers.", min=0)]
 
 
-DRAWN_BATCH = 512
-"""Samples of a rank and step where look-ups are drawn."""
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Ranks, and the cluster that prices what they exchange."""
+
+    nodes: Annotated[int, typer.Option("--nodes", help="Nodes.", min=1, max=4096)] = 2
+    local_ranks: Annotated[int, typer.Option("--local-ranks", help="Ranks in each node.", min=1, max=64)] = 2
+    preset: Annotated[
+        str | None, typer.Option("--preset", help=f"Cluster that prices the exchange. [default: {DEFAULT_PRESET}]")
+    ] = None
+    topology: Annotated[
+        Path | None,
+        typer.Option(
+            "--topology", metavar="FILE.yaml", help="Topology file that prices the exchange, from flexd probe."
+        ),
+    ] = None
+
+    def layout(self) -> RankLayout:
+        from flexd.core.layout import RankLayout
+
+        return RankLayout(self.nodes, self.local_ranks)
+
+    def load(self, scale: float = 1.0) -> Cluster:
+        """``scale``: bytes of a step of the job over those of the replay; divides latencies."""
+        from flexd.topology.files import load_cluster, load_preset, scale_model
+
+        if self.preset is not None and self.topology is not None:
+            raise ConfigError("--preset and --topology", remedy="give one of them")
+        if self.topology is not None:
+            return scale_model(load_cluster(self.topology), scale)
+        return scale_model(load_preset(self.preset or DEFAULT_PRESET), scale)
 
 
-def simulate(
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Batches that are replayed, and what a row is."""
+
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            "--batch",
+            help="Samples of each rank in a step, or micro-batch. [default: 512, or what the trace has]",
+            min=1,
+        ),
+    ] = None
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", help="Forward and backward passes of each step.", min=1, max=4096)
+    ] = 1
+    history: Annotated[
+        int, typer.Option("--history", help="Rows that a sample looks up; of a trace, besides its target.", min=1)
+    ] = 32
+    samples: SamplesOption = SampleKind.SEQUENCES
+    lengths: LengthsOption = SampleLengths.FIXED
+    dim: Annotated[int, typer.Option("--dim", help="Numbers in a row.", min=1, max=65_536)] = 64
+    dtype: DTypeOption = "float32"
+    optimizer: OptimizerOption = "rowwise_adagrad"
+    replica_fraction: Annotated[
+        float, typer.Option("--replica-fraction", help="Replica slots of a rank, as a share of all rows.")
+    ] = 0.05
+    seed: SeedOption = 0
+
+    def row_format(self) -> RowFormat:
+        from flexd.simulate.accesses import RowFormat
+
+        return RowFormat(self.dim, self.dtype, self.optimizer)
+
+    def of_trace(self, path: Path | None, layout: RankLayout, steps: int) -> Accesses:
+        """Return the accesses of a trace; None: of the built-in one."""
+        from flexd.simulate.accesses import trace_accesses
+        from flexd.stream.trace import built_in_trace, load_trace
+
+        events = built_in_trace(self.seed) if path is None else load_trace(path)
+        options = BatchOptions(self.history, self.batch, steps, self.samples, self.lengths, self.micro_batches)
+        return trace_accesses(
+            "built-in trace" if path is None else path.stem, events, layout, self.row_format(), options
+        )
+
+
+@dataclass(frozen=True)
+class ZipfOptions:
+    """A stream that is drawn."""
+
+    zipf: Annotated[
+        float | None, typer.Option("--zipf", metavar="EXPONENT", help="Simulate a Zipf stream instead.")
+    ] = None
+    rows: Annotated[int, typer.Option("--rows", help="Rows of the Zipf stream's table.")] = 1_000_000
+    drift: Annotated[float, typer.Option("--drift", help="New top rows of the Zipf stream per step.")] = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """Options of ``flexd simulate``."""
+
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -84,100 +151,57 @@ def simulate(
             dir_okay=False,
             help="Events to replay (docs/demo.md); default: drifting Zipf with users.",
         ),
-    ] = None,
-    zipf: Annotated[
-        float | None, typer.Option("--zipf", metavar="EXPONENT", help="Simulate a Zipf stream instead.")
-    ] = None,
-    rows: Annotated[int, typer.Option("--rows", help="Rows of the Zipf stream's table.")] = 1_000_000,
-    drift: Annotated[float, typer.Option("--drift", help="New top rows of the Zipf stream per step.")] = 0.0,
-    nodes: NodesOption = 2,
-    local_ranks: LocalRanksOption = 2,
-    preset: PresetOption = None,
-    topology: TopologyOption = None,
+    ] = None
+    drawn: ZipfOptions
+    cluster: ClusterOptions
     scale: Annotated[
         float,
         typer.Option("--scale", help="Bytes of a step of the job over those of the replay; divides latencies."),
-    ] = 1.0,
-    replica_fraction: ReplicaFractionOption = 0.05,
-    batch: BatchOption = None,
-    micro_batches: MicroBatchesOption = 1,
-    history: Annotated[
-        int, typer.Option("--history", help="Rows that a sample looks up, besides its target.", min=1)
-    ] = 32,
-    samples: SamplesOption = SampleKind.SEQUENCES,
-    lengths: LengthsOption = SampleLengths.FIXED,
-    steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=4, max=1_000_000)] = 300,
-    dim: DimOption = 64,
-    dtype: DTypeOption = "float32",
-    optimizer: OptimizerOption = "rowwise_adagrad",
-    interval_steps: Annotated[int, typer.Option("--interval-steps", help="Steps between two plans.", min=1)] = 5,
+    ] = 1.0
+    replay: ReplayOptions
+    steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=4, max=1_000_000)] = 300
+    interval_steps: Annotated[int, typer.Option("--interval-steps", help="Steps between two plans.", min=1)] = 5
     half_life_steps: Annotated[
         float,
         typer.Option("--half-life-steps", help="Steps in which an access loses half its weight; inf disables decay."),
-    ] = 20.0,
+    ] = 20.0
     horizon_steps: Annotated[
         float, typer.Option("--horizon-steps", help="Steps within which a migration must pay for itself.")
-    ] = 300.0,
-    seed: SeedOption = 0,
-    output: OutputOption = OutputFormat.TABLE,
-) -> None:
+    ] = 300.0
+    output: OutputOption = OutputFormat.TABLE
+
+
+def simulate(given: SimulateOptions) -> None:
     """Replay accesses through planners and count the bytes moved.
 
     Compares row-wise sharding, two-hop, one plan for ever, re-planning, and an oracle.
 
     Example: flexd simulate --trace events.npz --scale 5000
     """
-    if trace is not None and zipf is not None:
+    drawn, replay, steps = given.drawn, given.replay, given.steps
+    if given.trace is not None and drawn.zipf is not None:
         raise ConfigError("--trace and --zipf", remedy="give one of them")
-    from flexd.core.layout import RankLayout
-    from flexd.simulate.accesses import RowFormat, zipf_accesses
+    from flexd.simulate.accesses import zipf_accesses
     from flexd.simulate.simulation import SimulationSettings, simulate
     from flexd.simulate.summary import summarise
 
-    layout = RankLayout(nodes, local_ranks)
+    layout = given.cluster.layout()
     settings = SimulationSettings(
-        replica_fraction=replica_fraction,
-        interval_steps=interval_steps,
-        half_life_steps=half_life_steps,
-        horizon_steps=horizon_steps,
+        replica_fraction=replay.replica_fraction,
+        interval_steps=given.interval_steps,
+        half_life_steps=given.half_life_steps,
+        horizon_steps=given.horizon_steps,
     )
-    cluster = make_cluster(preset, topology, scale)
-    row_format = RowFormat(dim, dtype, optimizer)
-    if zipf is not None:
-        accesses = zipf_accesses(
-            layout, row_format, table_rows=rows, exponent=zipf, drift_rows=drift,
-            accesses_per_rank=(batch or DRAWN_BATCH) * (history + 1), steps=steps, seed=seed,
-            micro_batches=micro_batches,
-        )  # fmt: skip
+    cluster = given.cluster.load(given.scale)
+    if drawn.zipf is None:
+        accesses = replay.of_trace(given.trace, layout, steps)
     else:
-        options = BatchOptions(history, batch, steps, samples, lengths, micro_batches)
-        accesses = make_trace_accesses(trace, layout, row_format, options, seed)
-    simulation = simulate(accesses, layout, cluster, settings, progress=show_progress(steps))
-    present(summarise(simulation), output)
-
-
-def make_cluster(preset: str | None, topology: Path | None, scale: float) -> Cluster:
-    from flexd.topology.files import load_cluster, load_preset, scale_model
-
-    if preset is not None and topology is not None:
-        raise ConfigError("--preset and --topology", remedy="give one of them")
-    cluster = load_cluster(topology) if topology is not None else load_preset(preset or DEFAULT_PRESET)
-    return scale_model(cluster, scale)
-
-
-def make_trace_accesses(
-    path: Path | None,
-    layout: RankLayout,
-    row_format: RowFormat,
-    options: BatchOptions,
-    seed: int,
-) -> Accesses:
-    from flexd.simulate.accesses import trace_accesses
-    from flexd.stream.trace import built_in_trace, load_trace
-
-    events = built_in_trace(seed) if path is None else load_trace(path)
-    name = "built-in trace" if path is None else path.stem
-    return trace_accesses(name, events, layout, row_format, options)
+        accesses = zipf_accesses(
+            layout, replay.row_format(), table_rows=drawn.rows, exponent=drawn.zipf, drift_rows=drawn.drift,
+            accesses_per_rank=(replay.batch or DRAWN_BATCH) * (replay.history + 1), steps=steps, seed=replay.seed,
+            micro_batches=replay.micro_batches,
+        )  # fmt: skip
+    present(summarise(simulate(accesses, layout, cluster, settings, progress=show_progress(steps))), given.output)
 
 
 def show_progress(steps: int) -> Callable[[int], None] | None:
