@@ -9,7 +9,7 @@ from pydantic import Field
 
 from flexd.api.base import TIERS, RequestBody, RowsByTier, TierName
 from flexd.api.planning import GateReport, gate_report
-from flexd.core.model import FiniteOrNone, Model
+from flexd.core.model import DETAIL, FiniteOrNone, Model, Show
 
 if TYPE_CHECKING:
     from flexd.operations.planning import Gate
@@ -29,8 +29,52 @@ class ExplainRequest(RequestBody):
     """Number of the hottest rows, if no row is given."""
 
 
+class AccessRange(Model):
+    """An estimate and its bounds."""
+
+    estimate: FiniteOrNone = None
+    """Estimate."""
+    lower: FiniteOrNone = None
+    """Lower bound, which a promotion must pay off with."""
+    upper: FiniteOrNone = None
+    """Upper bound, with which the copies must not pay off for a demotion."""
+
+
+class RowTouchReport(Model):
+    """Probabilities that a row is looked up in a step."""
+
+    per_rank: FiniteOrNone = None
+    """By one rank (or the number of micro-batches): u."""
+    per_node: FiniteOrNone = None
+    """By any rank of one node: v."""
+    anywhere: FiniteOrNone = None
+    """By any rank: w."""
+
+
+class RowHome(Model):
+    """Where a row lives."""
+
+    rank: int = 0
+    """Rank of the authoritative copy; of a re-homed row, the rank to which it can come back."""
+    moved_to: int | None = None
+    """The node in which the row lives instead of that of its home rank; null if it has not moved."""
+    affinity_node: int | None = None
+    """The node in which it would live by affinity, of the newest plan; null if it is not among the sampled rows."""
+    affinity_share: FiniteOrNone = None
+    """Share of its touches that would come from that node, with samples dealt."""
+
+
+class SlotsInUse(Model):
+    """Replica slots of the table's dim-group on the fullest rank."""
+
+    used: int = 0
+    """In use, in the plan."""
+    total: int = 0
+    """Of a rank."""
+
+
 class RowReport(Model):
-    """One row. Accesses are expected look-ups of the whole job in one step."""
+    """One row."""
 
     row: int
     """Id of the row in its table."""
@@ -40,18 +84,10 @@ class RowReport(Model):
     """True if the profile lists the row; if not, the mean of the table's unlisted rows is used."""
     place: int = 0
     """1 for the most frequent row of the table; 0 if not listed."""
-    accesses_per_step: FiniteOrNone = None
-    """Estimate."""
-    accesses_lower: FiniteOrNone = None
-    """Lower bound, which a promotion must pay off with."""
-    accesses_upper: FiniteOrNone = None
-    """Upper bound, with which the copies must not pay off for a demotion."""
-    per_rank: FiniteOrNone = None
-    """Probability (or number of micro-batches) that one rank looks it up in a step: u."""
-    per_node: FiniteOrNone = None
-    """Probability that any rank of one node looks it up in a step: v."""
-    anywhere: FiniteOrNone = None
-    """Probability that any rank looks it up in a step: w."""
+    accesses: Annotated[AccessRange, Show("accesses per step", lambda found: f"{found.estimate:.4g}")] = AccessRange()
+    """Expected look-ups of the whole job in one step."""
+    touches: Annotated[RowTouchReport, DETAIL] = RowTouchReport()
+    """How often it is needed in a step."""
     seconds: dict[TierName, FiniteOrNone] = Field(default_factory=dict)
     """Exposed communication that the row costs a step in each tier."""
     live: TierName = "HOME"
@@ -60,16 +96,10 @@ class RowReport(Model):
     """Tier if a plan were made now."""
     reason: ReasonName = "saves"
     """Reason for the planned tier."""
-    home_rank: int = 0
-    """Rank of the authoritative copy; of a row that has moved, the rank to which it can come back."""
-    moved_to: int | None = None
-    """The node in which the row lives instead of that of its home rank; null if it has not moved."""
+    home: Annotated[RowHome, DETAIL] = RowHome()
+    """The place of its authoritative copy."""
     source_node_share: tuple[float, ...] | None = None
     """Shares of its accesses by the node they come from; null if not known."""
-    affinity_node: int | None = None
-    """The node in which it would live by affinity, of the newest plan; null if it is not among the sampled rows."""
-    affinity_share: FiniteOrNone = None
-    """Share of its touches that would come from that node, with samples dealt."""
 
 
 class ThresholdReport(Model):
@@ -104,10 +134,8 @@ class Explanation(Model):
     """Rows by tier now."""
     planned_rows: RowsByTier = Field(default_factory=dict)
     """Rows by tier if a plan were made now."""
-    slots_used: int = 0
-    """Replica slots in use on the fullest rank, in the plan, of the table's dim-group."""
-    slots: int = 0
-    """Replica slots of a rank for that dim-group."""
+    slots: SlotsInUse = SlotsInUse()
+    """Replica slots of the table's dim-group."""
     sync_latency_seconds: FiniteOrNone = None
     """Fixed cost per step of synchronising replicas at all."""
     thresholds: tuple[ThresholdReport, ...] = ()
@@ -131,6 +159,7 @@ def explanation(
     """
     return Explanation.from_object(
         made,
+        slots=SlotsInUse(used=made.slots_used, total=made.slots),
         live_rows=dict(zip(TIERS, made.live_rows.tolist(), strict=True)),
         planned_rows=dict(zip(TIERS, made.planned_rows.tolist(), strict=True)),
         thresholds=tuple(ThresholdReport.from_object(each, tier=each.tier.name) for each in made.thresholds),
@@ -140,20 +169,17 @@ def explanation(
 
 
 def _row(row: RowExplanation, affinity: tuple[int, float] | None) -> RowReport:
-    (estimate, lower, upper), (per_rank, per_node, anywhere) = row.accesses, row.touches
+    estimate, lower, upper = row.accesses
+    per_rank, per_node, anywhere = row.touches
+    node, share = affinity or (None, None)
     return RowReport.from_object(
         row,
         listed=row.place > 0,
-        accesses_per_step=estimate,
-        accesses_lower=lower,
-        accesses_upper=upper,
-        per_rank=per_rank,
-        per_node=per_node,
-        anywhere=anywhere,
+        accesses=AccessRange(estimate=estimate, lower=lower, upper=upper),
+        touches=RowTouchReport(per_rank=per_rank, per_node=per_node, anywhere=anywhere),
         seconds=dict(zip(TIERS, row.seconds.tolist(), strict=True)),
         live=row.live.name,
         planned=row.planned.name,
         reason=row.reason.value,
-        affinity_node=None if affinity is None else affinity[0],
-        affinity_share=None if affinity is None else affinity[1],
+        home=RowHome(rank=row.home_rank, moved_to=row.moved_to, affinity_node=node, affinity_share=share),
     )

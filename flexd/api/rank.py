@@ -44,24 +44,9 @@ class LiveJob(Model):
     """Reason why they are not ready; null if they are."""
 
 
-class TopologyStatus(LiveJob):
-    """The training ranks that have registered, and the control channel to them; counters run since the daemon
-    started."""
+class ChannelStatus(Model):
+    """The control channel to the ranks; counters run since the daemon started."""
 
-    missing_ranks: tuple[int, ...] = ()
-    """Ranks of the newest attempt that are not here; when none is here, all of the last attempt that was complete."""
-    refused_ranks: tuple[RefusedRankStatus, ...] = ()
-    """Ranks that the daemon refused in the last seconds, newest first."""
-    attempts_waiting: int = 0
-    """Attempts that are refused because another one holds the job."""
-    cluster: str | None = None
-    """Name of the cluster description that prices plans."""
-    ranks: int = 0
-    """Ranks that the newest attempt has."""
-    ranks_ready: int = 0
-    """Ranks of it that have joined the control channel."""
-    epochs: int = 0
-    """Epochs of the control channel begun."""
     refused_messages: dict[str, int] = Field(default_factory=dict)
     """Control messages refused, by kind."""
     malformed_reports: dict[str, int] = Field(default_factory=dict)
@@ -85,9 +70,48 @@ class TopologyStatus(LiveJob):
         """Return the refused connections in words; empty if there are none."""
         return ", ".join(f"{reason} {number}" for reason, number in self.refused_connections.items() if number)
 
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.local_ranks
+    FAMILIES = (
+        counter(
+            "flexd_control_refused_messages", "Control messages refused, by kind.", "refused_messages", ("kind",)
+        ),
+        counter(
+            "flexd_control_malformed_reports", "Step reports refused, by the field that was not in order.",
+            "malformed_reports", ("field",),
+        ),
+        counter("flexd_control_refused_chunks", "Chunks that a rank refused whole.", "refused_chunks"),
+        gauge(
+            "flexd_control_connections", "Connections to the control port, proven and not.",
+            lambda channel: {"proven": channel.connections, "unproven": channel.connections_unproven}, ("state",),
+        ),
+        counter("flexd_control_proven_connections", "Connections that proved themselves.", "proven_connections"),
+        counter(
+            "flexd_control_refused_connections", "Connections that ended before they had proven themselves, by reason.",
+            "refused_connections", ("reason",),
+        ),
+        gauge("flexd_control_queued_bytes", "In memory, waiting to be sent to ranks.", "queued_bytes"),
+        gauge("flexd_control_unread_bytes", "In memory, received and not handled yet.", "unread_bytes"),
+    )  # fmt: skip
+
+
+class TopologyStatus(LiveJob):
+    """The training ranks that have registered."""
+
+    missing_ranks: tuple[int, ...] = ()
+    """Ranks of the newest attempt that are not here; when none is here, all of the last attempt that was complete."""
+    refused_ranks: tuple[RefusedRankStatus, ...] = ()
+    """Ranks that the daemon refused in the last seconds, newest first."""
+    attempts_waiting: int = 0
+    """Attempts that are refused because another one holds the job."""
+    cluster: str | None = None
+    """Name of the cluster description that prices plans."""
+    ranks: int = 0
+    """Ranks that the newest attempt has."""
+    ranks_ready: int = 0
+    """Ranks of it that have joined the control channel."""
+    epochs: int = 0
+    """Epochs of the control channel begun."""
+    channel: ChannelStatus = ChannelStatus()
+    """The control channel to them."""
 
     FAMILIES = (
         counter("flexd_control_epochs", "Epochs of the control channel begun.", "epochs"),
@@ -100,25 +124,6 @@ class TopologyStatus(LiveJob):
             "flexd_control_attempts_waiting", "Attempts that are refused because another one holds the job.",
             "attempts_waiting",
         ),
-        counter(
-            "flexd_control_refused_messages", "Control messages refused, by kind.", "refused_messages", ("kind",)
-        ),
-        counter(
-            "flexd_control_malformed_reports", "Step reports refused, by the field that was not in order.",
-            "malformed_reports", ("field",),
-        ),
-        counter("flexd_control_refused_chunks", "Chunks that a rank refused whole.", "refused_chunks"),
-        gauge(
-            "flexd_control_connections", "Connections to the control port, proven and not.",
-            lambda status: {"proven": status.connections, "unproven": status.connections_unproven}, ("state",),
-        ),
-        counter("flexd_control_proven_connections", "Connections that proved themselves.", "proven_connections"),
-        counter(
-            "flexd_control_refused_connections", "Connections that ended before they had proven themselves, by reason.",
-            "refused_connections", ("reason",),
-        ),
-        gauge("flexd_control_queued_bytes", "In memory, waiting to be sent to ranks.", "queued_bytes"),
-        gauge("flexd_control_unread_bytes", "In memory, received and not handled yet.", "unread_bytes"),
     )  # fmt: skip
 
 
@@ -200,6 +205,15 @@ def topology_status(
     """Return the ranks that have registered and the state of the control channel."""
     from flexd.control.daemon.channel_events import REFUSED_REASONS
 
+    status = ChannelStatus.from_object(
+        control,
+        connections=channel.peers,
+        connections_unproven=channel.unproven,
+        proven_connections=channel.proven,
+        refused_connections=with_zeros(REFUSED_REASONS, channel.refused),
+        queued_bytes=channel.queued_bytes,
+        unread_bytes=channel.unread_bytes,
+    )
     return TopologyStatus.from_object(
         control,
         refused_ranks=tuple(RefusedRankStatus.from_object(each) for each in control.refused_ranks),
@@ -212,12 +226,7 @@ def topology_status(
         ready=live is not None and live.ready,
         cluster=cluster,
         problem=control.reason or None,
-        connections=channel.peers,
-        connections_unproven=channel.unproven,
-        proven_connections=channel.proven,
-        refused_connections=with_zeros(REFUSED_REASONS, channel.refused),
-        queued_bytes=channel.queued_bytes,
-        unread_bytes=channel.unread_bytes,
+        channel=status,
     )
 
 

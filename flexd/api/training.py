@@ -152,6 +152,28 @@ class UsageWarningStatus(Model):
     """When the daemon received it."""
 
 
+class PrefetchStatus(Model):
+    """Batches that ``flexd.prefetch`` was given to locate ahead, over all ranks."""
+
+    located: int = 0
+    """All of them."""
+    unused: int = 0
+    """Those located for nothing, because the forward pass got other objects."""
+
+    FAMILIES = (
+        counter(
+            "flexd_training_unused_prefetches",
+            "Batches that flexd.prefetch located ahead for nothing, over all ranks: the loop changed their ids.",
+            "unused",
+        ),
+        counter(
+            "flexd_training_prefetches",
+            "Batches that flexd.prefetch was given to locate ahead, over all ranks, those for nothing included.",
+            "located",
+        ),
+    )
+
+
 class TrainingStatus(Model):
     """Sums over all ranks since the daemon started."""
 
@@ -168,10 +190,8 @@ class TrainingStatus(Model):
     """Step time spent in applying chunks."""
     newest_step: int = 0
     """The newest step that any rank reported."""
-    unused_prefetches: int = 0
-    """Batches whose rows ``flexd.prefetch`` located ahead for nothing, because the forward pass got other objects."""
-    prefetches: int = 0
-    """Batches that ``flexd.prefetch`` was given to locate ahead, those included."""
+    prefetches: PrefetchStatus = PrefetchStatus()
+    """Batches that were located ahead."""
     usage_warnings: tuple[UsageWarningStatus, ...] = ()
     """Usage warnings of the trainers by kind, the newest first."""
     exchange: str = ""
@@ -202,16 +222,6 @@ class TrainingStatus(Model):
             "flexd_training_apply_seconds", "Step time spent in applying chunks, over all ranks.", "apply_seconds"
         ),
         gauge("flexd_training_step", "The newest step that any rank reported.", "newest_step"),
-        counter(
-            "flexd_training_unused_prefetches",
-            "Batches that flexd.prefetch located ahead for nothing, over all ranks: the loop changed their ids.",
-            "unused_prefetches",
-        ),
-        counter(
-            "flexd_training_prefetches",
-            "Batches that flexd.prefetch was given to locate ahead, over all ranks, those for nothing included.",
-            "prefetches",
-        ),
         counter(
             "flexd_training_usage_warnings", "Usage warnings of the trainers' ranks, by kind.",
             lambda training: with_zeros(
@@ -262,6 +272,7 @@ def training_status(
     home, node, device = totals.accesses_by_tier
     return TrainingStatus.from_object(
         totals,
+        prefetches=PrefetchStatus(located=totals.prefetches, unused=totals.unused_prefetches),
         usage_warnings=tuple(UsageWarningStatus.from_object(each) for each in usage_warnings),
         accesses={"HOME": home, "NODE": node, "DEVICE": device},
         sent_bytes={kind: {link: totals.sent_bytes[kind, link] for link in LINKS} for kind in TRAFFIC_KINDS},

@@ -82,7 +82,7 @@ MOST_LISTED = 16
 _WRONG = re.compile(r"problem|reasons|lost|missing|healthy|unused|withheld|ending$|^no plan$")
 """Facts that report a fault; a terminal shows them in red."""
 MOST_COLUMNS = 8
-"""Values of the only entry of a list that are shown as a line; more are shown as facts."""
+"""Values of the only entry of a list that are shown as a line; more, or parts, are shown as facts."""
 _PLAIN = Show()
 _EMPTY: tuple[object, ...] = (None, "", (), [], {})
 _WORDS = (str, bool, tuple, Mapping, BaseModel)
@@ -126,7 +126,7 @@ def blocks_of(
         if isinstance(item, BaseModel):
             below += blocks_of(item, under, rows=rows, brief=show.brief)
         elif entries := entries_of(item):
-            one = not tables and len(entries) == 1 and len(list(_shown(entries[0][1]))) > MOST_COLUMNS
+            one = not tables and len(entries) == 1 and _is_large(entries[0][1])
             below += blocks_of(entries[0][1], under) if one else [table_of(under, entries, rows)]
         elif name in _SENTENCES and isinstance(item, tuple):
             # The answer to the question comes before its facts.
@@ -138,6 +138,11 @@ def blocks_of(
     wrong = frozenset(name for name, text in facts if _WRONG.search(name) or (name, text) == ("ready", "no"))
     shown: list[Block] = [Facts(title, tuple(facts), wrong)] if facts else []
     return shown if brief else [*above, *shown, *below]
+
+
+def _is_large(value: BaseModel) -> bool:
+    shown = [item for _, item, _ in _shown(value)]
+    return len(shown) > MOST_COLUMNS or any(isinstance(item, BaseModel) for item in shown)
 
 
 def table_of(title: str, entries: Sequence[tuple[str, BaseModel]], rows: int | None = None) -> Table:

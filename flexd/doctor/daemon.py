@@ -39,14 +39,14 @@ def daemon(status: DaemonStatus, differing_keys: Sequence[str]) -> Iterator[Find
     ):
         if problem and problem not in "; ".join(status.reasons):
             yield fault(what, problem, "see the daemon's log")
-    topology = status.topology
-    if topology.refused_connections.get("version"):
+    channel = status.topology.channel
+    if channel.refused_connections.get("version"):
         yield fault(
             "control port",
-            f"{topology.refused_connections['version']} connections of trainers of another version were refused",
+            f"{channel.refused_connections['version']} connections of trainers of another version were refused",
             "docs/upgrading.md says which versions work together",
         )
-    elif (refusals := topology.refusals()) and not topology.connections:
+    elif (refusals := channel.refusals()) and not channel.connections:
         yield fault(
             "control port",
             f"connections arrive and none proves itself: {refusals}",

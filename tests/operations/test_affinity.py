@@ -95,7 +95,7 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     row = int(moved.keys[0])
     made, gates = harness.planning.explain("item", row, 1)
     answer = explanation(made, gates)
-    assert answer.explained[0].moved_to == nodes[0]
+    assert answer.explained[0].home.moved_to == nodes[0]
     assert answer.live_rows["HOME"] == ROWS - len(live.copies)
     emit(answer, blocks_of(answer), OutputFormat.TABLE)
     assert f"moved to {nodes[0]}" in " ".join(capsys.readouterr().out.split())

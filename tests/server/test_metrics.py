@@ -13,7 +13,7 @@ from flexd.api.migration import MigrationCounts
 from flexd.api.placement import PlacementStatus
 from flexd.api.plan import CostReport, PlanReport
 from flexd.api.planning import PlanningStatus
-from flexd.api.rank import TopologyStatus
+from flexd.api.rank import ChannelStatus, TopologyStatus
 from flexd.api.status import DaemonStatus, SnapshotStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
@@ -53,8 +53,8 @@ FULL = DaemonStatus(
         steps=40, step_seconds=8.5, apply_seconds=0.1, newest_step=21,
     ),
     topology=TopologyStatus(
-        epochs=3, generation=2, ranks=4, ranks_ready=3, refused_messages={"stale": 1}, queued_bytes=70_000,
-        unread_bytes=512,
+        epochs=3, generation=2, ranks=4, ranks_ready=3,
+        channel=ChannelStatus(refused_messages={"stale": 1}, queued_bytes=70_000, unread_bytes=512),
     ),
     snapshot=SnapshotStatus(age_seconds=12.0, written=9, failures=1, bytes=5000, pause_seconds=0.25),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexd.api.base import ProbeResult
-from flexd.api.explanation import Explanation, RowReport, ThresholdReport
+from flexd.api.explanation import AccessRange, Explanation, RowReport, ThresholdReport
 from flexd.api.migration import AbortPreview, AbortResult, MigrationList, ReplanResult, RollbackPreview, ThrottleStatus
 from flexd.api.plan import PlanReport, ReplicationReport, ShareRangeReport, UserNodePage
 from flexd.api.planning import GateReport, ProposalList, ProposalReport
@@ -113,7 +113,8 @@ class FakeDaemon:
     def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
         self._enter("explain", table, row, hottest)
         seconds = {"HOME": 2e-9, "NODE": 1e-9}
-        rows = (RowReport(row=7 if row is None else row, accesses_per_step=3.0, seconds=seconds, planned="NODE"),)
+        accesses = AccessRange(estimate=3.0)
+        rows = (RowReport(row=7 if row is None else row, accesses=accesses, seconds=seconds, planned="NODE"),)
         node = ThresholdReport(tier="NODE", slots=1, slot_seconds=1e-10, promote_accesses=2.0, demote_accesses=1.5)
         return Explanation(table=table, rows=100, thresholds=(node,), explained=rows if hottest or row else ())
 

@@ -63,7 +63,9 @@ def test_ranks_of_both_versions_train_on_while_the_daemon_is_upgraded_and_set_ba
     run.world.rank_servers = [versions[rank % 2] for rank in range(WORLD)]
     with run:
         strike_all(run, "daemon upgraded", "daemon upgraded")
-        until(lambda: run.world.status()["topology"]["refused_messages"]["unknown"] > 0, 30.0, run.world.where)
+        until(
+            lambda: run.world.status()["topology"]["channel"]["refused_messages"]["unknown"] > 0, 30.0, run.world.where
+        )
         assert run.finish() == []
         assert run.checker.versions_checked > 0
 
