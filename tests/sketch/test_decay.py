@@ -44,18 +44,6 @@ def test_counters_follow_the_formula_whatever_the_order(events, half_life):
     assert np.allclose(got, exact, rtol=1e-5, atol=(len(events) + 2) * 2.0**-16)
 
 
-def test_future_accesses_count_as_of_their_arrival():
-    sketches = _set(10.0, 5.0)
-    sketches.ingest("t", np.array([0], dtype=np.int32), 0, T0 - 3, None, T0)
-    counts = sketches.ingest("t", np.array([1, 1, -1], dtype=np.int32), 0, T0 + 5.01, None, T0)
-    assert (counts.accepted, counts.negative_row, counts.future_clamped) == (2, 1, 2)
-    assert sketches.newest_event_seconds == T0
-    assert sketches.query("t", np.array([1]))[0] == pytest.approx(2, rel=1e-4)
-    counts = sketches.ingest("t", np.array([1], dtype=np.int32), 0, T0 + 5, None, T0)
-    assert counts.future_clamped == 0
-    assert sketches.newest_event_seconds == T0 + 5
-
-
 HALF_LIFE, ALLOWANCE = 600.0, 300.0
 
 

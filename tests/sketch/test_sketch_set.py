@@ -25,6 +25,7 @@ def test_a_profile_has_what_was_given_and_is_as_of_the_newest_event_or_later(hal
     sketches = sketch_set(half_life)
     for table in TABLES:
         sketches.ingest(table.name, np.arange(100), 0, T0)
+    assert sketches.ingest("other", np.arange(6), 0, T0 + 1e6) == AccessCounts(unknown_table=6), "the clock stays"
     profile = sketches.profile({"small": 11.0}, generation=7, lag_messages=3)
     assert (profile.generation, profile.lag_messages, profile.samples) == (7, 3, 200)
     assert profile.event_time_seconds == T0
@@ -36,16 +37,3 @@ def test_a_profile_has_what_was_given_and_is_as_of_the_newest_event_or_later(hal
     assert [table.weight for table in idle.tables] == pytest.approx([100 * factor] * 2, rel=1e-3)
     assert sketches.query("small", np.zeros(1, np.int64), 10.0) == pytest.approx(factor, rel=1e-3)
     assert sketches.profile(idle_seconds=-1.0).event_time_seconds == T0
-
-
-def test_every_access_is_counted_by_outcome():
-    sketches = sketch_set()
-    rows = np.array([-1, 0, 299, 300, -(2**60), 2**60], dtype=np.int64)
-    assert sketches.ingest("small", rows, 0, T0) == AccessCounts(accepted=2, negative_row=2, row_out_of_range=2)
-    assert sketches.ingest("other", rows, 0, T0 + 1e9) == AccessCounts(unknown_table=6)
-    assert sketches.newest_event_seconds == T0, "an unknown table does not move the clock"
-    edges = np.array([-1, 0, LARGE.rows - 1, LARGE.rows], dtype=np.int32)
-    got = sketches.ingest("large", edges, 0, T0 - 1)
-    assert got == AccessCounts(accepted=2, negative_row=1, row_out_of_range=1)
-    assert sketches.ingest("small", np.empty(0, dtype=np.int64), 0, T0) == AccessCounts()
-    assert sketches.samples == 4

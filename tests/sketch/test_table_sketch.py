@@ -137,17 +137,6 @@ def test_state_that_does_not_fit_is_refused(name: str):
         refused({other: value for other, value in meta.items() if other != key}, arrays)
 
 
-@pytest.mark.parametrize("name", BUDGETS)
-def test_a_coarser_unit_keeps_the_counts(name: str):
-    table, decay = make(name), ForwardDecay(3600.0, 1e9)
-    fed(table, decay, range(6))
-    before = table.query(ALL, decay)
-    table.rescale(3)
-    table.exponent += 3
-    within = 2.0**-6 if name == "count-min" else 2.0**-12
-    np.testing.assert_allclose(table.query(ALL, decay), before, rtol=1e-3, atol=within)
-
-
 @pytest.mark.parametrize("half_lives", [30, 60, 3000])
 @pytest.mark.parametrize("name", BUDGETS)
 def test_what_was_counted_before_a_long_pause_weighs_nothing_beside_what_comes_after(name: str, half_lives: int):
