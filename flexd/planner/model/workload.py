@@ -256,27 +256,17 @@ def make_loads(
         raise PlanError("the profile is empty: no access was seen yet", remedy="wait until the stream delivers")
     also = np.empty(0, np.int64) if also_list is None else np.unique(also_list)
     also_table, also_rows = keyspace.table_rows(also)
-    parts = {
-        index: _table_load(table, index, keyspace, layout, shape, also_rows[also_table == index])
-        for index, table in enumerate(profile.tables)
-        if table.weight > 0
-    }
     return tuple(
-        _joined(index, keyspace.tables[group.tables[0]], [parts[table] for table in group.tables if table in parts],
-                shape, layout)
-        for index, group in enumerate(keyspace.groups)
+        _joined(
+            number, keyspace.tables[group.tables[0]], shape, layout,
+            [
+                _table_load(profile.tables[table], table, number, keyspace, layout, shape, also_rows[also_table == table])
+                for table in group.tables
+                if profile.tables[table].weight > 0
+            ],
+        )
+        for number, group in enumerate(keyspace.groups)
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _TableLoad:
-    """As ``GroupLoad``, of one table, in the order of its profile."""
-
-    keys: Int64Array
-    listed: RowLoads
-    bounds: Float64Array
-    bins: RowLoads
-    bin_rows: Float64Array
 
 
 def _check(table: TableProfile, spec: TableSpec) -> None:
@@ -301,11 +291,13 @@ def _check(table: TableProfile, spec: TableSpec) -> None:
 def _table_load(
     table: TableProfile,
     table_index: int,
+    group: int,
     keyspace: KeySpace,
     layout: RankLayout,
     shape: TrainingShape,
     also_rows: Int64Array,
-) -> _TableLoad:
+) -> GroupLoad:
+    """Return the load of one table, its keys in the order of its profile."""
     _check(table, keyspace.tables[table_index])
     shares = np.stack([table.hot_share, table.hot_lower, table.hot_upper]).astype(np.float64)
     rows = table.hot_rows
@@ -332,17 +324,17 @@ def _table_load(
         relation = TouchRelation.fit(shares[0] * in_pass, measured, layout)
         touches, bin_touches = relation.completed(shares[0] * in_pass, measured), relation.touches(bin_share * in_pass)
     frozen, (listed, lower, upper), bins = table.table in shape.frozen_tables, shares * per_rank, bin_share * per_rank
-    return _TableLoad(
-        keyspace.keys(table_index, rows),
+    return GroupLoad(
+        group, keyspace.tables[table_index], shape, layout, keyspace.keys(table_index, rows),
         RowLoads(listed, np.zeros(len(listed)) if frozen else None, touches),
         np.stack([np.minimum(lower, listed), np.maximum(upper, listed)]),
         RowLoads(bins, np.zeros(len(bins)) if frozen else None, bin_touches),
         bin_rows,
-    )
+    )  # fmt: skip
 
 
 def _joined(
-    group: int, spec: TableSpec, parts: Sequence[_TableLoad], shape: TrainingShape, layout: RankLayout
+    group: int, spec: TableSpec, shape: TrainingShape, layout: RankLayout, parts: Sequence[GroupLoad]
 ) -> GroupLoad:
     """Return the load of a dim-group from those of its tables."""
     keys = np.concatenate([np.empty(0, np.int64), *(part.keys for part in parts)])
