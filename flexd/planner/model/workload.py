@@ -256,15 +256,14 @@ def make_loads(
         raise PlanError("the profile is empty: no access was seen yet", remedy="wait until the stream delivers")
     also = np.empty(0, np.int64) if also_list is None else np.unique(also_list)
     also_table, also_rows = keyspace.table_rows(also)
+
+    def of_table(table: int, group: int) -> GroupLoad:
+        more = also_rows[also_table == table]
+        return _table_load(profile.tables[table], table, group, keyspace, layout, shape, more)
+
     return tuple(
-        _joined(
-            number, keyspace.tables[group.tables[0]], shape, layout,
-            [
-                _table_load(profile.tables[table], table, number, keyspace, layout, shape, also_rows[also_table == table])
-                for table in group.tables
-                if profile.tables[table].weight > 0
-            ],
-        )
+        _joined(number, keyspace.tables[group.tables[0]], shape, layout,
+                [of_table(table, number) for table in group.tables if profile.tables[table].weight > 0])
         for number, group in enumerate(keyspace.groups)
     )  # fmt: skip
 
