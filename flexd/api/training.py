@@ -24,6 +24,7 @@ from flexd.core.model import (
 from flexd.core.usage_warnings import UsageWarningKind
 
 if TYPE_CHECKING:
+    from flexd.control.protocol.report import StepReport
     from flexd.core.keyspace import TableSpec
     from flexd.core.layout import RankLayout
     from flexd.operations.step_times import PhaseAverages
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         RankAverages,
         SlowMemoryTotals,
         TrafficInterval,
-        TrainingTotals,
         UsageWarningTotal,
     )
 
@@ -256,7 +256,7 @@ class TrainingStatus(Model):
 
 
 def training_status(
-    totals: TrainingTotals,
+    totals: StepReport,
     ranks: Mapping[int, RankAverages],
     phases: PhaseAverages | None,
     usage_warnings: Sequence[UsageWarningTotal] = (),
@@ -272,10 +272,13 @@ def training_status(
     home, node, device = totals.accesses_by_tier
     return TrainingStatus.from_object(
         totals,
-        prefetches=PrefetchStatus(located=totals.prefetches, unused=totals.unused_prefetches),
+        prefetches=PrefetchStatus(located=totals.batches.prefetches, unused=totals.batches.unused_prefetches),
         usage_warnings=tuple(UsageWarningStatus.from_object(each) for each in usage_warnings),
         accesses={"HOME": home, "NODE": node, "DEVICE": device},
-        sent_bytes={kind: {link: totals.sent_bytes[kind, link] for link in LINKS} for kind in TRAFFIC_KINDS},
+        sent_bytes={
+            kind: {link: getattr(totals.sent, f"{kind}_{link}_bytes") for link in LINKS} for kind in TRAFFIC_KINDS
+        },
+        newest_step=totals.step,
         exchange=", ".join(sorted({rank.exchange for rank in ranks.values() if rank.exchange})),
         exchange_reason=next((rank.exchange_reason for rank in ranks.values() if rank.exchange_reason), ""),
         cover_seconds=None if phases is None else phases.cover_seconds,
@@ -369,22 +372,23 @@ def row_wise_inter_node_bytes(accesses: float, row_bytes: float, other_nodes_sha
 def _sample(
     interval: TrafficInterval, interval_seconds: float, other_nodes_share: float | None, row_bytes: float
 ) -> TrafficSample:
-    begun, steps = interval.index * interval_seconds, interval.steps
+    begun, sums = interval.index * interval_seconds, interval.sums
+    steps, sent = sums.steps, sums.sent
     if steps == 0:
         return TrafficSample(unix_seconds=begun)
-    home, node, device = (accesses / steps for accesses in interval.accesses_by_tier)
+    home, node, device = (accesses / steps for accesses in sums.accesses_by_tier)
     accesses = home + node + device
     return TrafficSample(
         unix_seconds=begun,
         steps=steps,
         accesses={"HOME": round(home), "NODE": round(node), "DEVICE": round(device)},
-        inter_node_bytes=(interval.all_to_all_inter_bytes + interval.sync_inter_bytes) / steps,
-        all_to_all_inter_node_bytes=interval.all_to_all_inter_bytes / steps,
-        sync_inter_node_bytes=interval.sync_inter_bytes / steps,
-        intra_node_bytes=interval.intra_bytes / steps,
-        migration_bytes=interval.migration_bytes / steps,
+        inter_node_bytes=(sent.all_to_all_inter_bytes + sent.sync_inter_bytes) / steps,
+        all_to_all_inter_node_bytes=sent.all_to_all_inter_bytes / steps,
+        sync_inter_node_bytes=sent.sync_inter_bytes / steps,
+        intra_node_bytes=(sent.all_to_all_intra_bytes + sent.sync_intra_bytes) / steps,
+        migration_bytes=(sent.migration_intra_bytes + sent.migration_inter_bytes) / steps,
         row_wise_inter_node_bytes=None
         if other_nodes_share is None
         else row_wise_inter_node_bytes(accesses, row_bytes, other_nodes_share),
-        step_seconds=interval.step_seconds / steps,
+        step_seconds=sums.step_seconds / steps,
     )

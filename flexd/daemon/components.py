@@ -210,7 +210,7 @@ class DaemonComponents:
 
     def _record_migration(self, event: MigrationEvent) -> None:
         # First the migration, to which its effect refers.
-        self._history.record_migration(event)
+        self._history.record_migration(event.migration.record)
         self._executions.on_migration(event)
         self._effects.on_migration(event)
 

@@ -102,13 +102,10 @@ class Calendar:
     """All windows. Automatic migrations may start inside an allowing window (always, if there is none), and never
     inside a forbidding one."""
 
-    def __init__(self, windows: Sequence[Window] = ()) -> None:
+    def __init__(self, configs: Sequence[WindowConfig] = ()) -> None:
+        windows = [Window.of(config) for config in configs]
         self._allowing = [window for window in windows if not window.forbids]
         self._forbidding = [window for window in windows if window.forbids]
-
-    @staticmethod
-    def of(configs: Sequence[WindowConfig]) -> Calendar:
-        return Calendar([Window.of(config) for config in configs])
 
     def is_open(self, unix_seconds: float) -> bool:
         allowed = not self._allowing or any(window.contains(unix_seconds) for window in self._allowing)
@@ -139,7 +136,7 @@ class Triggers:
 
     def __init__(self, settings: PlannerConfig, now: float) -> None:
         self.settings = settings
-        self.calendar = Calendar.of(settings.maintenance)
+        self.calendar = Calendar(settings.maintenance)
         self.fired: Counter[TriggerKind] = Counter()
         self._planned_generation = 0
         self._next_plan_at = now + settings.interval_seconds
@@ -217,7 +214,7 @@ class Triggers:
 
     def apply_settings(self, settings: PlannerConfig, now: float) -> None:
         """Use other settings from now on."""
-        self.settings, self.calendar = settings, Calendar.of(settings.maintenance)
+        self.settings, self.calendar = settings, Calendar(settings.maintenance)
         self._next_plan_at = min(self._next_plan_at, now + settings.interval_seconds)
         if not settings.auto:
             self.waiting_for_window = None

@@ -94,17 +94,24 @@ class Executions:
         """True while the ranks move to another placement."""
         return self.last is not None and not self.last.done
 
-    def start(self, plan: Plan, record: MigrationRecord) -> Migration:
-        """Start the plan's migration, which supersedes a running one at its next chunk.
+    def start(self, record: MigrationRecord, target: Placement, plan: Plan | None = None) -> Migration:
+        """Start a migration to a placement, which supersedes a running one at its next chunk.
+
+        If the daemon ends before it does, it stays at the chunk that it reached; a rollback is resumed.
 
         Args:
-            record: of the migration.
+            record: of the migration. With a ``generation`` it fails if the ranks are of another one when it starts.
+            plan: that it carries out.
 
         Raises:
             ControlError: the coordinator is stopping.
         """
+        delta, gains = (None, None) if plan is None else (plan.delta, plan.gains)
         with self._lock:
-            return self._submitted(self._coordinator.migrate(record, plan.target, plan.delta, plan.gains), plan)
+            migration = self._coordinator.migrate(record, target, delta, gains)
+            self.last, self.last_plan = migration, plan
+            self._open = [*(each for each in self._open if not each.done), migration][-_KEPT_OPEN:]
+            return migration
 
     def abort(
         self, reason: str, requested_by: str, rollback: bool, live: LiveTopology | None
@@ -159,22 +166,7 @@ class Executions:
             ControlError: the coordinator is stopping.
         """
         record = trigger.record(name, plan_id, generation).model_copy(update={"returns_to": base.version})
-        with self._lock:
-            return self._submitted(self._coordinator.migrate(record, base))
-
-    def start_move(self, name: str, target: Placement, generation: int, trigger: Trigger) -> Migration:
-        """Start a migration to a placement. If the daemon ends before it does, it stays at the chunk that it reached.
-
-        Args:
-            name: id of the migration.
-            generation: topology generation; it fails if the ranks have another one by then.
-
-        Raises:
-            ControlError: the coordinator is stopping.
-        """
-        record = trigger.record(name, self.live_plan_id, generation)
-        with self._lock:
-            return self._submitted(self._coordinator.migrate(record, target))
+        return self.start(record, base)
 
     def rollback_delta(self, base: Placement | None, live: LiveTopology) -> tuple[Delta, int]:
         """Return the rows that a rollback to ``base`` (None: the current placement) would move if it started now, and
@@ -182,11 +174,6 @@ class Executions:
         placement = self._coordinator.placement()
         delta = placement.delta_to(placement if base is None else base)
         return delta, int(moved_bytes(delta, self._keyspace, live.layout).sum())
-
-    def _submitted(self, migration: Migration, plan: Plan | None = None) -> Migration:
-        self.last, self.last_plan = migration, plan
-        self._open = [*(each for each in self._open if not each.done), migration][-_KEPT_OPEN:]
-        return migration
 
     def on_migration(self, event: MigrationEvent) -> None:
         """Count a migration whose figures are final. Called in the coordinator's thread."""

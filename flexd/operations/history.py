@@ -105,9 +105,9 @@ class MigrationHistory:
             self._changed.notify_all()
         return self._thread.join(timeout_seconds)
 
-    def record_migration(self, news: MigrationEvent) -> None:
-        """Record an event of a migration. Called in the coordinator's thread."""
-        self._record(news.migration.record)
+    def record_migration(self, record: MigrationRecord) -> None:
+        """Record a migration as it is now; from any thread."""
+        self._add(_UPSERT, record.migration_id, record.model_dump_json(exclude=_LATER))
 
     def record_action(self, kind: ActionKind, requested_by: str, reason: str, detail: str = "") -> None:
         """Record an action that is no migration, now; from any thread. A long ``detail`` is truncated."""
@@ -188,10 +188,7 @@ class MigrationHistory:
                     "transitions": (*record.transitions, failed),
                 }  # fmt: skip
                 record = record.model_copy(update=changes)
-            self._record(record.model_copy(update={"settled": True}))
-
-    def _record(self, record: MigrationRecord) -> None:
-        self._add(_UPSERT, record.migration_id, record.model_dump_json(exclude=_LATER))
+            self.record_migration(record.model_copy(update={"settled": True}))
 
     def _add(self, statement: str, *values: object) -> None:
         with self._changed:

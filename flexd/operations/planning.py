@@ -410,7 +410,7 @@ class Planning:
             self._on_executed()
             self.outcomes["unchanged"] += 1
             return None
-        migration = self.executions.start(plan, proposal.record(trigger))
+        migration = self.executions.start(proposal.record(trigger), plan.target, plan)
         self.proposals.remove(plan.plan_id)
         self._on_executed()
         self.outcomes["changed"] += 1

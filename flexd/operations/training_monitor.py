@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES, SlowTableReport, StepReport
+from flexd.control.protocol.report import (
+    SLOW_TABLE_QUANTITIES,
+    BatchReport,
+    PlacementState,
+    SentBytes,
+    SlowTableReport,
+    StepReport,
+)
 from flexd.core.usage_warnings import MAX_TEXT, UsageWarningKind, UsageWarningReport
 from flexd.operations.step_times import PHASE_STEPS, PhaseAverages, StepTimes, mean_phases
 
@@ -80,44 +88,34 @@ MAX_SAMPLES = 360
 """Half an hour."""
 
 
+NO_STEPS = StepReport(0, 0, PlacementState(0, 0), 0.0, 0.0, (0, 0, 0))
+
+
+def added(sums: StepReport, report: StepReport) -> StepReport:
+    """Return the sums of reports of all ranks with one more, and the newest step of any rank.
+
+    Phases, slow memory and usage warnings are summed elsewhere.
+    """
+    home, node, device = (a + b for a, b in zip(sums.accesses_by_tier, report.accesses_by_tier, strict=True))
+    return StepReport(
+        max(sums.step, report.step), sums.steps + report.steps, report.placement,
+        sums.step_seconds + report.step_seconds, sums.apply_seconds + report.apply_seconds, (home, node, device),
+        SentBytes(*map(operator.add, vars(sums.sent).values(), vars(report.sent).values())),
+        BatchReport(*map(operator.add, vars(sums.batches).values(), vars(report.batches).values())),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TrafficInterval:
-    """Sums over the step reports received in one interval.
+    """The step reports received in one interval.
 
     Attributes:
         index: number of the interval since the Unix epoch, in ``INTERVAL_SECONDS``.
-        steps: steps of all ranks.
-        step_seconds: wall time of these steps.
-        accesses_by_tier: look-ups served by HOME, NODE and DEVICE rows.
-        intra_bytes: sent inside nodes for rows and their synchronisation.
-        all_to_all_inter_bytes: sent between nodes for ids, rows and gradients.
-        sync_inter_bytes: sent between nodes to synchronise replicas.
-        migration_bytes: sent to migrate rows.
+        sums: of the reports.
     """
 
     index: int
-    steps: int = 0
-    step_seconds: float = 0.0
-    accesses_by_tier: tuple[int, int, int] = (0, 0, 0)
-    intra_bytes: int = 0
-    all_to_all_inter_bytes: int = 0
-    sync_inter_bytes: int = 0
-    migration_bytes: int = 0
-
-    def with_report(self, report: StepReport) -> TrafficInterval:
-        home, node, device = (a + b for a, b in zip(self.accesses_by_tier, report.accesses_by_tier, strict=True))
-        return replace(
-            self,
-            steps=self.steps + report.steps,
-            step_seconds=self.step_seconds + report.step_seconds,
-            accesses_by_tier=(home, node, device),
-            intra_bytes=self.intra_bytes + report.sent.all_to_all_intra_bytes + report.sent.sync_intra_bytes,
-            all_to_all_inter_bytes=self.all_to_all_inter_bytes + report.sent.all_to_all_inter_bytes,
-            sync_inter_bytes=self.sync_inter_bytes + report.sent.sync_inter_bytes,
-            migration_bytes=self.migration_bytes
-            + report.sent.migration_intra_bytes
-            + report.sent.migration_inter_bytes,
-        )
+    sums: StepReport
 
 
 class TrafficTimeline:
@@ -134,9 +132,9 @@ class TrafficTimeline:
             newest = self._intervals[-1] if self._intervals else None
             # A clock that was set back must not add intervals before existing ones.
             if newest is not None and now <= newest.index:
-                self._intervals[-1] = newest.with_report(report)
+                self._intervals[-1] = TrafficInterval(newest.index, added(newest.sums, report))
             else:
-                self._intervals.append(TrafficInterval(now).with_report(report))
+                self._intervals.append(TrafficInterval(now, added(NO_STEPS, report)))
 
     def intervals(self) -> tuple[TrafficInterval, ...]:
         """Return the intervals, oldest first; the newest may still grow."""
@@ -303,31 +301,6 @@ class RankAverages:
         return self.replica_accesses_per_step / accesses if accesses > 0 else math.nan
 
 
-@dataclass(frozen=True)
-class TrainingTotals:
-    """Measurements of the ranks, summed over ranks since the daemon started.
-
-    Attributes:
-        accesses_by_tier: lookups answered from (HOME, NODE, DEVICE) rows.
-        sent_bytes: (kind, link) -> bytes; kind of ``TRAFFIC_KINDS``, link of ``LINKS``.
-        steps: steps of all ranks.
-        step_seconds: their wall time.
-        apply_seconds: of which spent in applying chunks.
-        newest_step: the newest step that any rank reported.
-        unused_prefetches: batches that were located ahead and located again.
-        prefetches: batches that were given to be located ahead, those included.
-    """
-
-    accesses_by_tier: tuple[int, int, int] = (0, 0, 0)
-    sent_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    steps: int = 0
-    step_seconds: float = 0.0
-    apply_seconds: float = 0.0
-    newest_step: int = 0
-    unused_prefetches: int = 0
-    prefetches: int = 0
-
-
 class TrainingMonitor:
     """Thread-safe. Totals run since the daemon started; the averages are of the present topology generation.
 
@@ -348,7 +321,7 @@ class TrainingMonitor:
         self.timeline = TrafficTimeline()
         self.step_times = StepTimes()
         self.usage_warnings = UsageWarningTotals()
-        self._totals = TrainingTotals(sent_bytes={(kind, link): 0 for kind in TRAFFIC_KINDS for link in LINKS})
+        self._totals = NO_STEPS
 
     def add(self, rank: int, report: StepReport) -> None:
         """Add one report. A rank's look-ups are summed over tiers and averaged with exponential weights."""
@@ -360,24 +333,7 @@ class TrainingMonitor:
         self.slow_memory.add(report)
         with self._lock:
             self._ranks[rank] = RankAverages.of(report, self._ranks.get(rank))
-            old = self._totals
-            self._totals = TrainingTotals(
-                accesses_by_tier=(
-                    old.accesses_by_tier[0] + report.accesses_by_tier[0],
-                    old.accesses_by_tier[1] + report.accesses_by_tier[1],
-                    old.accesses_by_tier[2] + report.accesses_by_tier[2],
-                ),
-                sent_bytes={
-                    (kind, link): sent + int(getattr(report.sent, f"{kind}_{link}_bytes"))
-                    for (kind, link), sent in old.sent_bytes.items()
-                },
-                steps=old.steps + report.steps,
-                step_seconds=old.step_seconds + report.step_seconds,
-                apply_seconds=old.apply_seconds + report.apply_seconds,
-                newest_step=max(old.newest_step, report.step),
-                unused_prefetches=old.unused_prefetches + report.batches.unused_prefetches,
-                prefetches=old.prefetches + report.batches.prefetches,
-            )
+            self._totals = added(self._totals, report)
 
     def new_generation(self) -> None:
         """Forget the averages and step times of the ranks of the previous topology generation."""
@@ -422,7 +378,7 @@ class TrainingMonitor:
         with self._lock:
             return {rank: known.version for rank, known in sorted(self._ranks.items())}
 
-    def totals(self) -> TrainingTotals:
-        """Return the sums since the daemon started."""
+    def totals(self) -> StepReport:
+        """Return the sums over all ranks since the daemon started, and the newest step of any."""
         with self._lock:
             return self._totals

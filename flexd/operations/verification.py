@@ -328,9 +328,11 @@ class Verifier:
         run.moves += 1
         migration_id = run.plan.migration_id
         reason = f"verification of {migration_id}: a block {'with' if run.at_plan else 'without'} it"
-        run.newest = self._executions.start_move(
-            f"{migration_id}.verify-{run.moves}", target, run.ranks.generation,
-            Trigger(TriggerKind.VERIFY, reason, DAEMON_ACTOR),
+        trigger = Trigger(TriggerKind.VERIFY, reason, DAEMON_ACTOR)
+        run.newest = self._executions.start(
+            trigger.record(
+                f"{migration_id}.verify-{run.moves}", self._executions.live_plan_id, run.ranks.generation
+            ), target,
         )  # fmt: skip
         run.moving = True
 

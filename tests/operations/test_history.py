@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexd.control.daemon import migration as migration_module
-from flexd.control.daemon.migration import Migration, MigrationEvent
+from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import (
     MigrationRecord,
     MigrationState,
@@ -46,7 +46,7 @@ class RunningHistory:
             predicted_saving_seconds=0.5,
         )  # fmt: skip
         migration = Migration(origin, Placement.empty())
-        migration.observe(self.history.record_migration)
+        migration.observe(lambda event: self.history.record_migration(event.migration.record))
         for number, event in enumerate(events):
             if number == 1:
                 migration.count(rows_pushed=20, chunks_pushed=1, pushed_bytes=100, last_version=8)
@@ -54,7 +54,7 @@ class RunningHistory:
             migration.fire(event, f"because of {event.value}")
         if settle and migration.done:
             migration.settle()
-            self.history.record_migration(MigrationEvent(migration, None))
+            self.history.record_migration(migration.record)
         return migration
 
     def action(self, reason: str) -> None:

@@ -154,7 +154,7 @@ class Recorded:
 
     def settle(self, migration: Migration) -> None:
         migration.settle()
-        self.history.record_migration(MigrationEvent(migration, None))
+        self.history.record_migration(migration.record)
 
     def kept(self, name: str) -> MigrationRecord:
         assert self.history.flush(FLUSH_SECONDS), self.history.problem
@@ -167,7 +167,7 @@ class Recorded:
         self.file.close()
 
     def _on_transition(self, event: MigrationEvent) -> None:
-        self.history.record_migration(event)
+        self.history.record_migration(event.migration.record)
         self.recorder.on_migration(event)
 
 

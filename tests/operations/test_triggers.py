@@ -21,7 +21,7 @@ def at(text: str, zone: str = "Europe/Berlin", fold: int = 0) -> float:
 
 
 def calendar(*windows: dict[str, Any]) -> Calendar:
-    return Calendar.of([WindowConfig(**{"time_zone": "Europe/Berlin", **window}) for window in windows])
+    return Calendar([WindowConfig(**{"time_zone": "Europe/Berlin", **window}) for window in windows])
 
 
 TUESDAY_NIGHT = {"start": "02:00", "end": "05:00", "days": ["tue"]}
@@ -102,7 +102,7 @@ def test_between_now_and_the_next_change_nothing_changes(
         return
     text = [f"{minute // 60:02d}:{minute % 60:02d}" for minute in (start, end)]
     window = WindowConfig(start=text[0], end=text[1], days=sorted(days), kind=kind, time_zone=zone)
-    made = Calendar.of([window])
+    made = Calendar([window])
     now = moment.replace(tzinfo=ZoneInfo("UTC")).timestamp()
     change = made.next_change(now)
     before = made.is_open(now)

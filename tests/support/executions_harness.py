@@ -104,7 +104,7 @@ class ExecutionsHarness:
         )  # fmt: skip
 
     def _record_migration(self, event: MigrationEvent) -> None:
-        self.history.record_migration(event)
+        self.history.record_migration(event.migration.record)
         self.executions.on_migration(event)
         self.effects.on_migration(event)
 
@@ -127,7 +127,7 @@ class ExecutionsHarness:
             costs=SimpleNamespace(messages=list),
         )  # fmt: skip
         trigger = Trigger(TriggerKind.MANUAL, f"reason of {name}", requested_by)
-        return self.executions.start(plan, Proposal(plan, now, (), trigger).record(trigger))
+        return self.executions.start(Proposal(plan, now, (), trigger).record(trigger), wanted, plan)
 
     def wait_until_some_applied(self, migration: Migration) -> None:
         until(lambda: migration.record.chunks_applied > 3, SECONDS)

@@ -12,7 +12,7 @@ import threading
 import time
 
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.agent.rank_connection import AgentContext, AgentSettings, PlacementLists, RankConnection
+from flexd.control.agent.rank_connection import AgentContext, PlacementLists, RankConnection
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.protocol.credentials import ChannelCredentials, TlsFiles
 from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, parse_address, reconnect_backoff
@@ -62,10 +62,10 @@ class Agent:
         tls: TlsFiles | None = None,
         tables: tuple[TableSpec, ...] = (),
     ) -> None:
-        settings = AgentSettings(
-            identity, tables, parse_address(address), ChannelCredentials(secret, tls), placement_lists, timeout_seconds
-        )
-        self._context = AgentContext(settings, inbox, outbox)
+        self._context = AgentContext(
+            identity, tables, parse_address(address), ChannelCredentials(secret, tls), placement_lists, timeout_seconds,
+            inbox, outbox,
+        )  # fmt: skip
         self._rank = identity.rank
         inbox.on_change = self._context.wake
         if outbox is not None:

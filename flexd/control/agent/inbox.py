@@ -90,6 +90,9 @@ class ChunkInbox:
         prepare: called from the agent's thread. Without it every received chunk counts as prepared.
         matches_applied: (int64 [n] keys, uint8 [n] tiers) -> bool [n], whether these rows may be at these tiers in the
             applied placement. Called from the agent's thread. Without it the tiers are not checked.
+
+    Attributes:
+        agreed_version, applied_version: of the newest chunk that all ranks hold, and that this one has applied.
     """
 
     def __init__(
@@ -112,8 +115,8 @@ class ChunkInbox:
         self._polled_version = 0
         self._received_version = 0
         self._prepared_version = 0
-        self._agreed_version = 0
-        self._applied_version = 0
+        self.agreed_version = 0
+        self.applied_version = 0
         self._agreed_digest = 0
         self._slots_used = np.zeros(len(replica_slots), dtype=np.int64)
         """In the placement that has every received chunk applied."""
@@ -122,14 +125,6 @@ class ChunkInbox:
         """The exchange that the daemon prices lower; empty before it has. Set by the agent's thread."""
         self.on_change: Callable[[], None] | None = None
         """Called by the training thread when the agreed or applied version has changed; must not block."""
-
-    @property
-    def applied_version(self) -> int:
-        return self._applied_version
-
-    @property
-    def agreed_version(self) -> int:
-        return self._agreed_version
 
     @property
     def waiting_bytes(self) -> int:
@@ -237,9 +232,9 @@ class ChunkInbox:
                         f"rank {self._rank}: the running step has not finished its exchange in {timeout_seconds:g} s",
                         remedy="the channel is joined again once training moves on",
                     )
-            self._drop_after(self._agreed_version)
-            self._prepared_version = self._agreed_version
-            return self._agreed_version, self._agreed_digest
+            self._drop_after(self.agreed_version)
+            self._prepared_version = self.agreed_version
+            return self.agreed_version, self._agreed_digest
 
     def _drop_from(self, version: int) -> None:
         """Drop an unprepared chunk and those after it. No peer counts on them: only prepared ones are announced."""
@@ -261,10 +256,10 @@ class ChunkInbox:
         """Agree on ``lowest_version``, the minimum over all ranks of what ``begin_exchange`` returned there."""
         with self._changed:
             for chunk in self._chunks:
-                if self._agreed_version < chunk.version <= lowest_version:
+                if self.agreed_version < chunk.version <= lowest_version:
                     self._agreed_digest = (self._agreed_digest + chunk.digest_change) % 2**64
-            agreed = lowest_version > self._agreed_version
-            self._agreed_version = max(self._agreed_version, lowest_version)
+            agreed = lowest_version > self.agreed_version
+            self.agreed_version = max(self.agreed_version, lowest_version)
             self._in_exchange = False
             self._changed.notify_all()
         if agreed:
@@ -281,7 +276,7 @@ class ChunkInbox:
             for chunk in self._chunks:
                 if chunk.version <= self._polled_version:
                     continue
-                if chunk.version > self._agreed_version:
+                if chunk.version > self.agreed_version:
                     break
                 cost = bytes_of(chunk.delta)
                 if chunks and spent + cost > max_bytes:
@@ -294,7 +289,7 @@ class ChunkInbox:
     def applied(self, version: int) -> None:
         """Record that the training thread has applied the chunks up to ``version``."""
         with self._changed:
-            self._applied_version = version
+            self.applied_version = version
             # ``offer`` reads the applied placement with these chunks on top, applied or not, so they stay until now.
             while self._chunks and self._chunks[0].version <= version:
                 self._chunks.popleft()

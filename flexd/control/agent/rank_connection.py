@@ -80,29 +80,14 @@ _HEARD_SHARE = 0.5
 PlacementLists = Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]]
 
 
-@dataclass(frozen=True)
-class AgentSettings:
-    """Settings that are fixed for the life of an agent.
-
-    Attributes:
-        tables: sent to a daemon whose digest differs.
-        address: host and port of the daemon's control channel; the host is resolved at every connection.
-        lists, timeout_seconds: see ``Agent``.
-    """
-
-    identity: RankIdentity
-    tables: tuple[TableSpec, ...]
-    address: tuple[str, int]
-    credentials: ChannelCredentials
-    lists: PlacementLists
-    timeout_seconds: float
-
-
 @dataclass
 class AgentContext:
     """State that a rank keeps from one connection to the next. Shared by the agent's callers and its thread.
 
     Attributes:
+        identity, lists, timeout_seconds: see ``Agent``.
+        tables: sent to a daemon whose digest differs.
+        address: host and port of the daemon's control channel; the host is resolved at every connection.
         session: identifies this process; no two launches of a rank have the same.
         state: the present activity or problem, in words.
         last_logged: the newest failure, which is not logged twice.
@@ -111,7 +96,12 @@ class AgentContext:
         warned_of_loss: a warning of it was logged.
     """
 
-    settings: AgentSettings
+    identity: RankIdentity
+    tables: tuple[TableSpec, ...]
+    address: tuple[str, int]
+    credentials: ChannelCredentials
+    lists: PlacementLists
+    timeout_seconds: float
     inbox: ChunkInbox
     outbox: TapOutbox | None
     reports: PendingReports = field(default_factory=PendingReports)
@@ -138,8 +128,8 @@ class RankConnection:
         self._context = context
         self._backoff = backoff
         self._inbox = context.inbox
-        self._settings = context.settings
-        self._me = context.settings.identity
+        self._timeout = context.timeout_seconds
+        self._me = context.identity
         self._nonce = new_token()
         self._instance = ""
         """Of the daemon; empty before its notice."""
@@ -162,9 +152,7 @@ class RankConnection:
         """Raises channel errors, TopologyError if the daemon refuses this rank; returns when stopping."""
         context = self._context
         context.state = "connecting"
-        self._client = context.client = ChannelClient.connect(
-            *self._settings.address, self._settings.credentials, self._settings.timeout_seconds
-        )
+        self._client = context.client = ChannelClient.connect(*context.address, context.credentials, self._timeout)
         try:
             self._heard_at = self._sent_at = time.monotonic()
             while not context.stopping.is_set():
@@ -173,8 +161,8 @@ class RankConnection:
                 if frame is not None:
                     self._heard_at = time.monotonic()
                     self._receive(frame)
-                elif time.monotonic() - self._heard_at > self._settings.timeout_seconds:
-                    raise ControlError(f"the daemon does not answer in {self._settings.timeout_seconds:g} s")
+                elif time.monotonic() - self._heard_at > self._timeout:
+                    raise ControlError(f"the daemon does not answer in {self._timeout:g} s")
             if self._joined:
                 self._send_progress(final=True)
         finally:
@@ -201,7 +189,7 @@ class RankConnection:
 
     def _wait_seconds(self) -> float:
         """Return the time until something is due, if nothing happens before."""
-        until = self._heard_at + self._settings.timeout_seconds
+        until = self._heard_at + self._timeout
         if self._instance:
             until = min(until, self._sent_at + self._heartbeat_seconds)
         if self._epoch is not None and self._context.reports.waiting and self._hears_the_daemon():
@@ -212,7 +200,7 @@ class RankConnection:
 
     def _hears_the_daemon(self) -> bool:
         """A report waits, merged with those that follow, while the daemon is silent: it may be lost there."""
-        return time.monotonic() - self._heard_at < _HEARD_SHARE * self._settings.timeout_seconds
+        return time.monotonic() - self._heard_at < _HEARD_SHARE * self._timeout
 
     @property
     def _heartbeat_seconds(self) -> float:
@@ -253,7 +241,7 @@ class RankConnection:
         elif isinstance(message, RowsPiece):
             self._add_to_chunk(body)
         elif isinstance(message, ListRequest):
-            self._listing, self._listing_until = message, time.monotonic() + self._settings.timeout_seconds
+            self._listing, self._listing_until = message, time.monotonic() + self._timeout
         elif isinstance(message, TapState) and self._tap is not None:
             self._tap.record_state(message)
         else:
@@ -275,12 +263,12 @@ class RankConnection:
         context.state = "waiting for the other ranks"
         self._settle()
         if notice.table_digest != self._me.table_digest:
-            self._send(TableList(self._instance, self._me.table_digest), tables_body(self._settings.tables))
+            self._send(TableList(self._instance, self._me.table_digest), tables_body(context.tables))
         self._hello()
 
     def _settle(self) -> None:
         """Drop the chunks that are not agreed; waits for the exchange of the running step."""
-        self._agreed = PlacementState(*self._inbox.settle(self._settings.timeout_seconds))
+        self._agreed = PlacementState(*self._inbox.settle(self._timeout))
         # The daemon's messages wait meanwhile: that is no silence of the daemon.
         self._heard_at = time.monotonic()
 
@@ -330,7 +318,7 @@ class RankConnection:
         if applied == request.version:
             error = ""
             try:
-                keys, tiers = self._settings.lists()
+                keys, tiers = self._context.lists()
             except Exception as failure:
                 logger.warning("rank %d: its placement cannot be listed", self._me.rank, exc_info=failure)
                 error = named_error(failure)

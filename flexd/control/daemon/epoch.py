@@ -243,18 +243,14 @@ class AgreedPlacement:
     def __init__(self, journal: PlacementJournal) -> None:
         self._journal = journal
         self._lock = threading.Lock()
-        self._version = journal.last_version
-        self._placement = journal.placement_at(self._version)
-
-    @property
-    def version(self) -> int:
-        return self._version
+        self.version = journal.last_version
+        self._placement = journal.placement_at(self.version)
 
     @property
     def placement(self) -> Placement:
         with self._lock:
-            if self._placement.version != self._version:
-                self._placement = self._journal.placement_at(self._version)
+            if self._placement.version != self.version:
+                self._placement = self._journal.placement_at(self.version)
             return self._placement
 
     def continue_from(self, version: int, digest: int, segment: Segment) -> bool:
@@ -286,7 +282,7 @@ class AgreedPlacement:
         if not known:
             self._journal.begin(segment, placement)
         with self._lock:
-            self._placement, self._version = placement, placement.version
+            self._placement, self.version = placement, placement.version
 
     def advance(self, version: int) -> None:
         """Record that all ranks hold ``version``.
@@ -294,9 +290,9 @@ class AgreedPlacement:
         Raises:
             SnapshotError: the journal could not be compacted; nothing else is lost.
         """
-        if version <= self._version:
+        if version <= self.version:
             return
         with self._lock:
-            self._version = version
+            self.version = version
             fault_point("chunk.agreed")
             self._journal.compact(version)

@@ -153,6 +153,7 @@ class PlacementJournal:
         directory: created if missing; holds ``placement.journal`` (mode 0600).
 
     Attributes:
+        segment: the ranks that hold the placement; None before the first ``begin``.
         truncated_bytes: bytes of a torn or corrupt tail that were truncated on opening; 0 if the file was whole.
 
     Raises:
@@ -164,7 +165,7 @@ class PlacementJournal:
         self._path = Path(directory) / "placement.journal"
         self._lock = threading.RLock()
         self.truncated_bytes = 0
-        self._segment: Segment | None = None
+        self.segment: Segment | None = None
         self._base = Placement.empty()
         self._chunks: list[Chunk] = []
         self._overlay = _latest([])
@@ -185,11 +186,6 @@ class PlacementJournal:
             if self._file is not None:
                 self._file.close()
                 self._file = None
-
-    @property
-    def segment(self) -> Segment | None:
-        """None before the first ``begin``."""
-        return self._segment
 
     @property
     def last_version(self) -> int:
@@ -224,7 +220,7 @@ class PlacementJournal:
         """
         version, delta = chunk.version, chunk.delta
         with self._lock:
-            if self._segment is None or not self._base.version < version <= self.last_version + 1:
+            if self.segment is None or not self._base.version < version <= self.last_version + 1:
                 raise PlacementError(
                     f"chunk {version} cannot follow versions {self._base.version}..{self.last_version}",
                     remedy="number chunks from the version that all ranks agreed on",
@@ -267,21 +263,21 @@ class PlacementJournal:
             if newest is not None and kept <= _ROLLBACK_ROWS and len(self._chunks) <= _ROLLBACK_CHUNKS:
                 version = min(version, newest.rollback_version)
             rows = sum(len(chunk.delta) for chunk in self._chunks if chunk.version <= version)
-            if self._segment is not None and rows > max(_COMPACT_ROWS, len(self._base) // 2):
+            if self.segment is not None and rows > max(_COMPACT_ROWS, len(self._base) // 2):
                 later = [chunk for chunk in self._chunks if chunk.version > version]
-                self._rewrite(self._segment, self.placement_at(min(version, self.last_version)), later)
+                self._rewrite(self.segment, self.placement_at(min(version, self.last_version)), later)
 
     def _drop_dead_bytes(self, kept: list[Chunk]) -> None:
         """Rewrite the file with ``kept`` once its voided chunks are larger: chunks that are pushed and never agreed on
         are numbered and written again and again.
         """
-        if self._segment is None:
+        if self.segment is None:
             return
         live = len(_MAGIC) + _segment_bytes(self._base) + sum(chunk.frame_bytes for chunk in kept)
         if self._size - live > live + _DEAD_BYTES:
             # If it fails, the old file holds the same; whether the chunk can be appended is found out next.
             with contextlib.suppress(SnapshotError):
-                self._rewrite(self._segment, self._base, kept)
+                self._rewrite(self.segment, self._base, kept)
 
     def _tiers_of(self, keys: Int64Array, chunks: list[Chunk]) -> UInt8Array:
         """Return uint8[n]: the tiers after ``chunks``, which are a prefix of the recorded ones.
@@ -321,7 +317,7 @@ class PlacementJournal:
             # From here on the file is the new one, even if something fails: writes to the old one would be lost.
             self.close()
             self._name_synced = False
-            self._segment, self._base, self._chunks = segment, base, chunks
+            self.segment, self._base, self._chunks = segment, base, chunks
             self._overlay, self._overlaid = _latest([]), 0
             self._open_for_append()
             self._sync_name()
@@ -373,7 +369,7 @@ class PlacementJournal:
         if good < size:
             self.truncated_bytes = size - good
             os.truncate(self._path, good)
-        if self._segment is None:
+        if self.segment is None:
             return  # Nothing in it is usable; ``begin`` replaces the file.
         self._open_for_append()
 
@@ -383,11 +379,11 @@ class PlacementJournal:
             version, rows = int(header["version"]), int(header["rows"])
             keys = np.frombuffer(arrays, "<i8", rows).astype(np.int64)
             rest = np.frombuffer(arrays, np.uint8, offset=8 * rows)
-            if header["kind"] == "segment" and self._segment is None and len(rest) == rows:
-                self._segment = Segment(str(header["attempt"]), int(header["generation"]), str(header["topology"]))
+            if header["kind"] == "segment" and self.segment is None and len(rest) == rows:
+                self.segment = Segment(str(header["attempt"]), int(header["generation"]), str(header["topology"]))
                 self._base = Placement.of(keys, rest.copy(), version)
                 return True
-            if header["kind"] != "chunk" or self._segment is None or len(rest) != 2 * rows:
+            if header["kind"] != "chunk" or self.segment is None or len(rest) != 2 * rows:
                 return False
             if not self._base.version < version <= self.last_version + 1:
                 return False
