@@ -32,7 +32,7 @@ from flexd.control.daemon.membership import ProposedTables
 from flexd.control.protocol.network import named_error
 from flexd.core.errors import ApiError, FlexdError, StateVersionError, UnusableStateError
 from flexd.core.fast_start import ProcessStart
-from flexd.core.supervision import Supervisor
+from flexd.core.supervision import Supervisor, UnsafeStateError
 from flexd.daemon import factory
 from flexd.daemon.components import DaemonComponents, ShutdownBudget
 from flexd.daemon.config_file import ConfigFile, load_tables, save_tables, with_tables
@@ -281,8 +281,14 @@ class Daemon:
         self._stop_learning()
         components, self._components = self._components, None
         if components is not None:
-            components.stop(ShutdownBudget(self._config.shutdown_seconds))
+            budget = ShutdownBudget(self._config.shutdown_seconds)
+            components.stop(budget)
             self._ticked_at = time.monotonic()
+            if budget.late:
+                # Beside new parts they would count the stream twice, or write the same journal.
+                late = f"{', '.join(budget.late)} did not end within {self._config.shutdown_seconds:g} s"
+                self.supervisor.end_daemon("loop", UnsafeStateError(late, remedy="the daemon starts anew"))
+                return
         try:
             save_tables(self._state, proposed)
             self._file.use_tables(proposed.tables, self._make_components)

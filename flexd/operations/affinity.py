@@ -160,7 +160,11 @@ class AffinityMonitor:
                 self._idle.clear()
         if begins:
             # It changes nothing but this object, so a daemon that stops does not wait for it.
-            self._supervisor.job("flexd-affinity", learn)
+            try:
+                self._supervisor.job("flexd-affinity", learn)
+            except BaseException:
+                self._idle.set()
+                raise
         ended = self._idle.wait(self._wait_seconds)
         newest = self._newest
         if newest is None or newest.layout != layout:

@@ -27,7 +27,10 @@ def test_daemon_loads_only_what_ingest_needs() -> None:
 def test_daemon_whose_control_channel_cannot_be_hosted_ingests_and_tries_again(
     start: Callable[..., Any], make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_threads(_: ChannelServer) -> None:
+    servers: list[ChannelServer] = []
+
+    def no_threads(server: ChannelServer) -> None:
+        servers.append(server)
         raise RuntimeError("can't start new thread\nand more")
 
     with_threads = ChannelServer.start
@@ -37,6 +40,7 @@ def test_daemon_whose_control_channel_cannot_be_hosted_ingests_and_tries_again(
     until(lambda: f"ranks: {reason}" in daemon.ready().reasons)
     until(lambda: any(text.startswith("thread flexd-coordinator: RuntimeError") for text in daemon.ready().reasons))
     assert daemon.health().ok, "a restart would end no better"
+    assert {sock.fileno() for sock in (servers[0]._listener, servers[0]._wake_reader, servers[0]._wake_writer)} == {-1}
     until(lambda: daemon.status().stream.messages > 0)
     monkeypatch.setattr(ChannelServer, "start", with_threads)
     until(lambda: daemon.ready().reasons == ("ranks: no rank is registered",), 60, daemon.ready)

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,24 @@ def test_a_reload_during_a_take_over_stays(job: Job, monkeypatch: pytest.MonkeyP
     assert components.inspect.settings.planner.min_samples == 5
     assert components.inspect.config().config["planner"]["min_samples"] == 5
     assert job.daemon.reload().applied == ()
+
+
+def test_parts_that_do_not_end_end_the_daemon(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside new parts they would count the stream twice."""
+    job.propose()
+    job.daemon.tick()
+    components = job.daemon.components
+    ingest_stops = components.ingestor.stop
+    with monkeypatch.context() as patch:
+        patch.setattr(components.ingestor, "stop", lambda seconds: False)
+        patch.setattr(components.coordinator, "proposed_tables", lambda: replace(TABLES, attempt="a2"))
+        job.daemon.tick()
+    assert (
+        job.daemon.supervisor.fatal
+        == "thread loop: UnsafeStateError: ingest did not end within 20 s - the daemon starts anew"
+    )
+    assert job.daemon._components is None
+    assert ingest_stops(20.0)
 
 
 def test_a_loop_that_hangs_without_parts_is_not_healthy(job: Job) -> None:

@@ -121,7 +121,9 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     assert not len(harness.coordinator.placement().rehomed)
 
 
-def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(tmp_path: Path) -> None:
+def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = with_samples(tmp_path, rehomed_slots_share=0.5)
     sampled = harness.planning.affinity._coaccess
     may_end, supervisor, begun = threading.Event(), Supervisor(), []
@@ -166,6 +168,10 @@ def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(tmp_pa
     harness.propose("fails")
     assert supervisor.faults()["flexd-affinity"] == 1
     assert monitor.outlook is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            harness.propose("no thread")
     monitor._coaccess = lambda: None
     assert harness.propose("no sample any more").affinity is None
 

@@ -113,7 +113,7 @@ class ChannelServer:
         """
         self._stopping.set()
         if not self._thread.started:
-            self._listener.close()
+            self._close_sockets()
             return True
         self._post(lambda: self._close_all(timeout_seconds / 2))
         return self._thread.join(timeout_seconds)
@@ -187,9 +187,11 @@ class ChannelServer:
                 self._refuse(conn, HandshakeRefusedError("stopping", reason="stopping"))
             for peer in list(self._peers.values()):
                 self._close(peer, peer.close_reason or "stopping")
-            for sock in (self._listener, self._wake_reader, self._wake_writer):
-                sock.close()
-            self._selector.close()
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for each in (self._listener, self._wake_reader, self._wake_writer, self._selector):
+            each.close()
 
     def _close_all(self, seconds: float) -> None:
         """Close all peers, after what is queued for them if they read it within ``seconds``, and end."""
