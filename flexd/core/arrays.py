@@ -1,4 +1,5 @@
-"""Types of numpy arrays, by their elements, and files of arrays. Docstrings state shapes: int64[n]."""
+"""Types of numpy arrays, by their elements, runs of equal values, and files of arrays. Docstrings state shapes:
+int64[n]."""
 
 from __future__ import annotations
 
@@ -21,6 +22,13 @@ BoolArray = npt.NDArray[np.bool_]
 RowArray = Int32Array | Int64Array
 Arrays = dict[str, npt.NDArray[Any]]
 """By name."""
+
+
+def first_of_run(ordered: npt.NDArray[Any]) -> BoolArray:
+    """Return bool[n]: which of ordered values differ from the one before, the first one included."""
+    first = np.ones(len(ordered), dtype=np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return first
 
 
 def read_arrays(path: str | Path) -> Arrays:

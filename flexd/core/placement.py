@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from flexd.core.arrays import Int64Array, UInt8Array, UInt64Array
+from flexd.core.arrays import Int64Array, UInt8Array, UInt64Array, first_of_run
 from flexd.core.errors import PlacementError
 from flexd.core.layout import Tier, is_rehomed
 
@@ -141,7 +141,7 @@ class Placement:
         """Return the rows whose tier differs, by key, demotions first: they free the slots that promotions need. Rows
         that leave a slot in one node for one in another come between."""
         keys = np.sort(np.concatenate([self.keys, target.keys]))
-        keys = keys[np.concatenate([np.ones(min(1, len(keys)), np.bool_), keys[1:] != keys[:-1]])]
+        keys = keys[first_of_run(keys)]
         old, new = self.tiers_of(keys), target.tiers_of(keys)
         changed = old != new
         keys, old, new = keys[changed], old[changed], new[changed]

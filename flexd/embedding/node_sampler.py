@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
+from flexd.core.arrays import Int64Array, first_of_run
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
-
-Int64Array = npt.NDArray[np.int64]
 
 _ID_BYTES = 8
 
@@ -314,7 +312,7 @@ def _number_shared(rows: Int64Array, nodes: int) -> tuple[Int64Array, Int64Array
     else:
         order = np.argsort(rows, kind="stable")
         ordered = rows[order]
-    starts = np.flatnonzero(np.concatenate([np.ones(min(n, 1), dtype=np.bool_), ordered[1:] != ordered[:-1]]))
+    starts = np.flatnonzero(first_of_run(ordered))
     uses = np.diff(starts, append=n)
     again = uses > 1
     numbers = np.empty(n, dtype=np.int64)

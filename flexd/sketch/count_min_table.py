@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flexd.core.arrays import Arrays, Float64Array, Int64Array, RowArray, UInt8Array, UInt32Array
+from flexd.core.arrays import Arrays, Float64Array, Int64Array, RowArray, UInt8Array, UInt32Array, first_of_run
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import count_min_kernels as kernels
@@ -142,9 +142,7 @@ class CountMinTable(TableSketch):
             self._buffered = 0
             # Two ascending runs: stable sorting merges them.
             both.sort(kind="stable")
-            first = np.ones(len(both), dtype=np.bool_)
-            np.not_equal(both[1:], both[:-1], out=first[1:])
-            self.hot = both[first]
+            self.hot = both[first_of_run(both)]
         if len(self.hot) > 2 * self.hot_capacity:
             estimates = self.row_units(self.hot)
             best = np.argpartition(estimates, -self.hot_capacity)[-self.hot_capacity :]

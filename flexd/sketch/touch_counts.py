@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.arrays import Arrays, BoolArray, Float64Array, Int64Array
+from flexd.core.arrays import Arrays, Float64Array, Int64Array, first_of_run
 from flexd.core.errors import SketchError
 from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import is_sampled
@@ -151,7 +151,7 @@ class TableTouches:
             return
         distinct = np.sort(rows)
         inside = distinct[np.searchsorted(distinct, 0) : np.searchsorted(distinct, self._table_rows)]
-        distinct = inside[_first_of_run(inside)].astype(np.int64)
+        distinct = inside[first_of_run(inside)].astype(np.int64)
         if step is None:
             self._count_batch(distinct, len(inside), event_time_seconds, decay)
         else:
@@ -327,16 +327,16 @@ class TableTouches:
         rank = np.repeat(np.array(step.ranks, dtype=np.int64), [len(part) for part in step.rows])
         width = int(max(step.ranks)) + 1
         pair = np.sort(row * width + rank)
-        pair = pair[_first_of_run(pair)]
+        pair = pair[first_of_run(pair)]
         row, rank = pair // width, pair % width
-        starts = np.flatnonzero(_first_of_run(row))
+        starts = np.flatnonzero(first_of_run(row))
         if not len(starts):
             return
         counts = np.zeros((3, len(starts)))
         counts[0] = np.diff(starts, append=len(row))
         if complete and layout is not None:
             node = row * layout.nodes + rank // layout.local_ranks
-            counts[1] = np.add.reduceat(_first_of_run(node).astype(np.float64), starts)
+            counts[1] = np.add.reduceat(first_of_run(node).astype(np.float64), starts)
             counts[2] = 1.0
         self._append(row[starts], weight * counts)
 
@@ -390,9 +390,3 @@ class TableTouches:
         keep = np.sort(np.argpartition(-self._counts[0], self._capacity)[: self._capacity])
         self._rows, self._counts, self._since = self._rows[keep], self._counts[:, keep], self._since[:, keep]
         self._floor = self._totals[:2].copy()
-
-
-def _first_of_run(ascending: npt.NDArray[Any]) -> BoolArray:
-    first = np.ones(len(ascending), dtype=bool)
-    np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
-    return first

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexd.core.arrays import Float64Array, Int64Array
+from flexd.core.arrays import Float64Array, Int64Array, first_of_run
 from flexd.core.errors import StreamError
 from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 from flexd.stream.trace import Trace
@@ -269,7 +269,7 @@ def _histories(trace: Trace) -> tuple[Int64Array, Int64Array, Int64Array]:
         return np.arange(len(trace)), nothing, nothing
     events = np.argsort(trace.user, kind="stable")
     of_user = trace.user[events]
-    starts = np.concatenate([[True], of_user[1:] != of_user[:-1]])
+    starts = first_of_run(of_user)
     user = np.cumsum(starts) - 1
     return events, np.flatnonzero(starts)[user], user
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from flexd.core.arrays import Int64Array
 from flexd.core.errors import CheckpointError
 from flexd.core.homes import NO_KEY
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -38,8 +39,6 @@ _HEADER = struct.Struct("<8sHHIQQqIII12x")
 _MARK = b"flexrows"
 _SLOT_TYPES = {0: None, 4: np.dtype("<u4"), 8: np.dtype("<i8")}
 _DAMAGED = "load an earlier checkpoint"
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from flexd.control.agent.inbox import Prepared
+from flexd.core.arrays import BoolArray, Int32Array, Int64Array, UInt8Array, first_of_run
 from flexd.core.errors import PlacementError
 from flexd.core.homes import Homes
 from flexd.core.layout import Tier, is_rehomed, without_moves
@@ -31,10 +31,6 @@ from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.migration.row_carrier import ChangesHomeRows, RowCarrier, RowMover
 from flexd.embedding.store.store import FreeSlots, GroupStore
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
-BoolArray = npt.NDArray[np.bool_]
 _SlotsOf = Callable[[Int64Array], Int32Array]
 """int64 [n] addresses of listed rows -> int32 [n] slots."""
 
@@ -411,7 +407,7 @@ def merge_deltas(deltas: Sequence[Delta]) -> Delta:
     keys = np.concatenate([delta.keys for delta in deltas])
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
-    first = np.flatnonzero(np.concatenate([np.ones(min(1, len(keys)), np.bool_), keys[1:] != keys[:-1]]))
+    first = np.flatnonzero(first_of_run(keys))
     if len(first) == 0:
         return Delta.empty()
     last = np.concatenate([first[1:], [len(keys)]]) - 1

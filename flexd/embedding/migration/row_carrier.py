@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flexd.core.arrays import Int32Array, Int64Array, UInt8Array
 from flexd.core.layout import is_rehomed, nodes_of_rehomed
 from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows, copy_columns
@@ -103,9 +104,6 @@ class RowCarrier:
         ]
 
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
 ChangesHomeRows = Callable[[Sequence[tuple[int, torch.Tensor]]], None]
 """Called with (dim-group, int64 [n] home slots) of this rank."""
 

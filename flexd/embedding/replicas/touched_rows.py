@@ -17,10 +17,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from flexd.core.arrays import Int64Array
 from flexd.core.layout import RankLayout
 from flexd.embedding.exchange.hop import Hop, PeerWords
 from flexd.embedding.store.directory import Directory
-from flexd.embedding.store.entry_pool import BLOCK, Int64Array
+from flexd.embedding.store.entry_pool import BLOCK
 
 RowBits = torch.Tensor
 """uint8 [64 blocks] zeros and ones."""

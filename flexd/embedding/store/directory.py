@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flexd.core.arrays import Int32Array, Int64Array, UInt8Array
 from flexd.core.keyspace import DimGroup
 from flexd.core.layout import REHOMED, RankLayout, Tier, is_rehomed, nodes_of_rehomed
 from flexd.embedding.store.bucket_table import MAX_LOAD, BucketTable
@@ -16,11 +17,6 @@ from flexd.embedding.store.entry_pool import BLOCK, EntryPool
 
 _GROWTH = 8
 """A pool's part of the entries grows by an eighth."""
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
-BoolArray = npt.NDArray[np.bool_]
 
 
 NOT_REHOMED = 2**31 - 1

@@ -5,14 +5,12 @@ from __future__ import annotations
 from array import array
 
 import numpy as np
-import numpy.typing as npt
+
+from flexd.core.arrays import Int32Array, Int64Array, first_of_run
 
 BLOCK = 64
 """Numbers of a block: one word of bits."""
 _SLACK_BLOCKS = 16
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 
 class EntryPool:
@@ -124,5 +122,5 @@ def _by_home(homes: Int64Array) -> list[tuple[int, Int64Array]]:
         return []
     order = np.argsort(homes, kind="stable")
     ordered = homes[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    starts = np.flatnonzero(first_of_run(ordered))
     return list(zip(ordered[starts].tolist(), np.split(order, starts[1:]), strict=True))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexd.core.arrays import Float32Array, Int32Array, Int64Array
+from flexd.core.arrays import Float32Array, Int32Array, Int64Array, first_of_run
 from flexd.core.keyspace import KeySpace
 from flexd.core.sharding_types import ROW_WISE
 from flexd.sketch.coaccess import CoAccess
@@ -25,7 +25,7 @@ _ID_BYTES = 8
 def sorted_distinct(values: Int64Array) -> Int64Array:
     """Return the distinct values, ascending. ``numpy.unique`` hashes, which takes several times as long."""
     ordered = np.sort(values)
-    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if len(ordered) else ordered
+    return ordered[first_of_run(ordered)]
 
 
 def _numbered(keys: Int64Array) -> tuple[Int64Array, Int64Array]:

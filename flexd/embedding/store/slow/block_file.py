@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.arrays import Int64Array, UInt8Array, UInt64Array
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow.cold_rows import ColdRows, FreshRows
 
@@ -29,18 +30,13 @@ _MARK = b"flexd slow rows 1\n"
 _SLOW_DISK = "look at the disk (iostat), or put the file on a faster one"
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
-Int64Array = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.uint8]
 
-
-def aligned_bytes(count: int) -> Bytes:
+def aligned_bytes(count: int) -> UInt8Array:
     """Return uint8 [count] at the start of a page; its pages are freed with it."""
     return np.frombuffer(mmap.mmap(-1, max(1, count)), dtype=np.uint8, count=count)
 
 
 _GOLDEN = 0x9E3779B97F4A7C15
-
-UInt64Array = npt.NDArray[np.uint64]
 
 
 class BlockSums:
@@ -231,15 +227,15 @@ class BlockFile:
                 f"{self.path}: was removed while in use", remedy="start again from the checkpoint, and keep the file"
             )
 
-    def read(self, blocks: Int64Array, out: Bytes) -> int:
+    def read(self, blocks: Int64Array, out: UInt8Array) -> int:
         """Read uint8 [n, block_bytes] of ascending blocks into an aligned ``out``; return the number of calls."""
         return self.finish(self._start(blocks, out, writes=False))
 
-    def start_read(self, blocks: Int64Array, out: Bytes) -> BlockBatch:
+    def start_read(self, blocks: Int64Array, out: UInt8Array) -> BlockBatch:
         """Begin ``read``, which ``finish`` ends; ``out`` is the reads' until then. Batches end in their order."""
         return self._start(blocks, out, writes=False)
 
-    def write(self, blocks: Int64Array, data: Bytes) -> int:
+    def write(self, blocks: Int64Array, data: UInt8Array) -> int:
         """Write uint8 [n, block_bytes], aligned, to ascending blocks; return the number of calls."""
         return self.finish(self._start(blocks, data, writes=True))
 
@@ -266,7 +262,7 @@ class BlockFile:
             raise SlowMemoryError(self._late, remedy=_SLOW_DISK)
         return batch.calls
 
-    def _start(self, blocks: Int64Array, data: Bytes, *, writes: bool) -> BlockBatch:
+    def _start(self, blocks: Int64Array, data: UInt8Array, *, writes: bool) -> BlockBatch:
         firsts, counts = _runs(blocks, max(1, MAX_CALL_BYTES // self.block_bytes))
         starts = np.concatenate([[0], np.cumsum(counts)])
         lane = self._writes if writes else self._reads
@@ -278,14 +274,20 @@ class BlockFile:
             futures = [lane.pool.submit(self._one_by_one, share, data, writes) for share in shares]
         return BlockBatch(futures, len(blocks), len(firsts))
 
-    def _one_by_one(self, calls: list[tuple[int, int, int]], data: Bytes, writes: bool) -> bool:
+    def _one_by_one(self, calls: list[tuple[int, int, int]], data: UInt8Array, writes: bool) -> bool:
         """Make (first block, place in ``data``, blocks) calls, and return True: all have ended."""
         for block, start, count in calls:
             self._call(data[start : start + count].reshape(-1), PAGE_BYTES + block * self.block_bytes, writes=writes)
         return True
 
     def _queued(
-        self, queue: KernelQueue, firsts: Int64Array, starts: Int64Array, counts: Int64Array, data: Bytes, writes: bool
+        self,
+        queue: KernelQueue,
+        firsts: Int64Array,
+        starts: Int64Array,
+        counts: Int64Array,
+        data: UInt8Array,
+        writes: bool,
     ) -> bool:
         """Make calls of ``counts`` blocks from ``firsts`` and return whether they ended before the deadline.
 
@@ -302,7 +304,7 @@ class BlockFile:
         calls = zip(firsts[again].tolist(), starts[:-1][again].tolist(), counts[again].tolist(), strict=True)
         return self._one_by_one(list(calls), data, writes)
 
-    def _call(self, data: Bytes, offset: int, *, writes: bool) -> None:
+    def _call(self, data: UInt8Array, offset: int, *, writes: bool) -> None:
         call, done, view = os.pwritev if writes else os.preadv, 0, data.data
         while done < len(view):
             try:

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
+from flexd.core.arrays import Float64Array, Int64Array
 
 CACHE_SLOT_BYTES = 64
 """Of a cache slot beside its row and state: what finds it, and its score."""

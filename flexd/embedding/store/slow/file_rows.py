@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flexd.core.arrays import Int64Array, UInt8Array
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockRows, Bytes, Int64Array, aligned_bytes
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockRows, aligned_bytes
 from flexd.embedding.store.slow.cold_rows import FreshRows
 
 _HEAD_BYTES = 16
@@ -101,7 +102,7 @@ class FileRows(BlockRows):
                 buffer[there] = self._buffer[:count].copy()
             buffer[~there] = 0
 
-    def _check(self, blocks: Int64Array, buffer: Bytes) -> None:
+    def _check(self, blocks: Int64Array, buffer: UInt8Array) -> None:
         wrong = self._sums.wrong(buffer.view(np.uint64))
         if len(wrong):
             raise SlowMemoryError(
@@ -110,7 +111,7 @@ class FileRows(BlockRows):
                 remedy="start again from the checkpoint, and look at the disk",
             )
 
-    def _payload(self, blocks: int) -> Bytes:
+    def _payload(self, blocks: int) -> UInt8Array:
         """View of the rows of the first blocks of the buffer, uint8 [blocks, rows_per_block, row_bytes]."""
         end = _HEAD_BYTES + self._per_block * self._row_bytes
         return self._buffer[:blocks, _HEAD_BYTES:end].reshape(blocks, self._per_block, self._row_bytes)

@@ -18,15 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flexd.core.arrays import Int64Array, UInt8Array
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.slow.block_file import (
-    PAGE_BYTES,
-    BlockBatch,
-    BlockRows,
-    Bytes,
-    Int64Array,
-    aligned_bytes,
-)
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockBatch, BlockRows, aligned_bytes
 from flexd.embedding.store.slow.cold_rows import FreshRows
 
 _WINDOW = 4096
@@ -122,7 +116,7 @@ def log_rows_per_block(row_bytes: int) -> tuple[int, int]:
 class _Staged:
     """Blocks on their way to the file, which are read from here until they are there."""
 
-    buffer: Bytes
+    buffer: UInt8Array
     blocks: Int64Array = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     written: Future[int] | None = None
 
@@ -138,8 +132,8 @@ class _Fetch:
 
     blocks: Int64Array
     on_disk: npt.NDArray[np.bool_]
-    from_memory: list[tuple[Int64Array, Bytes]]
-    buffer: Bytes
+    from_memory: list[tuple[Int64Array, UInt8Array]]
+    buffer: UInt8Array
     batch: BlockBatch | None
 
 
@@ -216,7 +210,7 @@ class LogRows(BlockRows):
         self._space.drop(places[places >= 0] // self._per_block)
         self._places[slots] = 0
 
-    def _append(self, slots: Int64Array, packed: Bytes) -> None:
+    def _append(self, slots: Int64Array, packed: UInt8Array) -> None:
         """Stage rows that are in no block, as many as fit into one buffer, for the writer."""
         staged = self._staged.pop(0)
         self._staged.append(staged)
@@ -237,7 +231,7 @@ class LogRows(BlockRows):
         self.traffic.bytes_written += buffer.nbytes
         staged.written = self._writer.submit(self._write_blocks, staged.blocks, buffer)
 
-    def _write_blocks(self, blocks: Int64Array, buffer: Bytes) -> int:
+    def _write_blocks(self, blocks: Int64Array, buffer: UInt8Array) -> int:
         self._sums.seal(buffer.view(np.uint64))
         return self._file.write(blocks, buffer)
 
@@ -267,7 +261,7 @@ class LogRows(BlockRows):
         for first in range(0, len(moved), at_once):
             self._append(moved[first : first + at_once], data[first : first + at_once])
 
-    def _fetched(self, windows: Sequence[Int64Array]) -> Generator[Bytes, None, None]:
+    def _fetched(self, windows: Sequence[Int64Array]) -> Generator[UInt8Array, None, None]:
         """Yield uint8 [n, block_bytes] of the ascending blocks of each window; the next ones are read meanwhile.
 
         What is yielded is valid until the one after it.
@@ -285,9 +279,9 @@ class LogRows(BlockRows):
                 if fetch.batch is not None:
                     wait(fetch.batch.futures, self._deadline_seconds)
 
-    def _start_fetch(self, blocks: Int64Array, buffer: Bytes) -> _Fetch:
+    def _start_fetch(self, blocks: Int64Array, buffer: UInt8Array) -> _Fetch:
         on_disk = np.ones(len(blocks), dtype=np.bool_)
-        from_memory: list[tuple[Int64Array, Bytes]] = []
+        from_memory: list[tuple[Int64Array, UInt8Array]] = []
         for staged in reversed(self._staged):  # the newest first: a block may have been freed and filled again
             if staged.written is None:
                 continue
@@ -302,7 +296,7 @@ class LogRows(BlockRows):
         batch = self._file.start_read(blocks[on_disk], buffer[:count]) if count else None
         return _Fetch(blocks, on_disk, from_memory, buffer, batch)
 
-    def _end_fetch(self, started: deque[_Fetch]) -> Bytes:
+    def _end_fetch(self, started: deque[_Fetch]) -> UInt8Array:
         """Return the blocks of the first of these, and take it away."""
         fetch = started[0]
         buffer = fetch.buffer[: len(fetch.blocks)]
@@ -327,18 +321,18 @@ class LogRows(BlockRows):
             remedy="start again from the checkpoint, and look at the disk",
         )
 
-    def _slots(self, buffer: Bytes) -> Int64Array:
+    def _slots(self, buffer: UInt8Array) -> Int64Array:
         """View of the slots of the rows in blocks, int64 [blocks, rows_per_block], -1 where there is none."""
         return buffer.view(np.int64)[:, 1 : 1 + self._per_block]
 
-    def _payload(self, buffer: Bytes) -> Bytes:
+    def _payload(self, buffer: UInt8Array) -> UInt8Array:
         """View of the rows of blocks, uint8 [blocks, rows_per_block, row_bytes]."""
         first = _SUM_BYTES + _SLOT_BYTES * self._per_block
         rows = buffer[:, first : first + self._per_block * self._row_bytes]
         return rows.reshape(len(buffer), self._per_block, self._row_bytes)
 
 
-def _blocks_of(count: int, block_bytes: int) -> Bytes:
+def _blocks_of(count: int, block_bytes: int) -> UInt8Array:
     return aligned_bytes(count * block_bytes).reshape(count, block_bytes)
 
 
