@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from flexd.embedding.store.memory import RankMemory
     from flexd.embedding.store.slow.tiered_storage import TieredStorage
     from flexd.embedding.table_rules import TableRules
+    from flexd.embedding.tuning import Tuning
 
 JaggedLike = Jagged | torch.Tensor
 """Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, or a dense tensor."""
@@ -102,9 +103,9 @@ class EmbeddingCollection(TableAccess):
         replica_fraction: replica slots of each rank, as a fraction of all rows of the dim-group.
         replica_slots: replica slots of each rank, one number per dim-group, instead of ``replica_fraction``.
         average_gradients: divide gradients by the world size, as ``DistributedDataParallel`` does.
-        exchange: "chain" (two hops: node owner, then home), "direct" (every rank requests from every home) or "auto"
-            (the one of these whose steps take less time, measured from time to time, beginning with the one that the
-            daemon prices lower; it changes between two steps and without any effect on the result).
+        exchange: "auto" (the one of these whose steps take less time, measured from time to time, see ``tuning``; it
+            changes between two steps and without any effect on the result), "chain" (two hops: node owner, then home)
+            or "direct" (every rank requests from every home).
         comm_dtype: "float32", "float16" or "bfloat16", the dtype in which rows and gradients are sent; default each
             table's own. Gradients are added in float32 or wider, and rows are rounded at every read, so that training
             does not depend on the placement. The daemon is told.
@@ -136,7 +137,7 @@ class EmbeddingCollection(TableAccess):
         replica_fraction: float = 0.0,
         replica_slots: Sequence[int] | None = None,
         average_gradients: bool = True,
-        exchange: str = "chain",
+        exchange: str = "auto",
         comm_dtype: str | None = None,
         max_migration_bytes_per_step: int = 2**20,
         fast_memory_bytes: int | None = None,
@@ -259,7 +260,15 @@ class EmbeddingCollection(TableAccess):
     @property
     def exchange(self) -> str:
         """The exchange in use: "chain" or "direct"."""
-        return self.engine.exchange.name
+        return self.engine.arm.exchange
+
+    def tuning(self) -> Tuning:
+        """Return the settings in use, and on rank 0 what was measured of the others. Not collective."""
+        from flexd.embedding.tuning import Tuning
+
+        tuner = self.engine.tuner()
+        arm = self.engine.arm
+        return Tuning(str(arm.in_use), str(arm.reason or "")) if tuner is None else tuner.tuning()
 
     @property
     def phases(self) -> PhaseMeter:
@@ -325,6 +334,7 @@ class EmbeddingCollection(TableAccess):
         found = self._features.no_features()
         error: Exception | None = None
         try:
+            self.engine.hooks.check_given()
             features = self.as_features(given)
             found = self._keys_of(given, features) if keys is None else keys(features)
         except Exception as fault:  # any error: a rank that raised alone would leave the others waiting

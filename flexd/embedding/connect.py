@@ -130,7 +130,7 @@ class Connection(StepMoments):
                 accesses_by_tier=(home, node, device),
                 sent=SentBytes(**{name: since[name] for name in _SENT}),
                 batches=BatchReport(**{name: since[name] for name in _BATCHES}),
-                exchange=UsedExchange(collection.exchange, collection.engine.exchange.reason or ""),
+                exchange=UsedExchange(collection.exchange, collection.engine.arm.reason or ""),
                 phases=phases,
                 slow_memory=slow_memory,
                 usage_warnings=USAGE_WARNINGS.reports(),

@@ -19,8 +19,8 @@ from flexd.core.homes import homes_of
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
 from flexd.core.sharding_types import NO_POOLED, PooledTables
+from flexd.embedding.exchange.arms import AgreedArm, bag_hops, row_hops
 from flexd.embedding.exchange.collectives import Traffic
-from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial, bag_hops, row_hops
 from flexd.embedding.exchange.hop import SETTINGS_BITS, Agreement, CallSignature, Hop
 from flexd.embedding.exchange.phase_meter import in_phase
 from flexd.embedding.exchange.process_groups import ChainGroups
@@ -39,6 +39,7 @@ from flexd.embedding.store.store import make_stores
 if TYPE_CHECKING:
     from flexd.embedding.store.memory import RankMemory
     from flexd.embedding.store.slow.tiered_storage import TieredStorage
+    from flexd.embedding.tuning import StepTuner
 
 MAX_PENDING_PASSES = 64
 Joined = TypeVar("Joined", bound=StepMoments)
@@ -95,11 +96,12 @@ class RowEngine:
         """Joined in each step, in this order, after ``hooks``."""
         self.look_ups = 0
         automatic = exchange == "auto"
-        self.exchange = ExchangeChoice("chain" if automatic else exchange)
+        self.arm = AgreedArm("chain" if automatic else exchange)
         # With one node, or one rank in each, both exchanges are the same.
-        chooses = automatic and groups.rank == 0 and min(groups.layout.nodes, groups.layout.local_ranks) > 1
-        if chooses or not automatic:
-            self.exchange.reason = ExchangeReason.START if chooses else ExchangeReason.CONFIGURED
+        chooses = automatic and min(groups.layout.nodes, groups.layout.local_ranks) > 1
+        self._exchanges = ("chain", "direct") if chooses else (self.arm.exchange,)
+        if groups.rank == 0 or not automatic:
+            self.arm.reason = ExchangeReason.START if automatic else ExchangeReason.CONFIGURED
         self._comm_dtype = comm_dtype
         self.pooling_at = pooling_at
         self.router, self.sync = self.new_exchange(groups, traffic)
@@ -110,7 +112,7 @@ class RowEngine:
             homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
         )
         if chooses:
-            self.joined.append(ExchangeTrial(self.exchange, lambda: self.inbox.priced_exchange))
+            self.tuner()
         if tiered_storage is not None:
             self.joined += tiered_storage.division(self.stores)
         self.hooks = StepHooks()
@@ -146,6 +148,17 @@ class RowEngine:
         self.joined.append(made)
         return made
 
+    def tuner(self) -> StepTuner | None:
+        """Return what chooses the arm of the steps; None on ranks that follow the one that does."""
+        if self.groups.rank != 0:
+            return None
+        from flexd.embedding.tuning import StepTuner  # loaded where a job has a choice
+
+        inbox = self.inbox
+        return self.join(
+            StepTuner, self.arm, self._exchanges, lambda: inbox.priced_exchange, lambda: inbox.applied_version
+        )
+
     def _rows_changed(self, parts: Sequence[tuple[int, torch.Tensor]], *, all_rows: bool = False) -> None:
         for each in self.joined:
             each.changed(parts, all_rows=all_rows)
@@ -155,7 +168,7 @@ class RowEngine:
 
     def _hops(self, groups: ChainGroups) -> tuple[list[Hop], list[Hop]]:
         """Return the hops of rows, and those of bags that are pooled at the owner."""
-        name = self.exchange.name
+        name = self.arm.exchange
         return row_hops(name, groups), bag_hops(name, groups) if self.pooling_at.at_owner else []
 
     def initialise(self, scales: Sequence[float], seed: int, states: Mapping[str, float]) -> None:
@@ -196,9 +209,9 @@ class RowEngine:
 
     def _change_exchange(self) -> None:
         """Use the exchange that all ranks have agreed on."""
-        if not self.exchange.due:
+        if not self.arm.due:
             return
-        self.exchange.name = self.exchange.next
+        self.arm.exchange = self.arm.next.exchange
         for groups, router in ((self.groups, self.router), *self.hooks.exchanges):
             router.change_hops(*self._hops(groups))
 
@@ -231,7 +244,7 @@ class RowEngine:
         fault: int = 0,
         touched: TouchedRows | None = None,
     ) -> Route:
-        version, proposed = self.inbox.begin_exchange(), self.exchange.proposed
+        version, proposed = self.inbox.begin_exchange(), self.arm.proposed
         agreement = Agreement(version, fault, call, call, (settings_digest,) * 2, proposed)
         self.look_ups += 1
         look_up = self.look_ups
@@ -239,8 +252,28 @@ class RowEngine:
         for each in self.joined:
             each.located(look_up)
         self.inbox.end_exchange(route.agreement.version)
-        self.exchange.agreed(route.agreement.exchange)
+        self.arm.agreed(route.agreement.arm)
         return route
+
+    def agree_on_end(self, *, failed: bool) -> None:
+        """Collective. Meet the other ranks at the end of a loop of ``flexd.prefetch`` whose batches were not located
+        ahead, in the same way as ``agree_on_loop``.
+
+        Args:
+            failed: the loader of this rank raised an error.
+
+        Raises:
+            EmbeddingError: on every rank, if another one has a further batch or its loader failed.
+        """
+        call = CallSignature.of_end(self.groups.rank, steps=self.steps, failed=failed)
+        self._meet(call, self.settings_digest).check_calls()
+
+    def _meet(self, call: CallSignature, digest: int) -> Agreement:
+        """Collective. Exchange the messages of a look-up without keys."""
+        self.groups.world.finish_on_device()
+        no_keys = torch.empty(0, dtype=torch.int64, device=self.stores[0].rows.device)
+        with self._calling(), self.router.traffic.uncounted():
+            return self._find(FeatureKeys([], no_keys, None, [0] * len(self.stores)), call, digest).agreement
 
     def agree_on_loop(self, settings: str) -> None:
         """Collective. Compare the settings with which ranks begin a loop of ``flexd.prefetch``.
@@ -251,17 +284,14 @@ class RowEngine:
         Raises:
             EmbeddingError: on every rank, if settings differ or a rank makes another call.
         """
-        self.groups.world.finish_on_device()
         digest = _digest_of(settings)
-        no_keys = torch.empty(0, dtype=torch.int64, device=self.stores[0].rows.device)
-        call = CallSignature.of_loop(self.groups.rank, steps=self.steps)
+        agreement = self._meet(CallSignature.of_loop(self.groups.rank, steps=self.steps), digest)
+        agreement.check_calls()
+        if not agreement.settings_differ:
+            return
         with self._calling(), self.router.traffic.uncounted():
-            found = FeatureKeys([], no_keys, None, [0] * len(self.stores))
-            agreement = self._find(found, call, digest).agreement
-            agreement.check_calls()
-            if not agreement.settings_differ:
-                return
-            everyone = self.groups.world.all_gather(no_keys.new_tensor([digest])).view(-1).tolist()
+            mine = torch.tensor([digest], device=self.stores[0].rows.device)
+            everyone = self.groups.world.all_gather(mine).view(-1).tolist()
         odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
         raise EmbeddingError(
             f"ranks {odd} begin a loop of flexd.prefetch with other settings than rank 0; rank {self.groups.rank}: "
@@ -456,7 +486,7 @@ class RowEngine:
         with torch.no_grad():
             self.migrator.apply(
                 [self.inbox.prepared(version) for version, _ in chunks],
-                fetch_follows=self.exchange.name == "chain" and not self.hooks.fetches_early,
+                fetch_follows=self.arm.exchange == "chain" and not self.hooks.fetches_early,
             )
         self.inbox.applied(chunks[-1][0])
         self.apply_seconds += time.perf_counter() - started

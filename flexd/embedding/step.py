@@ -181,6 +181,9 @@ class StepHooks(StepMoments):
         del given, usable
         return None
 
+    def check_given(self) -> None:
+        """Run before the input of a forward pass is read; raises EmbeddingError if it is known not to be the batch."""
+
     def changed_input(self) -> Callable[[], None] | None:
         """Run after ``fetch`` of a claimed pass. None: every rank's input is the one that was located. Else all ranks
         look their inputs up again; the function raises an error if this rank's is lost. Local."""

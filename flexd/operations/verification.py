@@ -38,13 +38,13 @@ from flexd.core.errors import SnapshotError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import REHOMED, RankLayout, Tier, by_slots
 from flexd.core.placement import Delta, Placement
+from flexd.core.switchback import FIRST_LOOK, Effect, SwitchbackRule, Verdict, keeps_plan
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.executions import DAEMON_ACTOR, ROLLBACK, Executions, Trigger, TriggerKind, rollback_trigger
 from flexd.operations.history import MigrationHistory
 from flexd.operations.step_times import StepBlocks
 from flexd.planner.delta import moved_bytes
 from flexd.planner.plan import Plan
-from flexd.planner.switchback import FIRST_LOOK, Effect, SwitchbackRule, Verdict, keeps_plan
 
 UInt8Array = npt.NDArray[np.uint8]
 

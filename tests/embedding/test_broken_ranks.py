@@ -206,7 +206,7 @@ def test_another_learning_rate_on_one_rank_is_an_error_on_every_rank(ranks: Rank
     ("odd", "arguments", "shown"),
     [
         (3, {"one_thread": True}, "one_thread=True, passes_per_step=1"),
-        (0, {"depth": 2}, "one_thread=False, passes_per_step=1, depth=2"),
+        (0, {"ahead": 2}, "one_thread=False, passes_per_step=1, ahead=2"),
         (2, {"passes_per_step": 2}, "one_thread=False, passes_per_step=2"),
     ],
 )

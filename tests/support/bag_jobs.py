@@ -13,6 +13,7 @@ import flexd
 import flexd.core.errors
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
+from tests.support.prefetch_pipeline_jobs import other_arm
 
 STEPS = 8
 READS = {"history": "item", "basket": "item", "shop": "shop"}
@@ -75,7 +76,7 @@ def train(
     loop = flexd.prefetch(batches, collection, features=lambda both: both[0]) if ahead else batches
     for step, (features, weights) in enumerate(loop):
         if switch_every and step % switch_every == 1 and rank == step % layout.world_size:
-            collection.engine.exchange.propose("chain" if collection.exchange == "direct" else "direct")
+            collection.engine.arm.propose(other_arm(collection, step))
         if step == 2:
             keys = np.arange(0, 78, 2)
             keys = keys[~np.isin(keys, collection.engine.homes.copied_keys)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +15,13 @@ import torch
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.exchange.exchange_choice import ExchangeTrial
+from flexd.embedding.exchange.arms import ARMS, AgreedArm, Arm
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.pipeline import PrefetchPipeline
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import StepMoments
 from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
+from flexd.embedding.tuning import StepTuner
 from tests.support import changed_inputs
 from tests.support.exactness import (
     Scenario,
@@ -52,7 +54,8 @@ class Loop:
         break_at: index of a batch after whose step the loop ends; the rest is trained on without the prefetch pipeline.
         changes: "any": what is announced is drawn batch by batch on each rank, and changed before it is looked up; or
             the one way of ``changed_inputs.WAYS`` in which the first rank changes each batch; "": nothing is changed.
-        one_thread, depth: as in ``flexd.prefetch``.
+        one_thread: as in ``flexd.prefetch``.
+        depth: batches ahead; 0: the tuner decides about one.
     """
 
     ahead: bool = True
@@ -72,6 +75,23 @@ class Loop:
     depth: int = 1
 
 
+class RandomTuner(StepTuner):
+    """Proposes arms without measuring any, on every rank."""
+
+    def __init__(self, choice: AgreedArm, exchanges: tuple[str, ...]) -> None:
+        super().__init__(choice, exchanges)
+        self._choices, self._draw = choice, random.Random(f"{choice.proposed} {exchanges}")
+
+    def updated(self, optimizer: RowUpdate, step: int) -> None:
+        if self._draw.random() < 0.5:
+            self._choices.propose(self._draw.choice([arm for arm in ARMS if arm.exchange in self._exchanges]))
+
+
+def other_arm(collection: EmbeddingCollection, step: int) -> Arm:
+    """Return an arm with the exchange that is not in use."""
+    return Arm("chain" if collection.exchange == "direct" else "direct", prefetch=step % 3 > 0)
+
+
 def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> EmbeddingCollection:
     given: dict[str, Any] = {
         "layout": scenario.layout, "replica_fraction": scenario.replica_fraction, "exchange": scenario.exchange,
@@ -82,11 +102,10 @@ def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> Embeddin
         tables_of(scenario), optimizer=row_optimizer(scenario), **given,
         **(scenario.memories() if memories is None else memories),
     )  # fmt: skip
-    joined, exchange = collection.engine.joined, collection.engine.exchange
-    joined[:] = [
-        ExchangeTrial(exchange, steps=1, interval_steps=1) if isinstance(each, ExchangeTrial) else each
-        for each in joined
-    ]
+    if scenario.exchange == "auto":
+        engine = collection.engine
+        engine.joined[:] = [each for each in engine.joined if not isinstance(each, StepTuner)]
+        engine.join(RandomTuner, engine.arm, engine._exchanges)
     return collection
 
 
@@ -109,6 +128,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     versions, errors, unequal, deferred, most_moved = [], [], 0, 0, 0
     saved: list[dict[str, Any]] = []
     exchanges: list[str] = []
+    prefetched: list[bool] = []
     every = [(index, batch(scenario, index, rank)) for index in range(scenario.steps * scenario.passes)]
     if loop.bad_at >= 0 and rank == scenario.layout.world_size - 1:
         every[loop.bad_at][1]["history"] = Jagged(torch.tensor([-1]), torch.tensor([1]))
@@ -163,7 +183,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             every_nth = scenario.switch_every
             proposes = every_nth > 0 and number == 0 and step % every_nth == 1 % every_nth
             if proposes and rank == step // every_nth % scenario.layout.world_size:
-                collection.engine.exchange.propose("chain" if collection.exchange == "direct" else "direct")
+                collection.engine.arm.propose(other_arm(collection, step))
             exchanges.append(collection.exchange)
             while number == 0 and inbox._received_version < due and rng.random() < 0.7:
                 inbox.offer(inbox._received_version + 1, chunks[inbox._received_version])
@@ -182,6 +202,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             collection.optimizer.step()
             schedule.step()
             versions.append(collection.placement_version)
+            prefetched.append(collection.engine.arm.prefetches)
             unequal += not collection.replicas_bit_equal()
             most_moved = max(most_moved, collection.engine.migrator.rehomed_rows)
             hooks = collection.engine.hooks
@@ -210,7 +231,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             part = flexd.prefetch(
                 part, collection, features=lambda pair: pair[1],
                 passes_per_step=loop.announced_passes or scenario.passes, one_thread=loop.one_thread,
-                depth=loop.depth,
+                ahead=loop.depth or None,
             )  # fmt: skip
         on(part)
         del part
@@ -222,7 +243,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
     overlapped = collection.engine.hooks.overlapped
     return {
-        "exchanges": exchanges, "losses": losses, "trained": trained, "versions": versions, "unequal": unequal,
+        "exchanges": exchanges, "prefetched": prefetched, "losses": losses, "trained": trained, "versions": versions, "unequal": unequal,
         "tables": tables, "deferred": deferred, "errors": errors,
         "traffic": {name: totals[name] - built[name] for name in totals},
         "overlapped": {} if overlapped is None else overlapped.totals(),

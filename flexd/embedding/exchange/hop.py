@@ -27,9 +27,9 @@ Counts = npt.NDArray[np.int64]
 _RANK_BITS, _CALL_BITS = 20, 11
 _MAX_RANK = 2**_RANK_BITS - 1
 _PASSES = 128
-_BEGINS_LOOP = _PASSES - 1
-"""In place of the number of passes: the call is no look-up, but begins a loop of ``flexd.prefetch``."""
-SETTINGS_BITS = 24
+_BEGINS_LOOP, _ENDS_LOOP = _PASSES - 1, _PASSES - 2
+"""In place of the number of passes: the call is no look-up, but begins or ends a loop of ``flexd.prefetch``."""
+SETTINGS_BITS = 22
 _CHANGED = 2 ** (_RANK_BITS + 2)
 """Added to ``Agreement.fault`` of a rank whose input has changed."""
 AGREEMENT_NUMBERS = 3
@@ -41,8 +41,8 @@ class CallSignature:
     """The state of a rank at a look-up. ``code`` must be equal on all ranks.
 
     Attributes:
-        code: passes that wait for a step or ``_BEGINS_LOOP``, steps so far (modulo 8), and whether the look-up is for
-            training.
+        code: passes that wait for a step, ``_BEGINS_LOOP`` or ``_ENDS_LOOP``, steps so far (modulo 8), and whether the
+            look-up is for training, or the loader that ended a loop has failed.
     """
 
     code: int
@@ -50,12 +50,21 @@ class CallSignature:
 
     @staticmethod
     def of(rank: int, *, trains: bool, passes: int, steps: int) -> CallSignature:
-        return CallSignature((steps % 8 * _PASSES + min(passes, _BEGINS_LOOP - 1)) * 2 + trains, rank)
+        return CallSignature((steps % 8 * _PASSES + min(passes, _ENDS_LOOP - 1)) * 2 + trains, rank)
 
     @staticmethod
     def of_loop(rank: int, *, steps: int) -> CallSignature:
         """Return the signature of a call that begins a loop of ``flexd.prefetch``."""
         return CallSignature((steps % 8 * _PASSES + _BEGINS_LOOP) * 2, rank)
+
+    @staticmethod
+    def of_end(rank: int, *, steps: int, failed: bool) -> CallSignature:
+        """Return the signature of a call that ends a loop of ``flexd.prefetch``."""
+        return CallSignature((steps % 8 * _PASSES + _ENDS_LOOP) * 2 + failed, rank)
+
+    @property
+    def ends_loop(self) -> bool:
+        return self.code // 2 % _PASSES == _ENDS_LOOP
 
     def __str__(self) -> str:
         passes, steps = self.code // 2 % _PASSES, self.code // 2 // _PASSES
@@ -83,7 +92,7 @@ class Agreement:
         first, last: the signatures of the ranks: combined by minimum and maximum.
         settings: lowest and highest digest (``SETTINGS_BITS``) of the optimizer settings of the last update, or of
             the settings of a loop that begins.
-        exchange: ``ExchangeChoice.proposed``; combined by maximum.
+        arm: ``AgreedArm.proposed``; combined by maximum.
         changed: a rank's last input is not the one that was located ahead for it; true if it is so on any rank.
     """
 
@@ -92,7 +101,7 @@ class Agreement:
     first: CallSignature
     last: CallSignature
     settings: tuple[int, int] = (0, 0)
-    exchange: int = 0
+    arm: int = 0
     changed: bool = False
 
     @property
@@ -102,12 +111,16 @@ class Agreement:
 
     def check_calls(self) -> None:
         """Raise EmbeddingError if ranks make different calls."""
-        if self.diverged:
-            raise EmbeddingError(
-                f"ranks make different calls: {self.first}; {self.last}",
-                remedy="train() or eval(), backward passes, steps and loops of flexd.prefetch at the same points on "
-                "every rank",
-            )
+        if not self.diverged:
+            return
+        for call in (self.last, self.first):
+            if call.ends_loop:
+                raise uneven_loop(call.rank, loader_failed=call.code % 2 > 0)
+        raise EmbeddingError(
+            f"ranks make different calls: {self.first}; {self.last}",
+            remedy="train() or eval(), backward passes, steps and loops of flexd.prefetch at the same points on every "
+            "rank",
+        )
 
     @property
     def settings_differ(self) -> bool:
@@ -121,7 +134,7 @@ class Agreement:
         return [
             self.version << bits | self.first.pack(),
             self.fault + _CHANGED * self.changed << bits | self.last.pack(),
-            (self.exchange << SETTINGS_BITS | lowest) << SETTINGS_BITS | highest,
+            (self.arm << SETTINGS_BITS | lowest) << SETTINGS_BITS | highest,
         ]
 
     @staticmethod
@@ -145,6 +158,16 @@ class Agreement:
             max(settings) >> 2 * SETTINGS_BITS,
             any(changed),
         )
+
+
+def uneven_loop(rank: int, *, loader_failed: bool) -> EmbeddingError:
+    """Return the error of a rank that has a batch where ``rank`` has none."""
+    if loader_failed:
+        return EmbeddingError(f"rank {rank}: its loader raised an error", remedy=f"see the error of rank {rank}")
+    return EmbeddingError(
+        f"rank {rank} has no further batch, other ranks have",
+        remedy="give all ranks equally many batches: drop the last ones (drop_last) or pad with empty ones",
+    )
 
 
 @dataclass(frozen=True)

@@ -30,40 +30,38 @@ class Prefetch(Generic[Batch]):
         features: Callable[[Batch], Any],
         passes_per_step: int,
         one_thread: bool | None,
-        depth: int,
+        ahead: int | None,
     ) -> None:
-        if passes_per_step < 1 or depth < 1:
+        if passes_per_step < 1 or (ahead is not None and ahead < 1):
             raise EmbeddingError(
-                f"prefetch: {passes_per_step} passes per step, {depth} batches ahead", remedy="give positive numbers"
+                f"prefetch: {passes_per_step} passes per step, {ahead} batches ahead", remedy="give positive numbers"
             )
         self._loader = loader
         self._collection = collection
         self._features = features
         self._passes_per_step = passes_per_step
         self._one_thread = one_thread
-        self._depth = depth
+        self._ahead = ahead
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
         prefetch_pipeline = PrefetchPipeline.begin(
-            self._collection.engine, self._passes_per_step, self._one_thread, self._depth
+            self._collection.engine, self._passes_per_step, self._one_thread, self._ahead
         )
         prefetch_pipeline.fetches_rows = not self._collection.optimizer.moves_all_rows
         try:
             queue = self._read()
-            ahead = [self._ahead(next(queue)) for _ in range(self._depth)]
+            ahead = [self._announced(next(queue)) for _ in range(self._ahead or 1)]
             prefetch_pipeline.announce(ahead[0][1], [announced for _, announced in ahead])
             while True:
                 prefetch_pipeline.start_announced()
                 batch, now = ahead.pop(0)
                 if isinstance(batch, LoaderEnd):
-                    if batch.error is not None:
-                        raise batch.error
-                    prefetch_pipeline.finish()
+                    prefetch_pipeline.finish(batch)
                     return
-                ahead.append(self._ahead(next(queue)))
+                ahead.append(self._announced(next(queue)))
                 *earlier, latest = (now, *(announced for _, announced in ahead))
                 for one in earlier:
                     if isinstance(one, AnnouncedInput) and isinstance(latest, AnnouncedInput):
@@ -85,7 +83,7 @@ class Prefetch(Generic[Batch]):
         while True:
             yield ended
 
-    def _ahead(self, batch: Any) -> tuple[Any, AnnouncedInput | LoaderEnd]:
+    def _announced(self, batch: Any) -> tuple[Any, AnnouncedInput | LoaderEnd]:
         """Return a batch, or what ended the loader, and what is announced of it."""
         if isinstance(batch, LoaderEnd):
             return batch, batch
@@ -99,9 +97,9 @@ def prefetch(
     features: Callable[[Batch], Any] = _identity,
     passes_per_step: int = 1,
     one_thread: bool | None = None,
-    depth: int = 1,
+    ahead: int | None = None,
 ) -> Prefetch[Batch]:
-    """Iterate over ``loader``, and exchange the rows of each batch while the step before it computes.
+    """Iterate over ``loader``, and exchange the rows of each batch while the step before it computes, where that wins.
 
     ::
 
@@ -114,15 +112,17 @@ def prefetch(
     ``gather_table``, evaluation on other batches) is collective too, since a step may have deferred gradients.
 
     Args:
-        loader: batches whose ids are on the device of the tables. ``depth`` batches more than usual are held.
+        loader: batches whose ids are on the device of the tables. ``ahead`` batches more than usual are held.
         features: returns the part of a batch that the collection is called with. Default: the batch itself. If its ids
             or lengths are others when it is looked up, on any rank, all ranks look the batch up again.
         passes_per_step: forward passes between two steps of the optimizer (gradient accumulation). With another number
             than this training is still exact, but less of the exchange overlaps.
         one_thread: whether the training thread issues the collectives of the prefetch pipeline too; equal on all
             ranks. Default: on an accelerator, where it cannot be switched off. On a CPU nothing overlaps with it.
-        depth: batches that are read ahead; equal on all ranks. Only tables in tiered storage use more than one: the
-            homes are told which rows the batches look up, at 4 bytes per id, and these stay in fast memory.
+        ahead: batches that are read ahead and exchanged ahead in every step; equal on all ranks. Default: one is read
+            ahead, and whether it is exchanged ahead is measured (``EmbeddingCollection.tuning``). Only tables in tiered
+            storage use more than one: the homes are told which rows the batches look up, at 4 bytes per id, and these
+            stay in fast memory.
 
     Returns:
         An iterable with the loader's length; it can be iterated again.
@@ -132,4 +132,4 @@ def prefetch(
             rank has more or fewer batches, the loader of another rank raised an error, or a job did not end
             within the timeout of the process group. The rank whose loader raised raises that error.
     """
-    return Prefetch(loader, collection, features, passes_per_step, one_thread, depth)
+    return Prefetch(loader, collection, features, passes_per_step, one_thread, ahead)

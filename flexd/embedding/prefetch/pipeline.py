@@ -28,6 +28,10 @@ be fetched again. Inputs are announced by value (``AnnouncedInput``). A forward 
 learn in the sizes of the next job, or with two threads beside the rows that they fetch late, whether any rank's input
 is another one: then all of them locate and fetch that batch again.
 
+Where the tuner may choose (``flexd.embedding.tuning``), ranks agree with every look-up whether the next batch is
+located ahead. If it is not there is no job: the pipeline pushes what it has deferred, and the batch is looked up by its
+forward pass. The rank whose loader ends then meets the look-up of the others (``RowEngine.agree_on_end``).
+
 Chunks are applied between two jobs: where one is due the next batch is not looked up by the job.
 With an optimizer that moves all rows a job does 2 alone.
 
@@ -39,6 +43,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -105,20 +110,27 @@ class PrefetchPipeline(StepHooks):
         self._splitting: DeferredGradients | None = None
         self.deferred: DeferredGradients | None = None
         self._looping = False
+        self._chosen = False
+        """Whether ranks agree step by step to locate the next batch ahead, or always do."""
+        self._on = True
+        """Whether the newest announced batch has a job. Equal on all ranks."""
         self._claimed = False
         self._claimed_input: AnnouncedInput | None = None
         self._changed: torch.Tensor | None = None
         """True if the claimed input is another one than the announced; None: it cannot be."""
-        self._changed_anywhere = False
+        self._changed_anywhere = self._overwritten = False
         self._announced_with_grad = False
         self._trained_otherwise = self._warned = False
         self._failure: BaseException | None = None
 
     @staticmethod
     def begin(
-        engine: RowEngine, passes_per_step: int, one_thread: bool | None = None, depth: int = 1
+        engine: RowEngine, passes_per_step: int, one_thread: bool | None = None, ahead: int | None = None
     ) -> PrefetchPipeline:
-        """Collective. Begin a loop that announces its batches, ``depth`` batches before they are trained on.
+        """Collective. Begin a loop that announces its batches, ``ahead`` batches before they are trained on.
+
+        Args:
+            ahead: None: one batch, and the tuner decides whether it is located ahead.
 
         Raises:
             EmbeddingError: another loop has not ended, or a second thread is asked for on an accelerator; on every
@@ -137,15 +149,22 @@ class PrefetchPipeline(StepHooks):
                 "another loop over prefetched batches of this collection has not ended",
                 remedy="leave it first, or close() its iterator",
             )
-        engine.agree_on_loop(f"one_thread={one_thread}, passes_per_step={passes_per_step}, depth={depth}")
+        engine.agree_on_loop(f"one_thread={one_thread}, passes_per_step={passes_per_step}, ahead={ahead}")
         if not isinstance(hooks, PrefetchPipeline) or hooks.one_thread != one_thread:
             engine.settle()
             engine.hooks.end()
             engine.hooks = hooks = PrefetchPipeline(engine, one_thread=one_thread)
         hooks._looping = True
+        hooks._chosen = ahead is None
         hooks.passes_per_step = passes_per_step
-        hooks._job.world = hooks._world_of_slow_rows() if depth > 1 else None
+        hooks._job.world = hooks._world_of_slow_rows() if (ahead or 1) > 1 else None
+        hooks._let_choose((False, True) if hooks._chosen else (True,))
         return hooks
+
+    def _let_choose(self, prefetch: tuple[bool, ...]) -> None:
+        tuner = self._engine.tuner()
+        if tuner is not None:
+            tuner.prefetch = prefetch
 
     def _world_of_slow_rows(self) -> Peers | None:
         """Collective. Return all ranks, whose homes are told of batches farther ahead; None if all rows are fast."""
@@ -176,20 +195,27 @@ class PrefetchPipeline(StepHooks):
         if self._announced is None:
             return
         self.wait()
-        if isinstance(self._started, AnnouncedInput) and self._trained_otherwise:
+        if isinstance(self._started, AnnouncedInput) and self._trained_otherwise and self._on:
             self._count_unused()
         self._trained_otherwise = False
         self._result = None
         batch, self._announced = self._announced, None
         farther, self._farther = self._farther, ()
         self._started = batch
+        before, arm = self._engine.arm.prefetches, self._engine.arm
+        arm.prefetches = not self._chosen or arm.next.prefetch
+        # In one thread, the job tells the other ranks whether the input of the batch before has changed.
+        self._on = arm.prefetches or (before and self.one_thread)
+        if not self._on:
+            self.settle()
+            return
         self.prefetched_batches += isinstance(batch, AnnouncedInput)
         deferred, self.deferred = self.deferred, None
         inbox, passes = self._engine.inbox, tuple(self._engine.passes)
         # Chunks are applied, the exchange is changed and copies of loaded rows are refreshed before the next look-up.
         # Gradients that wait belong to rows of earlier passes.
         locate = inbox.agreed_version <= inbox.applied_version and self._engine.summed is None
-        locate = locate and not self._engine.exchange.due and not self._engine.stale_replicas
+        locate = locate and arm.prefetches and not arm.due and not self._engine.stale_replicas
         step_expected = len(passes) % self.passes_per_step == 0
         digest = self._engine.settings_digest
 
@@ -206,8 +232,14 @@ class PrefetchPipeline(StepHooks):
         if not self._overlaps:
             self._engine.phases.skip()
 
-    def finish(self) -> None:
-        """End the loop on this rank. Raises EmbeddingError if it does not end on all others."""
+    def finish(self, end: LoaderEnd) -> None:
+        """End the loop on this rank. Raises EmbeddingError if it does not end on all others, and what the loader
+        raised."""
+        if not self._on:
+            with nullcontext() if end.error is None else suppress(EmbeddingError):
+                self._engine.agree_on_end(failed=end.error is not None)
+        if end.error is not None:
+            raise end.error
         self.wait()
         result, self._result, self._started, self._announced = self._result, None, None, None
         if result is not None and result.uneven is not None:
@@ -225,7 +257,8 @@ class PrefetchPipeline(StepHooks):
             self._failure = self._failure or error
         self._result = self._started = self._announced = None
         self._farther = ()
-        self._looping = False
+        self._looping = self._engine.arm.prefetches = False
+        self._let_choose((False,))
         if self._job.world is not None:
             for store in self._engine.stores:
                 if store.tier is not None:
@@ -294,6 +327,7 @@ class PrefetchPipeline(StepHooks):
         started = self._started if self._announced is not None else None
         announced = started if isinstance(started, AnnouncedInput) else None
         self._changed, self._changed_anywhere = None, False
+        self._overwritten = False
         # Evaluation in a training loop, with inputs of the same features, is not for the announced batch.
         by_value = torch.is_grad_enabled() == self._announced_with_grad
         self._claimed = announced is not None and may_be_input(given, announced.given, by_value=by_value)
@@ -302,6 +336,7 @@ class PrefetchPipeline(StepHooks):
             return None
         self.wait()
         self._started = None
+        self._overwritten = not self._on and announced.overwritten
         result = self._result
         if result is not None and result.uneven is not None:
             self._result = None
@@ -329,13 +364,20 @@ class PrefetchPipeline(StepHooks):
 
         def check() -> None:
             if here is not None and here.overwritten:
-                raise EmbeddingError(
-                    f"rank {self._rank}: the loader has written a later batch to the memory of this one",
-                    remedy="let it make new tensors for each batch; flexd.prefetch reads batches ahead, so that one "
-                    "buffer cannot hold them",
-                )
+                raise self._overwritten_error()
 
         return check
+
+    def check_given(self) -> None:
+        if self._overwritten:
+            raise self._overwritten_error()
+
+    def _overwritten_error(self) -> EmbeddingError:
+        return EmbeddingError(
+            f"rank {self._rank}: the loader has written a later batch to the memory of this one",
+            remedy="let it make new tensors for each batch; flexd.prefetch reads batches ahead, so that one buffer "
+            "cannot hold them",
+        )
 
     def fetch(self, forward_pass: ForwardPass, *, expand: bool) -> list[torch.Tensor] | None:
         result = self._result

@@ -13,7 +13,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Peers
-from flexd.embedding.exchange.hop import Agreement, CallSignature
+from flexd.embedding.exchange.hop import Agreement, CallSignature, uneven_loop
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, LoaderEnd
@@ -78,16 +78,6 @@ class PrefetchPipelineResult:
     split: RouteSplit | None = None
     pass_splits: tuple[RouteSplit, ...] = ()
     touched: tuple[TouchedRows | None, ...] = ()
-
-
-def _uneven(rank: int, *, loader_failed: bool) -> EmbeddingError:
-    """Return the error of a rank that has a batch where ``rank`` has none."""
-    if loader_failed:
-        return EmbeddingError(f"rank {rank}: its loader raised an error", remedy=f"see the error of rank {rank}")
-    return EmbeddingError(
-        f"rank {rank} has no further batch, other ranks have",
-        remedy="give all ranks equally many batches: drop the last ones (drop_last) or pad with empty ones",
-    )
 
 
 class DeferredGradients:
@@ -191,13 +181,13 @@ class PrefetchPipelineJob:
         agreement = route.agreement
         self.input_changed = agreement.changed
         self._engine.inbox.end_exchange(max(agreement.version, 0))
-        self._engine.exchange.agreed(agreement.exchange)
+        self._engine.arm.agreed(agreement.arm)
         result = PrefetchPipelineResult(passes, found.order)
         if agreement.version < 0:
             failed, rank = divmod(-1 - agreement.version, _MAX_RANKS)
             if agreement.fault < 0 and not failed:
                 return result
-            return replace(result, uneven=_uneven(rank, loader_failed=failed > 0))
+            return replace(result, uneven=uneven_loop(rank, loader_failed=failed > 0))
         if self.world is not None and not agreement.diverged:
             self._announce(self.world, farther, passes_kept)
         if not locate:
@@ -236,7 +226,7 @@ class PrefetchPipelineJob:
         if isinstance(batch, LoaderEnd):
             version, fault = -1 - self._rank - (0 if batch.error is None else _MAX_RANKS), -1
         call = CallSignature.of(self._rank, trains=True, passes=0, steps=0)
-        return Agreement(version, fault, call, call, (settings_digest,) * 2, self._engine.exchange.proposed)
+        return Agreement(version, fault, call, call, (settings_digest,) * 2, self._engine.arm.proposed)
 
     def _fetch_unchanged(self, result: PrefetchPipelineResult, forward_pass: ForwardPass) -> PrefetchPipelineResult:
         """Collective. Fetch the rows that the passes of the step under way do not change."""

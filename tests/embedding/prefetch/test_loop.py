@@ -11,15 +11,23 @@ import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.exchange.arms import Arm
 from flexd.embedding.jagged import Jagged
 from tests.support.prefetch_pipeline_jobs import threads
 from tests.support.rank_pool import RankPool
 
 
-def looped(rank: int, layout: RankLayout, batches: list[int], failing: int = -1) -> tuple[int, str, list[str]]:
+def looped(
+    rank: int, layout: RankLayout, located: bool, batches: list[int], failing: int = -1
+) -> tuple[int, str, list[str]]:
     """Train each rank on its own number of batches, after which the loader of one rank may raise; return the steps,
-    the error, and remaining threads."""
+    the error, and remaining threads.
+
+    Args:
+        located: whether the batches are located ahead.
+    """
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
+    collection.engine.arm.propose(Arm("chain", located))
 
     def loader() -> Iterator[dict[str, Jagged]]:
         for index in range(batches[rank]):
@@ -41,9 +49,10 @@ def looped(rank: int, layout: RankLayout, batches: list[int], failing: int = -1)
 Ranks = Callable[[int], RankPool]
 
 
+@pytest.mark.parametrize("located", [True, False])
 @pytest.mark.parametrize("batches", [[3, 3, 2, 3], [0, 1, 1, 1], [1, 0, 0, 0], [5, 4, 4, 2]])
-def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[int]) -> None:
-    results = ranks(4).run(looped, RankLayout(2, 2), batches)
+def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[int], located: bool) -> None:
+    results = ranks(4).run(looped, RankLayout(2, 2), located, batches)
     for steps, text, left in results:
         assert steps == min(batches)
         named = int(text.split()[2])
@@ -52,11 +61,14 @@ def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[i
         assert left == []
 
 
-@pytest.mark.parametrize(("failing", "after"), [(2, 3), (0, 1), (3, 0)])
-def test_the_error_of_a_loader_ends_the_loop_of_every_rank(ranks: Ranks, failing: int, after: int) -> None:
+@pytest.mark.parametrize("located", [True, False])
+@pytest.mark.parametrize(("failing", "after"), [(2, 3), (0, 1), (3, 0), (1, 5)])
+def test_the_error_of_a_loader_ends_the_loop_of_every_rank(
+    ranks: Ranks, failing: int, after: int, located: bool
+) -> None:
     """The batches before it are trained. Nobody waits for a deadline."""
     batches = [after if rank == failing else 5 for rank in range(4)]
-    results = ranks(4).run(looped, RankLayout(2, 2), batches, failing, timeout=60)
+    results = ranks(4).run(looped, RankLayout(2, 2), located, batches, failing, timeout=60)
     for rank, (steps, text, left) in enumerate(results):
         assert steps == after
         assert left == []
@@ -66,7 +78,7 @@ def test_the_error_of_a_loader_ends_the_loop_of_every_rank(ranks: Ranks, failing
             assert text.startswith(f"EmbeddingError: rank {failing}: its loader raised an error")
 
 
-@pytest.mark.parametrize("wrong", [{"passes_per_step": 0}, {"depth": 0}])
+@pytest.mark.parametrize("wrong", [{"passes_per_step": 0}, {"ahead": 0}])
 def test_wrong_arguments_are_refused(wrong: dict[str, int]) -> None:
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
     with pytest.raises(EmbeddingError, match="give positive numbers"):

@@ -19,6 +19,7 @@ import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.exchange.arms import Arm
 from flexd.embedding.jagged import Jagged
 from tests.support import accelerator_jobs, changed_inputs, prefetch_pipeline_jobs
 from tests.support.collection_jobs import some, tables
@@ -31,8 +32,11 @@ from tests.support.rank_pool import RankPool
 
 
 def one_buffer(rank: int, one_thread: bool, depth: int) -> str:
-    """Train while the loader of the last rank fills one buffer for every batch. Return the error."""
+    """Train while the loader of the last rank fills one buffer for every batch; with ``depth`` 0, batches are not located
+    ahead. Return the error."""
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=RankLayout(2, 1))
+    if depth == 0:
+        collection.engine.arm.propose(Arm("chain", prefetch=False))
     buffer = torch.zeros(3, dtype=torch.int64)
 
     def loader() -> Iterator[dict[str, Jagged]]:
@@ -41,7 +45,7 @@ def one_buffer(rank: int, one_thread: bool, depth: int) -> str:
             yield {"item": Jagged(buffer if rank == 1 else buffer.clone(), torch.tensor([3]))}
 
     try:
-        for features in flexd.prefetch(loader(), collection, one_thread=one_thread, depth=depth):
+        for features in flexd.prefetch(loader(), collection, one_thread=one_thread, ahead=depth or None):
             collection(features)["item"].values.sum().backward()
             collection.optimizer.step()
     except EmbeddingError as error:
@@ -179,7 +183,7 @@ def test_inputs_that_change_after_they_were_announced_train_equally(
 
 
 @pytest.mark.parametrize("one_thread", [False, True])
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [0, 1, 3])
 def test_a_loader_that_fills_one_buffer_again_is_named(ranks: Ranks, one_thread: bool, depth: int) -> None:
     """On the last rank alone; the buffers of the other are new."""
     own, other = (found for found in reversed(ranks(2).run(one_buffer, one_thread, depth)))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.planner.switchback import Effect, SwitchbackRule, Verdict, estimate_effect, keeps_plan
+from flexd.core.switchback import Effect, SwitchbackRule, Verdict, estimate_effect, keeps_plan
 
 RULE = SwitchbackRule(24, confidence=0.95, resolution=0.005)
 

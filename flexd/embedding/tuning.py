@@ -1,0 +1,116 @@
+"""Measures the arms of a job on the rank that decides, and proposes the one that wins to all ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flexd.control.protocol.report import ExchangeReason
+from flexd.embedding.exchange.arms import AgreedArm, Arm
+from flexd.embedding.row_optimizers import RowUpdate
+from flexd.embedding.step import StepMoments
+from flexd.embedding.tuner import Tuner
+
+logger = logging.getLogger("flexd")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The settings that a job uses, and what was measured of the others. ``str`` shows it as a table.
+
+    Attributes:
+        arm: in use: "chain" or "direct", "with prefetch" where batches are exchanged ahead.
+        reason: a value of ``ExchangeReason``; empty on ranks that follow the one which decides (rank 0).
+        measuring: whether arms are being measured now.
+        step: after which the newest measurement ended; 0 before any.
+        explored_steps: steps that measurements have lost so far.
+        milliseconds: typical step of every arm in the newest measurement; empty before any, and on other ranks.
+    """
+
+    arm: str
+    reason: str
+    measuring: bool = False
+    step: int = 0
+    explored_steps: float = 0.0
+    milliseconds: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        rows = [f"{'in use' if arm == self.arm else '':7} {arm:22} {ms:10.1f} ms" for arm, ms in self.milliseconds]
+        title = f"{self.arm}, {self.reason or 'as rank 0 proposes'}"
+        if self.step:
+            title += f" at step {self.step} ({self.explored_steps:.0f} steps spent on measuring)"
+        return "\n".join([title, *rows])
+
+
+class StepTuner(StepMoments):
+    """Runs a ``Tuner`` with the time between two steps of this rank. Every step exchanges rows with all ranks, so its
+    time is that of the slowest one.
+
+    Args:
+        exchanges: to choose from.
+        priced: returns the exchange that the daemon prices lower, empty as long as none is known.
+        version: returns the version of the placement.
+    """
+
+    def __init__(
+        self,
+        choice: AgreedArm,
+        exchanges: Sequence[str],
+        priced: Callable[[], str] = str,
+        version: Callable[[], int] = int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._choice, self._exchanges, self._ask_priced, self._version = choice, tuple(exchanges), priced, version
+        self._clock = clock
+        self._last: float | None = None
+        self._tuner = Tuner(choice.next)
+        self._priced = ""
+        self.prefetch: tuple[bool, ...] = (False,)
+        """Whether the prefetch pipeline is on: what the running loop lets the tuner choose from."""
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        return tuple(Arm(exchange, prefetch) for prefetch in self.prefetch for exchange in self._exchanges)
+
+    def updated(self, optimizer: RowUpdate, step: int) -> None:
+        """Count a step, and propose the arm of the next ones."""
+        del optimizer, step
+        self._begin_with_priced()
+        now, last = self._clock(), self._last
+        self._last = now
+        if last is None:
+            return
+        tuner, choice = self._tuner, self._choice
+        if tuner.step(now - last, choice.in_use, self.arms, version=self._version()):
+            self._log()
+        if tuner.trial is not None:
+            choice.reason = ExchangeReason.TRIAL
+        elif tuner.times:
+            choice.reason = ExchangeReason.MEASURED
+        if len(self.arms) > 1 and tuner.wanted != choice.newest:
+            choice.propose(tuner.wanted)
+
+    def _begin_with_priced(self) -> None:
+        """Begin with the exchange that is priced lower; the first price counts, and what is measured counts more."""
+        if self._priced or not (priced := self._ask_priced()) or priced not in self._exchanges:
+            return
+        self._priced = priced
+        if self._choice.reason is ExchangeReason.START:
+            self._choice.reason = ExchangeReason.PRICED
+            self._tuner.begin_with(Arm(priced, self.prefetch[-1]))
+
+    def _log(self) -> None:
+        tuner = self._tuner
+        times = ", ".join(
+            f"{one.arm} {1000 * one.seconds:.1f} ms" for one in sorted(tuner.times, key=lambda one: one.seconds)
+        )
+        logger.info("steps use %s, measured at step %d: %s", tuner.chosen, tuner.measured_at_step, times)
+
+    def tuning(self) -> Tuning:
+        tuner = self._tuner
+        return Tuning(
+            str(self._choice.in_use), str(self._choice.reason or ""), tuner.trial is not None, tuner.measured_at_step,
+            tuner.explored_steps, tuple((str(one.arm), 1000 * one.seconds) for one in tuner.times),
+        )  # fmt: skip

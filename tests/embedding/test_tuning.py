@@ -1,0 +1,67 @@
+"""The tuner of a job: its choice reaches all ranks and changes nothing that is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import flexd
+from flexd.core.layout import RankLayout
+from flexd.embedding.tuning import StepTuner
+from tests.support.rank_pool import RankPool
+
+SECONDS = {"chain": 1.0, "direct": 0.8, "chain with prefetch": 0.9, "direct with prefetch": 0.6}
+STEPS = 260
+
+
+def trained(rank: int, layout: RankLayout, fixed: dict[str, Any], seconds: dict[str, float]) -> dict[str, Any]:
+    """Train with default settings or ``fixed`` ones; a step takes the seconds of its arm by the tuner's clock."""
+    exchange = fixed.get("exchange")
+    collection = flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable("item", 200, 4, dtype="float64")], layout=layout, optimizer=flexd.Adagrad(lr=0.1), seed=3,
+        **({} if exchange is None else {"exchange": exchange}),
+    )  # fmt: skip
+    now = [0.0]
+    for each in collection.engine.joined:
+        if isinstance(each, StepTuner):
+            each._clock = lambda: now[0]
+    draw = np.random.default_rng([5, rank])
+    batches = [
+        {"item": flexd.Jagged(torch.from_numpy(draw.integers(0, 200, 12)), torch.tensor([12]))} for _ in range(STEPS)
+    ]
+    used, losses = [], []
+    for batch in flexd.prefetch(batches, collection, ahead=fixed.get("ahead")):
+        loss = collection(batch)["item"].values.square().sum()
+        loss.backward()
+        now[0] += seconds[str(collection.engine.arm.in_use)]
+        collection.optimizer.step()
+        used.append(str(collection.engine.arm.in_use))
+        losses.append(float(loss.detach()))
+        told = collection.tuning()
+    return {"used": used, "losses": losses, "table": collection.gather_table("item"), "tuning": told, "text": str(told)}
+
+
+def test_all_ranks_use_the_arm_that_wins_and_train_as_with_a_fixed_one(ranks: Callable[[int], RankPool]) -> None:
+    layout = RankLayout(2, 2)
+    plain = ranks(4).run(trained, layout, {"exchange": "chain", "ahead": 1}, SECONDS)
+    tuned = ranks(4).run(trained, layout, {}, SECONDS)
+    assert {arm for result in plain for arm in result["used"]} == {"chain with prefetch"}
+    for fixed, result in zip(plain, tuned, strict=True):
+        assert result["used"] == tuned[0]["used"]
+        assert set(result["used"]) == set(SECONDS)
+        np.testing.assert_allclose(result["losses"], fixed["losses"], rtol=1e-9)
+        torch.testing.assert_close(result["table"], fixed["table"], rtol=1e-9, atol=1e-12)
+    assert set(tuned[0]["used"][-100:]) == {"direct with prefetch"}
+    told = tuned[0]["tuning"]
+    assert (told.reason, told.measuring, round(dict(told.milliseconds)["direct"])) == ("measured", False, 800)
+    assert "in use  direct with prefetch        600.0 ms" in tuned[0]["text"]
+    assert tuned[1]["text"].startswith("direct with prefetch, as rank 0 proposes")
+
+
+def test_a_node_of_one_rank_has_no_exchange_to_choose_but_the_pipeline(ranks: Callable[[int], RankPool]) -> None:
+    results = ranks(2).run(trained, RankLayout(2, 1), {}, SECONDS | {"chain": 0.5})
+    assert [set(result["used"]) for result in results] == [{"chain", "chain with prefetch"}] * 2
+    assert results[0]["used"][-100:] == results[1]["used"][-100:] == ["chain"] * 100
