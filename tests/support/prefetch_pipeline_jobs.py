@@ -243,7 +243,8 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
     overlapped = collection.engine.hooks.overlapped
     return {
-        "exchanges": exchanges, "prefetched": prefetched, "losses": losses, "trained": trained, "versions": versions, "unequal": unequal,
+        "exchanges": exchanges, "prefetched": prefetched, "losses": losses, "trained": trained, "versions": versions,
+        "unequal": unequal,
         "tables": tables, "deferred": deferred, "errors": errors,
         "traffic": {name: totals[name] - built[name] for name in totals},
         "overlapped": {} if overlapped is None else overlapped.totals(),

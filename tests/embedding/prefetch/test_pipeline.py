@@ -32,8 +32,8 @@ from tests.support.rank_pool import RankPool
 
 
 def one_buffer(rank: int, one_thread: bool, depth: int) -> str:
-    """Train while the loader of the last rank fills one buffer for every batch; with ``depth`` 0, batches are not located
-    ahead. Return the error."""
+    """Train while the loader of the last rank fills one buffer for every batch; return the error. With ``depth`` 0,
+    batches are not located ahead."""
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=RankLayout(2, 1))
     if depth == 0:
         collection.engine.arm.propose(Arm("chain", prefetch=False))

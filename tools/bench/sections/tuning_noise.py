@@ -1,4 +1,4 @@
-"""Simulated jobs for the tuner: step times of several arms under drift, bursts, slow ranks, and steps of mixed sizes."""
+"""Simulated jobs for the tuner: step times of arms under drift, bursts, slow ranks, and steps of mixed sizes."""
 
 from __future__ import annotations
 
