@@ -66,7 +66,7 @@ def train(rank: int, ranks: int, device: str, mode: Mode) -> dict[str, torch.Ten
         replica_slots=[COPIED_ROWS] * len(_TABLES), device=device,
     )  # fmt: skip
     given = [_features(step, rank, device) for step in range(6)]
-    for step, features in enumerate(flexd.prefetch(given, collection) if mode.ahead else given):
+    for step, features in enumerate(flexd.prefetch(given, collection, ahead=1) if mode.ahead else given):
         if step == 1 and mode.copies and ranks > 1:
             none, every = np.zeros(COPIED_ROWS, np.uint8), np.full(COPIED_ROWS, 2, np.uint8)
             collection.engine.inbox.offer(1, Delta(np.arange(COPIED_ROWS), none, every))

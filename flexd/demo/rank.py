@@ -93,7 +93,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     if setup.strategy is ExchangeStrategy.PREFETCH_PIPELINE:
         loader = flexd.prefetch(
             _loaded(batches, rank), collection, features=lambda loaded: loaded[1],
-            passes_per_step=micro_batches,
+            passes_per_step=micro_batches, ahead=1,
         )  # fmt: skip
     loaded = iter(loader)
     for step in range(setup.steps):

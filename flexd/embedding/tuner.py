@@ -8,6 +8,7 @@ leaves at once. Exploring is bounded by a share of all steps.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
@@ -32,7 +33,7 @@ FIRST_PAUSE_STEPS, LONGEST_PAUSE_STEPS = 1_000, 128_000
 CHANGE, LARGE_CHANGE = 0.10, 0.50
 """Change of the step time, as a share, that is a cause for a trial when it lasts ``CHANGE_STEPS``. It grows with each
 trial that changed nothing, up to the large one, which is always a cause."""
-CHANGE_GROWTH = 1.5
+CHANGE_GROWTH = 2.0
 CHANGE_STEPS = 200
 QUIET_STEPS = 100
 """Steps without a change of the placement before a new one is a cause for a trial."""
@@ -41,8 +42,8 @@ CAUSE_PAUSE_STEPS = 300
 MAX_EXPLORED_SHARE, FREE_STEPS = 0.01, 40.0
 """Trials without a large change may lose this share of all steps, and this many steps more."""
 NEAR = 1.25
-"""A trial without cause leaves out arms that took longer than this times the best one in the trial before, until trials
-are as rare as ``RARE_PAUSE_STEPS``."""
+"""A trial leaves out arms that took longer than this times the best one in the trial before, and one with a cause those
+that took longer by this and the change. Trials as rare as ``RARE_PAUSE_STEPS`` are of all arms."""
 RARE_PAUSE_STEPS = 4_000
 STUCK_STEPS = 100
 """Steps without the arm that was asked for, or rounds that were begun anew, after which a trial is given up."""
@@ -189,8 +190,8 @@ class Tuner(Generic[A]):
         self._skip = self._waited = self._restarts = 0
         self._begin_at, self._pause = START_STEPS, FIRST_PAUSE_STEPS
         self._cause_from, self._least_change = 0, CHANGE
-        self._far: frozenset[A] = frozenset()
-        """Arms that trials without cause leave out."""
+        self._most = math.inf
+        """The next trial leaves out arms that took longer than this times the one in use."""
         self._newest: deque[float] = deque(maxlen=CHANGE_STEPS)
         self._usual: float | None = None
         """Typical step after the newest trial."""
@@ -234,7 +235,7 @@ class Tuner(Generic[A]):
     def _set_arms(self, arms: tuple[A, ...]) -> None:
         if self.trial is not None:
             self.explored_steps += self.trial.explored_steps
-        self._arms, self.trial, self.times, self._far = arms, None, (), frozenset()
+        self._arms, self.trial, self.times = arms, None, ()
         known = self._chosen_of.get(arms)
         self._begin_at = self.steps + (START_STEPS if known is None else self._pause)
         self._newest.clear()
@@ -243,38 +244,48 @@ class Tuner(Generic[A]):
             self.chosen = arms[0] if known is None else known
 
     def _is_due(self) -> bool:
-        """Return whether to begin a trial. With a cause it is of all arms."""
-        if self._has_cause():
-            self._pause, self._far = FIRST_PAUSE_STEPS, frozenset()
+        """Return whether to begin a trial, and decide of which arms."""
+        change = self._change()
+        if change > 0:
+            self._pause, self._most = FIRST_PAUSE_STEPS, NEAR + change
+        elif self.steps >= self._begin_at:
+            self._most = math.inf if self._pause > RARE_PAUSE_STEPS else NEAR
+        else:
+            return False
+        if len(self._near()) > 1:
             return True
-        if self.steps < self._begin_at:
-            return False
-        if self._pause > RARE_PAUSE_STEPS:
-            self._far = frozenset()
-        elif len(self._far) == len(self._arms) - 1:
-            self._pause_longer()
-            return False
-        return True
+        self._pause_longer()
+        self._forget(None)
+        return False
 
-    def _pause_longer(self) -> None:
-        self._begin_at, self._pause = self.steps + self._pause, min(2 * self._pause, LONGEST_PAUSE_STEPS)
-
-    def _has_cause(self) -> bool:
-        settled = self.steps - self._version_at >= QUIET_STEPS
-        cause = self._version != self._tried_version and settled
+    def _change(self) -> float:
+        """Return how much has changed, as a share of the step time; 0 if that is no cause for a trial."""
+        if self.steps < self._cause_from:
+            return 0.0
         change = 0.0
         if len(self._newest) == CHANGE_STEPS and self.steps % 20 == 0:
             typical = median(self._newest)
             self._usual = self._usual or typical
             change = abs(typical / self._usual - 1)
-        if self.steps < self._cause_from or not (cause or change > self._least_change):
-            return False
-        allowed = MAX_EXPLORED_SHARE * self.steps + FREE_STEPS
-        return change > LARGE_CHANGE or self.explored_steps <= allowed
+        if change > LARGE_CHANGE:
+            return change
+        if self.explored_steps > MAX_EXPLORED_SHARE * self.steps + FREE_STEPS:
+            return 0.0
+        if self._version != self._tried_version and self.steps - self._version_at >= QUIET_STEPS:
+            return math.inf
+        return change if change > self._least_change else 0.0
+
+    def _near(self) -> list[A]:
+        """Return the arms of the next trial, the one in use first."""
+        of_chosen = next((one.seconds for one in self.times if one.arm == self.chosen), 0.0)
+        far = {one.arm for one in self.times if one.seconds > self._most * of_chosen}
+        return [self.chosen, *(arm for arm in self._arms if arm != self.chosen and arm not in far)]
+
+    def _pause_longer(self) -> None:
+        self._begin_at, self._pause = self.steps + self._pause, min(2 * self._pause, LONGEST_PAUSE_STEPS)
 
     def _begin(self) -> None:
-        others = [arm for arm in self._arms if arm != self.chosen and arm not in self._far]
-        self.trial = Trial([self.chosen, *others], self._draw)
+        self.trial = Trial(self._near(), self._draw)
         self._restarts, self._tried_version = 0, self._version
         self._begin_block()
 
@@ -313,12 +324,15 @@ class Tuner(Generic[A]):
         self.measured_at_step = self.steps
         self.explored_steps += trial.explored_steps
         new = {arm: median(seconds) for arm, seconds in trial.seconds.items()}
-        self._far |= {arm for arm, seconds in new.items() if seconds > NEAR * new[self.chosen]}
         left_out = {one.arm: one.seconds for one in self.times} | new
         self.times = tuple(ArmTime(arm, left_out[arm]) for arm in self._arms)
         same = before == self.chosen
         self._least_change = min(LARGE_CHANGE, self._least_change * CHANGE_GROWTH) if same else CHANGE
-        self._cause_from = self.steps + CAUSE_PAUSE_STEPS
         self._pause_longer()
+        self._forget(new[self.chosen])
+
+    def _forget(self, usual: float | None) -> None:
+        """Compare the next steps with ``usual``, or with the first of them."""
+        self._cause_from = self.steps + CAUSE_PAUSE_STEPS
         self._newest.clear()
-        self._usual = median(trial.seconds[self.chosen])
+        self._usual = usual

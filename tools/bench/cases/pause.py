@@ -80,7 +80,7 @@ def _case(case: Case) -> dict[str, Any]:
     collection = flexd.EmbeddingCollection(
         [flexd.EmbeddingTable("item", rows, case.dim)], optimizer=flexd.RowWiseAdagrad(lr=0.1),
         layout=flexd.RankLayout(NODES, LOCAL_RANKS), replica_slots=[case.moving_rows],
-        max_migration_bytes_per_step=case.cap_bytes,
+        max_migration_bytes_per_step=case.cap_bytes, exchange="chain",
     )  # fmt: skip
     rng = np.random.default_rng([7, int(os.environ["RANK"])])
     ranked = np.cumsum(1 / np.arange(1, HOT_ROWS + 1) ** 1.05)

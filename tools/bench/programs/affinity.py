@@ -132,7 +132,11 @@ def train(work: Work, way: str) -> dict[str, Any]:
     table = flexd.EmbeddingTable("item", work.table_rows, DIM, init_scale=0.1)
     slots = int(work.layout.replica_slots_used(work.moved.keys, work.moved.tiers).max(initial=0))
     collection = flexd.EmbeddingCollection(
-        [table], layout=work.layout, optimizer=flexd.Adagrad(0.05), replica_slots=[slots]
+        [table],
+        layout=work.layout,
+        optimizer=flexd.Adagrad(0.05),
+        replica_slots=[slots],
+        exchange="chain",
     )
     moving = move(collection, work.moved) if way == "moved_loader" and len(work.moved) else 0
     indices: Any = work.read_by(dist.get_rank())
@@ -141,7 +145,7 @@ def train(work: Work, way: str) -> dict[str, Any]:
         indices = NodeSampler(everything, collection, work.per_rank, shuffle=False)
     loop: Any = (work.batch(np.asarray(chosen)) for chosen in indices)
     if way != "chain":
-        loop = flexd.prefetch(loop, collection, features=lambda batch: batch["features"])
+        loop = flexd.prefetch(loop, collection, features=lambda batch: batch["features"], ahead=1)
     before, losses, seconds = collection.traffic.totals(), [], [time.perf_counter()]
     for batch in loop:
         rows = collection(batch["features"])["item"]

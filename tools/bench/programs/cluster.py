@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -117,7 +117,7 @@ class FlexdTrainer:
     Args:
         target: the placement to train at; it is applied by the first step.
         comm_dtype: of rows and gradients on the wire, if not that of the tables.
-        prefetch_pipeline: batches come through ``flexd.prefetch``.
+        prefetch: batches come through ``flexd.prefetch``, with ``ahead`` of 1, or None, with which the tuner decides.
         micro_batches: batches of an optimizer step.
     """
 
@@ -129,7 +129,7 @@ class FlexdTrainer:
         exchange: str = "chain",
         target: Placement | None = None,
         comm_dtype: str | None = None,
-        prefetch_pipeline: bool = False,
+        prefetch: Sequence[int | None] = (),
         micro_batches: int = 1,
     ) -> None:
         tables = setting.embedding_tables()
@@ -156,8 +156,10 @@ class FlexdTrainer:
             for batch in batches
         ]
         self._loader = forever(list(zip(batches, inputs, strict=True)))
-        if prefetch_pipeline:
-            self._loader = iter(flexd.prefetch(self._loader, self.collection, features=lambda batch: batch[1]))
+        for ahead in prefetch:
+            self._loader = iter(
+                flexd.prefetch(self._loader, self.collection, features=lambda batch: batch[1], ahead=ahead)
+            )
 
     def step(self, loss_of: Callable[[Batch, list[torch.Tensor]], torch.Tensor]) -> float:
         total = 0.0
@@ -216,6 +218,11 @@ class Rank:
         trainer = self._trainer[strategy]
         return trainer.collection.placement_version if isinstance(trainer, FlexdTrainer) else 0
 
+    def tuning(self, strategy: str) -> dict[str, Any]:
+        trainer = self._trainer[strategy]
+        assert isinstance(trainer, FlexdTrainer)
+        return asdict(trainer.collection.tuning())
+
     def stored_bytes(self, strategy: str) -> int:
         """Memory of this rank between steps: rows, optimizer state, and what finds them."""
         return self._trainer[strategy].stored_bytes()
@@ -273,14 +280,15 @@ class Rank:
             "TorchRec row-wise": torchrec("row_wise"),
             "TorchRec table-wise": torchrec("table_wise"),
             "TorchRec row-wise, fp16": torchrec("row_wise", half_precision=True),
+            "flexd": own(exchange="auto", prefetch=[None]),
             "direct, dedup": own(exchange="direct"),
             "chain": own(),
             "tiers": own(target=target),
-            "direct, dedup, prefetch pipeline": own(exchange="direct", prefetch_pipeline=True),
-            "chain, prefetch pipeline": own(prefetch_pipeline=True),
-            "tiers, prefetch pipeline": own(target=target, prefetch_pipeline=True),
+            "direct, dedup, prefetch pipeline": own(exchange="direct", prefetch=[1]),
+            "chain, prefetch pipeline": own(prefetch=[1]),
+            "tiers, prefetch pipeline": own(target=target, prefetch=[1]),
             "tiers, bf16": own(target=target, comm_dtype="bfloat16"),
-            "tiers, prefetch pipeline, bf16": own(target=target, prefetch_pipeline=True, comm_dtype="bfloat16"),
+            "tiers, prefetch pipeline, bf16": own(target=target, prefetch=[1], comm_dtype="bfloat16"),
         }
 
 

@@ -156,7 +156,7 @@ class Flexd:
         if self._ahead:
             self._pending.append(features)
             if self._loop is None:
-                self._loop = iter(self._flexd.prefetch(self._drawn(), self._collection))
+                self._loop = iter(self._flexd.prefetch(self._drawn(), self._collection, ahead=1))
                 return  # the next batch is not known yet
             features = next(self._loop)
         values = self._collection(features)["item"].values

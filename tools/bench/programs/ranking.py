@@ -120,7 +120,7 @@ class FlexdTrainer:
         rules = flexd.TableRules.read(document)
         settings: dict[str, Any] = {
             "optimizer": flexd.RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS), "layout": setting.layout,
-            "average_gradients": False, "rules": rules,
+            "average_gradients": False, "rules": rules, "exchange": "chain",
         }  # fmt: skip
         self._collection = flexd.EmbeddingBagCollection(tables, **settings)
         self._rows = [table.name for table in tables if not isinstance(table, flexd.EmbeddingBagTable)]
@@ -135,7 +135,9 @@ class FlexdTrainer:
         ]
         self._loader: Iterator[Any] = forever(list(zip(batches, inputs, strict=True)))
         if prefetch_pipeline:
-            self._loader = iter(flexd.prefetch(self._loader, self._collection, features=lambda batch: batch[1]))
+            self._loader = iter(
+                flexd.prefetch(self._loader, self._collection, features=lambda batch: batch[1], ahead=1)
+            )
 
     def step(self, dense: Dense) -> float:
         batch, inputs = next(self._loader)
