@@ -1,4 +1,4 @@
-"""Which arm of a job is fastest: measure each in blocks of steps, in random order, and keep the one that wins.
+"""Find the fastest arm of a job: measure each in blocks of steps, in random order, and keep the one that wins.
 
 Numbers only: who runs the tuner gives it the seconds of every step, and gets the arm to use from now on. Blocks of the
 arms are paired in rounds, so drift and load change all of them alike; a signed-rank interval on their ratios
@@ -156,7 +156,7 @@ class Trial(Generic[A]):
 
 @dataclass(frozen=True)
 class ArmTime(Generic[A]):
-    """What the newest trial measured of an arm.
+    """The time that the newest trial measured of an arm.
 
     Attributes:
         seconds: of a typical step.
@@ -167,7 +167,7 @@ class ArmTime(Generic[A]):
 
 
 class Tuner(Generic[A]):
-    """When to measure, and which arm to use.
+    """Decides when to measure, and which arm to use.
 
     Args:
         arm: the one to begin with.
@@ -185,11 +185,11 @@ class Tuner(Generic[A]):
         self._draw = draw or random.Random()
         self._arms: tuple[A, ...] = ()
         self._chosen_of: dict[tuple[A, ...], A] = {}
-        """What trials have chosen, by the arms that they compared."""
+        """Choices of trials, by the arms that they compared."""
         self._block: list[float] = []
         self._skip = self._waited = self._restarts = 0
         self._begin_at, self._pause = START_STEPS, FIRST_PAUSE_STEPS
-        self._cause_from, self._least_change = 0, CHANGE
+        self._cause_from, self._least_change, self._caused = 0, CHANGE, False
         self._most = math.inf
         """The next trial leaves out arms that took longer than this times the one in use."""
         self._newest: deque[float] = deque(maxlen=CHANGE_STEPS)
@@ -246,7 +246,8 @@ class Tuner(Generic[A]):
     def _is_due(self) -> bool:
         """Return whether to begin a trial, and decide of which arms."""
         change = self._change()
-        if change > 0:
+        self._caused = change > 0
+        if self._caused:
             self._pause, self._most = FIRST_PAUSE_STEPS, NEAR + change
         elif self.steps >= self._begin_at:
             self._most = math.inf if self._pause > RARE_PAUSE_STEPS else NEAR
@@ -326,8 +327,10 @@ class Tuner(Generic[A]):
         new = {arm: median(seconds) for arm, seconds in trial.seconds.items()}
         left_out = {one.arm: one.seconds for one in self.times} | new
         self.times = tuple(ArmTime(arm, left_out[arm]) for arm in self._arms)
-        same = before == self.chosen
-        self._least_change = min(LARGE_CHANGE, self._least_change * CHANGE_GROWTH) if same else CHANGE
+        if before != self.chosen:
+            self._least_change = CHANGE
+        elif self._caused:
+            self._least_change = min(LARGE_CHANGE, self._least_change * CHANGE_GROWTH)
         self._pause_longer()
         self._forget(new[self.chosen])
 

@@ -68,7 +68,7 @@ class StepTuner(StepMoments):
         self._tuner = Tuner(choice.next)
         self._priced = ""
         self.prefetch: tuple[bool, ...] = (False,)
-        """Whether the prefetch pipeline is on: what the running loop lets the tuner choose from."""
+        """Settings of the prefetch pipeline that the running loop lets the tuner choose from."""
 
     @property
     def arms(self) -> tuple[Arm, ...]:

@@ -43,7 +43,7 @@ class AgreedArm:
         self.exchange = exchange
         """The exchange in use."""
         self.prefetches = False
-        """Whether the newest announced batch of a loop is located ahead."""
+        """True if the newest announced batch of a loop is located ahead."""
         self.reason = reason
         """Why it is used; None on a rank that follows the proposals of others."""
         self._start = Arm(exchange, prefetch=True)

@@ -111,9 +111,9 @@ class PrefetchPipeline(StepHooks):
         self.deferred: DeferredGradients | None = None
         self._looping = False
         self._chosen = False
-        """Whether ranks agree step by step to locate the next batch ahead, or always do."""
+        """True if ranks agree step by step whether to locate the next batch ahead; otherwise they always do."""
         self._on = True
-        """Whether the newest announced batch has a job. Equal on all ranks."""
+        """True if the newest announced batch has a job. Equal on all ranks."""
         self._claimed = False
         self._claimed_input: AnnouncedInput | None = None
         self._changed: torch.Tensor | None = None
