@@ -89,7 +89,9 @@ def live(rank: int, directory: str) -> dict[str, list[str]]:
         port[0] = daemon.components.coordinator.port
     dist.broadcast_object_list(port)
     collection = flexd.EmbeddingCollection(
-        [flexd.EmbeddingTable("item", ROWS, 8)], layout=RankLayout(2, 2), replica_fraction=0.05,
+        [flexd.EmbeddingTable("item", ROWS, 8)],
+        layout=RankLayout(2, 2),
+        replica_fraction=0.05,
         exchange="chain",
     )
     connection = flexd.connect(collection, f"127.0.0.1:{port[0]}", job="ways", timeout_seconds=5.0)
