@@ -1,12 +1,7 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +11,6 @@ from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.throttle import Throttle
 from flexd.stream.tap_source import TapSource
 from tests.support.ranks_in_threads import SECRET, TABLES
-from tests.support.repository import child_environment
 
 
 class Hosted:
@@ -68,40 +62,3 @@ def host(tmp_path: Path) -> Iterator[Callable[..., Hosted]]:
     for hosted in made:
         hosted.coordinator.stop(15)
         hosted.journal.close()
-
-
-class ChildProcess:
-    """A process of ``tests.support``; its lines of JSON are read as they come."""
-
-    def __init__(self, module: str, *arguments: object) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", f"tests.support.{module}", *map(str, arguments)],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=child_environment(),
-        )  # fmt: skip
-        self.lines: list[Any] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            self.lines.append(json.loads(line))
-
-    def events(self, name: str) -> list[Any]:
-        return [line[1] for line in list(self.lines)[1:] if line[0] == name]
-
-    def resident_bytes(self) -> int:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return 1024 * int(status.split("VmRSS:")[1].split()[0])
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., ChildProcess]]:
-    made: list[ChildProcess] = []
-
-    def run(module: str, *arguments: object) -> ChildProcess:
-        made.append(ChildProcess(module, *arguments))
-        return made[-1]
-
-    yield run
-    for process in made:
-        process.process.kill()
-        process.process.wait(10)

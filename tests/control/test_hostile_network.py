@@ -1,21 +1,18 @@
-"""Everything that can be sent to the control port, at a live job: daemon and ranks are processes; none ends."""
+"""Everything that can be sent to the control port, at a live job: ranks step and take migrations meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
-import resource
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from flexd.control.daemon.channel_events import ChannelOptions
+from flexd.control.daemon.migration_record import MigrationState
 from flexd.control.protocol.frames import HEAD, MAX_BODY_BYTES
 from flexd.control.protocol.handshake import MAGIC, NONCE_BYTES, OWN, PROOF_BYTES, Versions, encode_hello
+from flexd.core.layout import RankLayout
 from tests.support.channel import RawPeer, raw_connection
-from tests.support.ranks_in_threads import SECRET
+from tests.support.ranks_in_threads import SECRET, Ranks, migrate, same_content, target
 from tests.support.until import until
 
 HELLO = encode_hello(OWN, bytes(NONCE_BYTES))
@@ -91,47 +88,24 @@ class Attack:
             sock.close()
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("rounds", "connections"), [(2, 100), pytest.param(5, 2000, marks=pytest.mark.long)], ids=["short", "long"]
-)
-def test_no_process_ends_and_no_step_waits(
-    start: Callable[..., Any], tmp_path: Path, rounds: int, connections: int
-) -> None:
-    needed = rounds * (connections + 40) + 500
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < needed:
-        pytest.skip(f"the limit of open files is {hard}: {needed} are needed")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
-    daemon = start("daemon_process", 0, tmp_path / "state", 1, 50, 5.0)
-    until(lambda: daemon.lines, 60)
-    port = daemon.lines[0]
-    seconds = 5 if rounds == 2 else 40
-    ranks = [start("rank_process", port, tmp_path / "store", rank, 2, "a1", seconds) for rank in range(2)]
-    until(lambda: daemon.events("channel"), 60, "no migration before the attack")
-    before, committed = daemon.resident_bytes(), len(daemon.events("channel"))
-    attack = Attack(port)
-    most = 0
-    for _ in range(rounds):
-        for part in (attack.garbage, attack.recorded, attack.broken_frames, attack.hostile_ranks):
-            part()
-            most = max(most, daemon.resident_bytes())
-        attack.slow(connections)
-        # Ranks step and apply chunks meanwhile: one more target is reached by both.
-        done = len(daemon.events("channel"))
-        until(
-            lambda done=done: len(daemon.events("channel")) > done or ranks[0].lines, 60, "no migration in the attack"
-        )
-        most = max(most, daemon.resident_bytes())
-    assert len(daemon.events("channel")) > committed
-    assert most - before <= ChannelOptions().memory_bound_bytes()
-    until(lambda: all(rank.lines for rank in ranks), 90, "the ranks do not end")
-    counted = daemon.events("channel")[-1]
-    attack.close()
-    assert daemon.process.poll() is None
-    assert [rank.process.wait(20) for rank in ranks] == [0, 0]
-    first, second = (rank.lines[0] for rank in ranks)
-    assert first["history"] == second["history"]
-    assert first["steps"] == second["steps"] > 100
-    assert {"garbage", "oversized", "version", "wrong_secret"} <= set(counted["refused"]), counted
-    assert {"forged", "oversized", "malformed"} <= set(counted["closed"]), counted
+def test_no_step_waits_and_migrations_go_on(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
+        until(hosted.ready, what=ranks.state())
+        attack = Attack(hosted.port)
+        for number in range(2):
+            for part in (attack.garbage, attack.recorded, attack.broken_frames, attack.hostile_ranks):
+                part()
+            attack.slow(100)
+            steps = ranks.steps
+            migration = migrate(hosted.coordinator, f"p{number}", target(number), 50)
+            assert migration.wait(30) is MigrationState.COMMITTED, (migration.record, ranks.state())
+            assert ranks.all_at(target(number))
+            assert ranks.steps > steps
+        assert same_content(ranks.history)
+        status, counted = hosted.coordinator.status(), hosted.coordinator.channel_counters()
+        attack.close()
+    assert (status.epochs, status.digest_mismatches) == (1, 0), "no rank was disturbed"
+    assert status.refused_messages["malformed"] > 0
+    assert {"garbage", "oversized", "version", "wrong_secret"} <= set(counted.refused), counted
+    assert {"forged", "oversized", "malformed"} <= set(counted.closed), counted

@@ -1,18 +1,25 @@
-"""Automatic planning: triggers, proposals, and the wait after a failed migration."""
+"""Automatic planning: proposals, the wait after a failed migration, times of triggers, and maintenance windows."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexd.api.planning import planning_status
+from flexd.config.planner import DAYS, PlannerConfig, WindowConfig
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import MigrationRecord, TransitionEvent
 from flexd.core.placement import Placement
-from flexd.operations.autoplan import FIRST_SECONDS, AutoPlanner, FailureBackoff
+from flexd.operations.autoplan import FIRST_SECONDS, AutoPlanner, Calendar, FailureBackoff, Triggers
 from flexd.operations.executions import Trigger, TriggerKind
 from tests.support.planning_harness import PlanningHarness, filled_harness
 
@@ -133,3 +140,202 @@ def test_progress_starts_the_waits_over() -> None:
     assert failure_backoff.seconds(301.0, 3) == 0.0
     failure_backoff.observe(ended(TransitionEvent.FAIL), 400.0)
     assert failure_backoff.seconds(400.0, 3) == FIRST_SECONDS
+
+
+def at(text: str, zone: str = "Europe/Berlin", fold: int = 0) -> float:
+    return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone), fold=fold).timestamp()
+
+
+def calendar(*windows: dict[str, Any]) -> Calendar:
+    return Calendar([WindowConfig(**{"time_zone": "Europe/Berlin", **window}) for window in windows])
+
+
+TUESDAY_NIGHT = {"start": "02:00", "end": "05:00", "days": ["tue"]}
+
+
+# 2026-11-24 is a Tuesday.
+@pytest.mark.parametrize(
+    ("moment", "is_open"),
+    [
+        ("2026-11-24T01:59:59", False), ("2026-11-24T02:00:00", True), ("2026-11-24T04:59:59", True),
+        ("2026-11-24T05:00:00", False), ("2026-11-25T03:00:00", False),
+    ],
+)  # fmt: skip
+def test_a_window_is_open_from_its_start_to_its_end_on_its_days(moment: str, is_open: bool) -> None:
+    assert calendar(TUESDAY_NIGHT).is_open(at(moment)) is is_open
+
+
+def test_a_window_over_midnight_belongs_to_the_day_it_begins_on() -> None:
+    late = calendar({"start": "22:00", "end": "03:00", "days": ["fri"]})
+    for moment, is_open in (
+        ("2026-11-27T21:59:00", False), ("2026-11-27T22:00:00", True), ("2026-11-28T02:59:00", True),
+        ("2026-11-28T03:00:00", False), ("2026-11-27T02:00:00", False), ("2026-11-28T23:00:00", False),
+    ):  # fmt: skip
+        assert late.is_open(at(moment)) is is_open, moment
+
+
+def test_a_forbidding_window_beats_an_allowing_one() -> None:
+    both = calendar(
+        {"start": "00:00", "end": "24:00"}, {"kind": "forbid", "start": "18:00", "end": "22:00", "days": ["sat"]}
+    )
+    assert both.is_open(at("2026-11-28T17:59:00"))
+    assert not both.is_open(at("2026-11-28T18:00:00"))
+    only = calendar({"kind": "forbid", "start": "18:00", "end": "22:00", "days": ["sat"]})
+    assert only.is_open(at("2026-11-24T12:00:00"))
+    assert not only.is_open(at("2026-11-28T19:00:00"))
+
+
+def test_a_skipped_hour_is_in_no_window() -> None:
+    """2026-03-29 in Berlin: 01:59:59 is followed by 03:00:00."""
+    skipped = calendar({"start": "02:00", "end": "03:00"})
+    start = at("2026-03-29T00:00:00")
+    assert not any(skipped.is_open(start + minute * 60) for minute in range(12 * 60))
+    assert skipped.next_change(start) == at("2026-03-30T02:00:00")
+    half = calendar({"start": "02:30", "end": "04:00"})
+    assert half.next_change(start) == at("2026-03-29T03:00:00")
+    assert half.next_change(at("2026-03-29T03:00:00")) == at("2026-03-29T04:00:00")
+
+
+def test_a_repeated_hour_is_in_the_window_both_times() -> None:
+    """2026-10-25 in Berlin: 02:00 to 03:00 comes twice."""
+    repeated = calendar({"start": "02:15", "end": "02:45"})
+    first, second = at("2026-10-25T02:15:00"), at("2026-10-25T02:15:00", fold=1)
+    assert second - first == 3600
+    changes, moment = [], at("2026-10-25T00:00:00")
+    for _ in range(4):
+        change = repeated.next_change(moment)
+        assert change is not None
+        changes.append(change)
+        moment = change
+    assert changes == [first, first + 1800, second, second + 1800]
+    hours = calendar({"start": "01:00", "end": "03:00"})
+    assert hours.next_change(at("2026-10-25T01:30:00")) == at("2026-10-25T03:00:00"), "three hours long"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    start=st.integers(0, 1439),
+    end=st.integers(0, 1440),
+    days=st.sets(st.sampled_from(DAYS), min_size=1),
+    kind=st.sampled_from(["allow", "forbid"]),
+    zone=st.sampled_from(["UTC", "Europe/Berlin", "America/New_York", "Asia/Kolkata", "Australia/Lord_Howe"]),
+    moment=st.datetimes(datetime(2026, 1, 1), datetime(2027, 1, 1)),
+)
+def test_between_now_and_the_next_change_nothing_changes(
+    start: int, end: int, days: set[str], kind: str, zone: str, moment: datetime
+) -> None:
+    if start == end:
+        return
+    text = [f"{minute // 60:02d}:{minute % 60:02d}" for minute in (start, end)]
+    window = WindowConfig(start=text[0], end=text[1], days=sorted(days), kind=kind, time_zone=zone)
+    made = Calendar([window])
+    now = moment.replace(tzinfo=ZoneInfo("UTC")).timestamp()
+    change = made.next_change(now)
+    before = made.is_open(now)
+    until = now + timedelta(days=8).total_seconds() if change is None else change
+    for share in range(200):
+        assert made.is_open(now + (until - now) * share / 200) is before
+    if change is not None:
+        assert made.is_open(change) is not before
+        assert made.is_open(change - 1) is before
+
+
+@pytest.mark.parametrize(
+    ("window", "said"),
+    [
+        ({"start": "25:00", "end": "02:00"}, "start"), ({"start": "01:00", "end": "01:00"}, "equals the start"),
+        ({"start": "01:00", "end": "02:00", "time_zone": "Europe/Nowhere"}, "not an IANA time zone"),
+        ({"start": "01:00", "end": "02:00", "time_zone": "../../etc/passwd"}, "not an IANA time zone"),
+        ({"start": "01:00", "end": "02:00", "days": []}, "days"),
+        ({"start": "01:00", "end": "02:00", "days": ["monday"]}, "days"), ({"start": True, "end": "02:00"}, "start"),
+    ],
+)  # fmt: skip
+def test_malformed_windows_are_refused(window: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        WindowConfig(**window)
+
+
+GENERATION = 3
+CLOSED, OPEN = 12 * 3600.0, 3 * 3600.0
+"""Unix seconds outside and inside ``NIGHT``."""
+NIGHT = [WindowConfig(start="02:00", end="05:00")]
+
+
+def nothing() -> str | None:
+    return None
+
+
+def make(spacing: float = 1.0, *, auto: bool = True, maintenance: Sequence[WindowConfig] = ()) -> Triggers:
+    """Return triggers at time 0, with a plan made for the ranks of ``GENERATION``."""
+    triggers = Triggers(
+        PlannerConfig(interval_seconds=100.0, min_spacing_seconds=spacing, auto=auto, maintenance=maintenance), 0.0
+    )
+    triggers._planned_generation = GENERATION
+    return triggers
+
+
+def ask(
+    triggers: Triggers, now: float, unix: float = OPEN, generation: int = GENERATION,
+    drift: Callable[[], str | None] = nothing,
+) -> Trigger | None:  # fmt: skip
+    return triggers.due(now, unix, generation, drift)
+
+
+def test_the_interval_starts_at_the_last_attempt() -> None:
+    triggers = make()
+    assert ask(triggers, 99.9) is None
+    assert ask(triggers, 100.0) == Trigger(TriggerKind.INTERVAL, "interval")
+    assert ask(triggers, 199.0) is None, "the attempt counts whether a plan was made or refused"
+    assert ask(triggers, 200.0) is not None
+    assert triggers.fired == {TriggerKind.INTERVAL: 2}
+
+
+def test_a_changed_topology_triggers_at_once_until_a_plan_is_made() -> None:
+    triggers = make()
+    due = ask(triggers, 5.0, generation=4)
+    assert due == Trigger(TriggerKind.TOPOLOGY, "topology changed")
+    assert ask(triggers, 5.5, generation=4) is None, "min_spacing_seconds"
+    assert ask(triggers, 6.0, generation=4) == due
+    triggers.plan_made(due, 4)
+    assert ask(triggers, 8.0, generation=4) is None
+
+
+def test_without_auto_every_trigger_is_held_with_a_reason() -> None:
+    triggers = make(auto=False)
+    due = ask(triggers, 100.0)
+    assert due is not None
+    assert due.held == "planner.auto is false"
+    triggers.plan_made(due, GENERATION)
+    assert triggers.waiting_for_window is None, "no window will open"
+
+
+def test_drift_is_proposed_once_until_a_plan_is_executed() -> None:
+    triggers = make(auto=False)
+    due = ask(triggers, 1.0, drift=lambda: "drift")
+    assert due is not None
+    triggers.plan_made(due, GENERATION)
+    assert ask(triggers, 10.0, drift=lambda: "drift") is None, "otherwise every evaluation would propose it"
+    triggers.record_manual_plan(11.0, executed=False)
+    assert ask(triggers, 12.0, drift=lambda: "drift") is None
+    triggers.record_manual_plan(13.0, executed=True)
+    assert ask(triggers, 14.0, drift=lambda: "drift") is not None
+
+
+def test_a_held_trigger_fires_when_the_window_opens() -> None:
+    triggers = make(maintenance=NIGHT)
+    due = ask(triggers, 1.0, CLOSED, drift=lambda: "drift 1.30 > 1.05")
+    assert due is not None
+    assert due.held == "outside the maintenance windows"
+    triggers.plan_made(due, GENERATION)
+    interval = ask(triggers, 101.0, CLOSED)
+    assert interval is not None
+    triggers.plan_made(interval, GENERATION)
+    assert ask(triggers, 150.0, CLOSED) is None
+    opened = ask(triggers, 160.0, OPEN)
+    assert opened == Trigger(TriggerKind.DRIFT, "drift 1.30 > 1.05, held until the maintenance window opened"), (
+        "the first held trigger"
+    )
+    again = ask(triggers, 162.0, OPEN)
+    assert again == opened, "a refused plan is retried"
+    triggers.plan_made(opened, GENERATION)
+    assert ask(triggers, 170.0, OPEN) is None

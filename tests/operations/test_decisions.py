@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
 from flexd.api.operator_commands import OperatorCommands
@@ -16,7 +15,6 @@ from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core.errors import ConfigError, SnapshotError
 from flexd.operations.decisions import DecisionFile, Decisions, Pause, ThrottleOverride
 from flexd.operations.state_database import NAME, StateDatabase
-from tests.support.flexd_processes import RunningDaemon, flexd
 
 CONFIGURED = ThrottleConfig(bytes_per_second=9_000)
 DECIDED = Decisions(
@@ -142,28 +140,3 @@ def test_a_full_disk_delays_no_command_and_the_write_is_repeated(tmp_path: Path)
     it.commands.tick()
     assert it.file.problem == ""
     assert Start(tmp_path).held is True
-
-
-def test_pause_and_throttle_hold_after_sigkill(tmp_path: Path) -> None:
-    settings = {
-        "tables": [{"name": "item", "rows": 3_000, "dim": 4}], "stream": {"source": {"kind": "synthetic"}},
-        "sketch": {"memory_bytes": 2**22},
-    }  # fmt: skip
-    running = RunningDaemon(tmp_path, settings)
-    with running:
-        for command in (
-            ["pause", "--yes", "--reason", "rebuild"], ["throttle", "--bytes-per-step", "5000", "--reason", "careful"],
-            ["reload", "--reason", "to be sure"],
-        ):  # fmt: skip
-            done = flexd(*command, "--url", running.url)
-            assert done.returncode == 0, done.stderr
-        running.process.kill()
-    with running:
-        status = running.status()
-        assert (status["paused"], status["pause_reason"]) == (True, "rebuild")
-        assert status["throttle"]["bytes_per_step"] == 5_000
-        actions = httpx.get(f"{running.url}/v1/migrations").json()["actions"]
-        assert [(each["kind"], each["reason"]) for each in actions] == [
-            ("reload", "to be sure"), ("throttle", "careful"), ("pause", "rebuild"),
-        ]  # fmt: skip
-        assert all("@" in each["requested_by"] for each in actions)

@@ -11,7 +11,6 @@ import pytest
 from flexd.control.daemon import journal as journal_module
 from flexd.control.daemon.migration_record import MigrationState
 from flexd.core.errors import ApiError
-from flexd.operations.state_database import NAME
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, same_content, target
 from tests.support.until import until
@@ -101,46 +100,6 @@ def test_an_abort_without_ranks_ends_a_waiting_migration(harness: ExecutionsHarn
     harness.stopping.set()
     with pytest.raises(ApiError, match="shutting down"):
         harness.commands.abort(rollback=False, reason="", wait_seconds=0, requested_by="")
-
-
-@pytest.mark.parametrize("killed", [True, False])
-def test_a_rollback_after_the_daemon_ended_during_a_migration(tmp_path: Path, killed: bool) -> None:
-    first = ExecutionsHarness(tmp_path)
-    port = first.coordinator.port
-    with Ranks(port, LAYOUT) as ranks:
-        until(first.ready, SECONDS, ranks.state())
-        parent = target(1, 60)
-        assert first.start("p1", parent).wait(SECONDS) is MigrationState.COMMITTED
-        first.gate.permits = HELD_AFTER_CHUNKS
-        running = first.start("p2", target(2))
-        first.wait_until_some_applied(running)
-        first.stop()
-        if killed:
-            # A killed daemon records no end of its migration.
-            (tmp_path / NAME).unlink()
-        second = ExecutionsHarness(tmp_path, port)
-        try:
-            # The ranks have neither the placement before p2 nor that of p2.
-            until(second.ready, SECONDS, ranks.state())
-            placement = second.coordinator.placement()
-            assert placement.digest() not in (parent.digest(), target(2).digest())
-            with pytest.raises(ApiError, match="no migration is running"):
-                second.commands.abort(rollback=False, reason="", wait_seconds=0, requested_by="")
-            result = second.commands.abort(rollback=True, reason="worse", wait_seconds=SECONDS, requested_by="ann")
-            assert (result.outcome, result.migration.migration_id, result.migration.state) == (
-                "rolled_back", "p2", MigrationState.FAILED,
-            )  # fmt: skip
-            assert result.migration.base_version == running.record.base_version
-            assert ranks.all_at(parent)
-            assert same_content(ranks.history)
-            assert second.coordinator.placement().digest() == parent.digest()
-            until(lambda: second.executions.live_plan_id == "p2.rollback", SECONDS)
-            entry = second.commands.migration("p2.rollback")
-            assert (entry.requested_by, entry.parent_plan_id, entry.reason) == ("ann", "p2", "rollback of p2: worse")
-            with pytest.raises(ApiError, match="no migration is running"):
-                second.commands.abort(rollback=True, reason="", wait_seconds=0, requested_by="")
-        finally:
-            second.stop()
 
 
 def test_no_rollback_after_a_restart_of_a_committed_or_compacted_migration(

@@ -1,15 +1,38 @@
-"""The planner's input: the configuration, and what the trainer says of itself."""
+"""The planner's input: the configuration, what the trainer says of itself, and prices as reports correct them."""
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
+
+from flexd.api.placement import prices_status
 from flexd.config.planner import PlannerConfig
-from flexd.control.protocol.report import TrainerSettings, with_pooling
+from flexd.control.protocol.report import (
+    PHASE_QUANTITIES,
+    PhaseReport,
+    PhasesReport,
+    StepPhase,
+    StepReport,
+    TrainerSettings,
+    UsedExchange,
+    with_pooling,
+)
 from flexd.core.keyspace import TableSpec
-from flexd.core.layout import Tier
-from flexd.operations.live_plan import TrainingJob, plan_limits
+from flexd.core.layout import RankLayout, Tier
+from flexd.operations.live_plan import MIN_STEPS, LivePrices, TrainingJob, plan_limits, price_samples, priced_by
+from flexd.operations.training_monitor import TrainingMonitor
+from flexd.planner.model.prices import MIN_REPORTS
 from flexd.planner.model.row_bytes import Exchange
+from flexd.topology.cluster import INTER, INTRA, Cluster, Collective, Exposed, Link, WorldModel
+from tests.support.components import report
+from tests.support.fake_coordinator import FakeCoordinator
+from tests.support.planner_cases import cluster, flat
+from tests.support.planning_harness import filled_harness
 
 TABLES = [TableSpec(name, 10, 4) for name in "abc"]
 TOLD = with_pooling(TrainerSettings("direct", "float16"), TABLES, {"a": "owner", "c": "requester"})
@@ -38,3 +61,201 @@ def test_every_setting_is_passed_on() -> None:
 def test_a_trainer_that_says_nothing_or_what_is_not_known_has_the_defaults() -> None:
     assert TrainingJob.of(None, TABLES) == TrainingJob()
     assert TrainingJob.of(TrainerSettings("auto", "float8"), TABLES) == TrainingJob()
+
+
+MACHINE = cluster(all_to_all=1e9, all_reduce=2e9, intra=10e9, latency=1e-4)
+MEGABYTES = {"ids": 0.1, "rows": 4.0, "push": 4.0}
+
+
+def prices_of(coordinator: FakeCoordinator, training: TrainingMonitor | None = None) -> LivePrices:
+    return LivePrices(MACHINE, training or TrainingMonitor(), coordinator)
+
+
+def step_report(factor: float, *, steps: int = 10, exchange: str = "chain", intra: float = 1.0) -> StepReport:
+    """Steps of 0.5 s in which all collectives between nodes take ``factor`` times what the curve says."""
+    phases = [
+        PhaseReport(
+            name,
+            inter_seconds=steps * factor * (1e-4 * (2 if name == "ids" else 1) + size * 1e6 / 1e9),
+            inter_bytes=int(steps * size * 1e6), inter_collectives=steps * (2 if name == "ids" else 1),
+            intra_seconds=steps * intra * (1e-4 + size * 1e6 / 10e9), intra_bytes=int(steps * size * 1e6),
+            intra_collectives=steps,
+        )
+        for name, size in MEGABYTES.items()
+    ]  # fmt: skip
+    return replace(report(1, steps=steps), phases=PhasesReport(tuple(phases), steps), exchange=UsedExchange(exchange))
+
+
+def teach(prices: LivePrices, factor: float, times: int = 2 * MIN_REPORTS, world: int = 4, **more: Any) -> None:
+    for _ in range(times):
+        for rank in range(world):
+            prices.add(rank, step_report(factor, **more))
+
+
+def test_corrected_prices_are_used_once_they_predict_better() -> None:
+    prices = prices_of(FakeCoordinator())
+    teach(prices, 3.0, MIN_REPORTS - 1)
+    assert prices.cluster is MACHINE
+    teach(prices, 3.0, 20)
+    corrected = prices.cluster
+    for collective in Collective:
+        before, after = (of.curve(Link.INTER_NODE, collective) for of in (MACHINE, corrected))
+        assert after.seconds(1e6) == pytest.approx(3 * before.seconds(1e6), rel=0.1)
+    assert corrected.intra_node == MACHINE.intra_node, "the curve holds there"
+    assert corrected.name.startswith("test (corrected: between nodes x2.")
+    assert MACHINE.name == "test"
+
+
+def test_all_ranks_and_enough_steps_are_needed() -> None:
+    prices = prices_of(FakeCoordinator())
+    for _ in range(50):
+        for rank in range(3):
+            prices.add(rank, step_report(3.0))
+    assert prices.corrections() == {}
+    prices.add(3, step_report(3.0, steps=MIN_STEPS - 1))
+    assert prices.corrections() == {}
+    prices.add(3, step_report(3.0, steps=1))
+    assert prices.corrections()[Link.INTER_NODE].reports == 1
+    short = replace(step_report(3.0), step_seconds=0.01)
+    for rank in range(4):
+        prices.add(rank, short)
+    assert prices.corrections()[Link.INTER_NODE].reports == 1, "less than a second of training"
+
+
+def test_plans_and_their_drift_are_priced_with_them(tmp_path: Path) -> None:
+    harness = filled_harness(tmp_path)
+    before = harness.propose("as probed", dry_run=True).plan
+    probed = harness.prices.cluster
+    rows = probed.curve(Link.INTER_NODE, Collective.ALL_TO_ALL)
+    for _ in range(20):
+        for rank in range(4):
+            seconds = 4 * rows.seconds(1e4)
+            phases = (PhaseReport("rows", inter_seconds=10 * seconds, inter_bytes=100_000, inter_collectives=10),)
+            harness.prices.add(
+                rank, replace(report(1, steps=10), phases=PhasesReport(phases, 10), exchange=UsedExchange("chain"))
+            )
+    after = harness.propose("corrected", dry_run=True).plan
+    assert after.costs.cluster.name.startswith(f"{probed.name} (corrected: between nodes x")
+    for link, factor in ((INTRA, 1.0), (INTER, 4.0)):
+        seconds = [float(plan.costs.before.phase_seconds[:, link].sum()) for plan in (before, after)]
+        assert seconds[0] > 0
+        assert seconds[1] == pytest.approx(factor * seconds[0], rel=0.15 if factor > 1 else 1e-9)
+
+
+def test_the_status_says_what_was_learnt_and_why() -> None:
+    prices = prices_of(FakeCoordinator())
+    assert prices_status(prices).links == ()
+    teach(prices, 3.0, 40)
+    status = prices_status(prices)
+    by_link = {link.link: link for link in status.links}
+    across, inside = by_link["inter_node"], by_link["intra_node"]
+    assert across.reports == 40
+    assert across.factor == pytest.approx(3.0, rel=0.1)
+    assert inside.factor == 1.0
+    assert across.probed_error == pytest.approx(2 / 3, rel=0.01)
+    assert across.corrected_error == pytest.approx(0.03, abs=0.03)
+    assert "as probed 67%" in across.reason
+    samples = {
+        (family.name, *sample.labels.values()): sample.value for family in status.metrics() for sample in family.samples
+    }
+    assert samples["flexd_price_factor", "inter_node"] == across.factor
+    assert samples["flexd_price_error", "inter_node", "probed"] == across.probed_error
+
+
+LAYOUT = RankLayout(2, 2)
+
+
+def with_world(machine: Cluster) -> Cluster:
+    return replace(machine, world=WorldModel(2, 2, flat(0.5e9, 3e-4)))
+
+
+def values(phase: StepPhase, **quantities: list[float]) -> np.ndarray:
+    """One quantity of one phase by rank."""
+    result = np.zeros((4, len(StepPhase), len(PHASE_QUANTITIES)))
+    for name, by_rank in quantities.items():
+        result[:, list(StepPhase).index(phase), PHASE_QUANTITIES.index(name)] = by_rank
+    return result
+
+
+ROWS = values(
+    StepPhase.ROWS, inter_seconds=[0.5, 0.2, 0.1, 0.6], inter_bytes=[4e6, 1e6, 2e6, 3e6], inter_collectives=[1] * 4,
+    intra_seconds=[0.02, 0.03, 0.05, 0.04], intra_bytes=[1e6, 2e6, 3e6, 3e6], intra_collectives=[1] * 4,
+)  # fmt: skip
+
+
+def test_a_collective_takes_as_long_as_for_the_rank_that_waits_least() -> None:
+    found = price_samples(ROWS, LAYOUT, MACHINE, "chain")
+    # Rails are ranks 0, 2 and 1, 3; the busiest of each sends 4 and 3 MB. Nodes are ranks 0, 1 and 2, 3.
+    assert found[Link.INTER_NODE] == pytest.approx((1e-4 + 3.5e6 / 1e9, (0.1 + 0.2) / 2))
+    assert found[Link.INTRA_NODE] == pytest.approx((1e-4 + 2.5e6 / 10e9, (0.02 + 0.04) / 2))
+    assert set(price_samples(ROWS[:2], RankLayout(2, 1), MACHINE, "chain")) == {Link.INTER_NODE}
+    assert set(price_samples(ROWS, RankLayout(1, 4), MACHINE, "chain")) == {Link.INTRA_NODE}
+
+
+def test_a_direct_exchange_shows_the_world() -> None:
+    over_all = price_samples(ROWS, LAYOUT, with_world(MACHINE), "direct")
+    assert over_all == {Link.INTER_NODE: pytest.approx((3e-4 + 4e6 / 0.5e9, 0.1))}
+    rail = price_samples(ROWS, LAYOUT, MACHINE, "direct")
+    assert rail[Link.INTER_NODE][0] == pytest.approx(1e-4 + 4e6 / 1e9)
+    one_node = price_samples(ROWS, RankLayout(1, 4), MACHINE, "direct")
+    assert one_node[Link.INTRA_NODE][1] == pytest.approx(0.02)
+
+
+def monitor(rows: float, push: float, cover: float, *, overlapped: float = 1.0, steps: int = 10) -> TrainingMonitor:
+    training = TrainingMonitor()
+    add(training, rows, push, cover, overlapped=overlapped, steps=steps)
+    return training
+
+
+def add(
+    training: TrainingMonitor, rows: float, push: float, cover: float, *, overlapped: float = 1.0, steps: int = 10
+) -> None:
+    phases = (
+        PhaseReport("rows", inter_seconds=steps * rows, overlapped_seconds=steps * rows * overlapped),
+        PhaseReport("push", inter_seconds=steps * push),
+    )
+    for rank in range(2):
+        training.add(rank, replace(report(1), phases=PhasesReport(phases, steps, steps * cover)))
+
+
+def test_shares_and_cover_are_what_ranks_measured() -> None:
+    exposed = prices_of(FakeCoordinator(), monitor(0.3, 0.1, 0.2, overlapped=0.75)).exposed()
+    assert exposed is not None
+    assert exposed.forward == pytest.approx(0.25)
+    assert exposed.backward == 1.0
+    assert exposed.sync == pytest.approx(1 - 0.75 * 0.3 / 0.4), "no replicas yet: as the whole"
+    assert exposed.cover_seconds == pytest.approx(0.2)
+    machine = cluster(exposed=Exposed(1.0, 0.5, 0.5))
+    priced = priced_by(machine, exposed)
+    assert priced.exposed == exposed
+    assert (
+        priced.name == f"{machine.name} (measured: outside compute forward 0.25, backward 1.00, sync 0.44; "
+        "200 ms cover the rest)"
+    )
+
+
+def test_noise_does_not_change_prices() -> None:
+    training = monitor(0.3, 0.1, 0.2)
+    prices = prices_of(FakeCoordinator(), training)
+    first = prices.exposed()
+    add(training, 0.3, 0.1, 0.205, overlapped=0.98, steps=50)
+    assert prices.exposed() is first
+    add(training, 0.3, 0.1, 0.1, overlapped=1.0, steps=50)
+    changed = prices.exposed()
+    assert changed is not None
+    assert changed.cover_seconds == pytest.approx(0.1)
+
+
+def test_plans_use_the_measured_exposure(tmp_path: Path) -> None:
+    """Ranks that report everything beside long compute get a plan that moves nothing."""
+    harness = filled_harness(tmp_path)
+    assert harness.propose("before reports").plan.promotions > 0
+    names = ("ids", "rows", "push", "sync")
+    phases = tuple(PhaseReport(name, inter_seconds=1.0, overlapped_seconds=1.0) for name in names)
+    for rank in range(4):
+        harness.training.add(rank, replace(report(2, tiers=(200_000, 0, 0)), phases=PhasesReport(phases, 1, 1000.0)))
+    plan = harness.propose("after them").plan
+    assert plan.promotions == 0
+    assert plan.costs.before.exposed_seconds == 0
+    assert "1e+06 ms cover the rest" in plan.costs.cluster.name
+    assert math.isfinite(plan.costs.cluster.exposed.cover_seconds)

@@ -15,7 +15,7 @@ from flexd.core.errors import ApiError, SnapshotError
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.state_database import NAME, StateDatabase
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
-from tests.support.ranks_in_threads import Ranks, target
+from tests.support.ranks_in_threads import Ranks, same_content, target
 from tests.support.until import until
 
 
@@ -132,6 +132,9 @@ def test_the_next_daemon_resumes_a_rollback_by_itself(daemons: DaemonSequence, k
         assert daemons.current.recovery.resume() is False, "it is running"
         assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
+        assert same_content(ranks.history)
+        versions = [version for version, _ in ranks.history[0]]
+        assert versions == list(range(1, len(versions) + 1)), "the journal was continued"
         states = {name: state for name, (state, _) in daemons.history().items()}
         assert (states["p2"], states["p2.rollback"], states["p2.rollback-2"]) == ("ABORTED", "FAILED", "COMMITTED")
         entry = daemons.current.commands.migration("p2.rollback-2")
@@ -212,10 +215,13 @@ def test_a_full_disk_does_not_prevent_a_rollback(daemons: DaemonSequence, monkey
         assert daemons.current.decisions.failures == 1
 
 
-def test_a_preview_reports_the_rows_that_a_rollback_after_a_crash_would_move(daemons: DaemonSequence) -> None:
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_preview_reports_the_rows_that_a_rollback_after_the_end_of_a_daemon_moves(
+    daemons: DaemonSequence, killed: bool
+) -> None:
     with Ranks(daemons.port, LAYOUT) as ranks:
         apply_part_of_p2(daemons, ranks)
-        daemons.crash()
+        daemons.crash() if killed else daemons.restart()
         preview = daemons.current.commands.preview_abort(rollback=True)
         assert (preview.migration.migration_id, preview.migration.state) == ("p2", MigrationState.FAILED)
         assert preview.rollback is not None
@@ -224,6 +230,9 @@ def test_a_preview_reports_the_rows_that_a_rollback_after_a_crash_would_move(dae
             daemons.current.commands.preview_abort(rollback=False)
         rollback = daemons.abort(1_000_000, SECONDS)
         assert rollback.rollback is not None
+        assert (rollback.outcome, rollback.migration.state) == ("rolled_back", MigrationState.FAILED)
+        assert ranks.all_at(PARENT)
+        assert (rollback.rollback.requested_by, rollback.rollback.parent_plan_id) == ("ann", "p2")
         assert rollback.rollback.rows_applied == preview.rollback.promotions + preview.rollback.demotions > 0
         assert rollback.rollback.bytes_to_copy == preview.rollback.bytes
         with pytest.raises(ApiError, match="no migration is running"):

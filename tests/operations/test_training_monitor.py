@@ -23,7 +23,7 @@ from flexd.control.protocol.report import (
 from flexd.operations.live_plan import MIN_STEPS
 from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
 from flexd.topology.cluster import Collective, Link
-from tests.operations.test_live_prices import prices_of, step_report
+from tests.operations.test_live_plan import prices_of, step_report
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.report_values import reports
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from flexd.control.agent.channel_client import ChannelClient
-from flexd.control.daemon.channel_events import ChannelOptions, Closed
+from flexd.control.daemon.channel_events import EVENT_BYTES, ChannelOptions, Closed
+from flexd.control.daemon.channel_peer import OutputTotal, PeerOutput
 from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.frames import (
     HEAD,
     MAX_BODY_BYTES,
     MAX_MESSAGE_BYTES,
+    FrameKey,
+    SealedPayload,
 )
 from flexd.core.errors import ControlError
 from flexd.core.secrets import KeyFile
@@ -212,3 +216,22 @@ def test_a_removed_key_closes_its_connections_and_the_new_one_connects(tmp_path:
         round_trip(ChannelClient.connect("127.0.0.1", daemon.server.port, credentials, DEADLINE_SECONDS), b"in", b"")
         with pytest.raises(ControlError, match="secret"):
             ChannelClient.connect("127.0.0.1", daemon.server.port, ChannelCredentials(OLD), DEADLINE_SECONDS)
+
+
+def test_a_body_for_many_peers_counts_and_is_kept_once() -> None:
+    total = OutputTotal()
+    outputs = [PeerOutput(FrameKey(bytes([at]) * 32), total) for at in range(200)]
+    tracemalloc.start()
+    payload = SealedPayload(b"chunk", bytes(2**20))
+    for output in outputs:
+        output.add(payload)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # What is counted for a queued frame covers what it really takes.
+    assert held <= total.nbytes == payload.nbytes + 200 * EVENT_BYTES
+    assert {output.nbytes for output in outputs} == {payload.nbytes + EVENT_BYTES}
+    for output in outputs[1:]:
+        output.clear()
+    assert total.nbytes == payload.nbytes + EVENT_BYTES
+    outputs[0].clear()
+    assert total.nbytes == 0

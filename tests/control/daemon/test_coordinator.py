@@ -1,17 +1,18 @@
-"""The whole channel with real connections; ranks are threads of this process."""
+"""The whole channel with real connections, also with certificates; ranks are threads of this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 from flexd.control.daemon.pusher import ChunkLimits
-from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
+from tests.support.certificates import Authority
 from tests.support.ranks_in_threads import Ranks, migrate, same_content, target
 from tests.support.until import until
 
@@ -63,22 +64,6 @@ def test_pause_resume_and_abort_leave_a_prefix(host: Callable[..., Any]) -> None
         assert len(prefix) < 600
 
 
-def test_no_step_can_copy_more_than_the_limit_until_it_is_lifted(host: Callable[..., Any]) -> None:
-    """One step may apply at most what is pushed and not applied by every rank."""
-    throttle = Throttle(ThrottleLimits(bytes_per_step=4_096))
-    hosted = host(throttle=throttle)
-    planned = target(2, 20_000)
-    with Ranks(hosted.port) as ranks:
-        migration = migrate(hosted.coordinator, "p", planned, 500)
-        waiting = hosted.coordinator._pusher._outstanding
-        while migration.record.chunks_applied < 5:
-            assert sum(each.copied_bytes for each in tuple(waiting)) <= 4_096
-        throttle.set_limits(ThrottleLimits())
-        assert migration.wait(30) is MigrationState.COMMITTED, (migration.record, ranks.state())
-        until(lambda: ranks.all_at(planned))
-    assert throttle.released_bytes == migration.record.copied_bytes > 0
-
-
 WRONG = target(1, 20).delta_to(Placement.empty())
 
 
@@ -98,3 +83,16 @@ def test_a_migration_that_cannot_be_made_fails_alone(
         assert good.wait(15) is MigrationState.COMMITTED
         assert ranks.all_at(target(9, 50))
         assert hosted.coordinator.status().epochs == 1
+
+
+def test_a_migration_over_certificates_alone(host: Callable[..., Any], tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    hosted = host(secret=None, tls=authority.issue("daemon", "127.0.0.1"))
+    with Ranks(hosted.port, RankLayout(2, 1), secret=None, tls=authority.issue("rank")) as ranks:
+        until(hosted.ready, what=ranks.state)
+        migration = migrate(hosted.coordinator, "p1", target(1), 100)
+        assert migration.wait(30) is MigrationState.COMMITTED
+        assert ranks.all_at(target(1))
+    with Ranks(hosted.port, RankLayout(1, 1), attempt="a2", secret=None) as ranks:
+        until(lambda: ranks.ranks[0].agent.state.startswith(("connecting:", "refused:")), what=ranks.state)
+        until(lambda: hosted.coordinator.channel_counters().refused.get("tls", 0) >= 1)

@@ -1,8 +1,9 @@
-"""Beginning and ending of epochs with real connections."""
+"""Beginning, settling, listing, healing and ending of epochs with real connections."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,19 +11,20 @@ import pytest
 from flexd.control.daemon.migration_record import MigrationState
 from flexd.control.daemon.pusher import ChunkLimits
 from flexd.core.layout import RankLayout
-from tests.support.ranks_in_threads import Ranks, migrate, target
+from tests.support.ranks_in_threads import Ranks, migrate, same_content, target
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_new_attempt_starts_from_an_empty_placement(host: Callable[..., Any]) -> None:
-    hosted = host(chunks=ChunkLimits(1))
+    hosted = host(chunks=ChunkLimits(1), timeout_seconds=1.5)
     with Ranks(hosted.port) as ranks:
         running = migrate(hosted.coordinator, "p1", target(1), 5)
         until(lambda: running.record.chunks_applied > 3)
         ranks.stop()
         with Ranks(hosted.port, RankLayout(1, 2), attempt="a2") as restarted:
+            until(lambda: hosted.coordinator.status().attempts_waiting == 1, what=restarted.state())
             until(lambda: hosted.ready() and hosted.coordinator.live().attempt == "a2", what=restarted.state())
             assert running.state is MigrationState.FAILED
             assert hosted.coordinator.live().generation == 2
@@ -46,21 +48,87 @@ def test_a_silent_rank_is_reported_as_lost(host: Callable[..., Any]) -> None:
         until(lambda: "rank_lost" in hosted.names())
 
 
-def test_a_debug_run_takes_the_job_only_once_the_other_has_ended(host: Callable[..., Any]) -> None:
-    hosted = host(timeout_seconds=1.5)
+def test_a_lost_journal_is_replaced_by_listings_of_the_ranks(host: Callable[..., Any], tmp_path: Path) -> None:
+    hosted = host()
+    with Ranks(hosted.port, RankLayout(2, 3)) as ranks:
+        first = migrate(hosted.coordinator, "p1", target(1), 100)
+        assert first.wait(20) is MigrationState.COMMITTED
+        hosted.close()
+        again = host(tmp_path / "empty", port=hosted.port)
+        until(again.ready, what=ranks.state())
+        assert "placement_listed" in again.names()
+        assert again.coordinator.placement().digest() == target(1).digest()
+        assert again.coordinator.placement().version == 6
+        second = migrate(again.coordinator, "p2", target(2), 100)
+        assert second.wait(20) is MigrationState.COMMITTED
+        assert ranks.all_at(target(2))
 
-    def holder() -> str:
-        live = hosted.coordinator.live()
-        return live.attempt if live is not None and live.ready else ""
 
-    with Ranks(hosted.port, attempt="prod", timeout_seconds=1.5) as prod:
-        until(lambda: holder() == "prod")
-        with Ranks(hosted.port, RankLayout(1, 1), attempt="debug", timeout_seconds=1.5) as debug:
-            until(lambda: hosted.coordinator.status().attempts_waiting == 1, what=debug.state)
-            until(lambda: "attempt 'prod' holds job 'job': 4 ranks, since" in debug.ranks[0].agent.state)
-            assert (holder(), hosted.coordinator.status().epochs) == ("prod", 1)
-            migration = migrate(hosted.coordinator, "p1", target(1), 50)
-            assert migration.wait(20) is MigrationState.COMMITTED
-            prod.stop()
-            until(lambda: holder() == "debug", what=debug.state)
-            assert hosted.coordinator.live().generation == 2
+def test_one_rank_restarted_in_the_same_attempt_receives_no_chunks(host: Callable[..., Any]) -> None:
+    hosted = host(timeout_seconds=2.0)
+    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
+        first = migrate(hosted.coordinator, "p1", target(1, 50), 10)
+        assert first.wait(20) is MigrationState.COMMITTED
+        ranks.ranks[1].agent.stop(10)
+        with Ranks(hosted.port, RankLayout(2, 1)) as fresh:
+            fresh.ranks[0].agent.stop(10)
+            until(lambda: "do not agree" in hosted.coordinator.status().reason, what=str(hosted.events))
+            assert not hosted.ready()
+            assert fresh.history == [[], []]
+
+
+def mismatches(hosted: Any) -> int:
+    return int(hosted.coordinator.status().digest_mismatches)
+
+
+def test_a_wrong_record_of_the_daemon_is_replaced_by_what_the_ranks_list(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port, RankLayout(2, 2)) as ranks:
+        first = migrate(hosted.coordinator, "p1", target(1), 200)
+        assert first.wait(20) is MigrationState.COMMITTED
+        running = migrate(hosted.coordinator, "p2", target(2), 5)
+        until(lambda: running.record.chunks_applied > 2)
+        pusher = hosted.coordinator._pusher
+        for version in list(pusher._digests):
+            pusher._digests[version] ^= 1
+        until(lambda: mismatches(hosted) > 0)
+        assert running.wait(20) is MigrationState.FAILED
+        assert "reports another placement at version" in running.record.problem
+        until(lambda: "placement_listed" in hosted.names() and hosted.ready(), what=lambda: hosted.events)
+        again = migrate(hosted.coordinator, "p3", target(3), 100)
+        assert again.wait(20) is MigrationState.COMMITTED, hosted.events
+        assert ranks.all_at(target(3))
+        assert same_content(ranks.history)
+        assert hosted.coordinator.placement().digest() == target(3).digest()
+        assert mismatches(hosted) == 1
+        assert (hosted.coordinator.divergence, hosted.coordinator._pusher.paused) == ("", False)
+
+
+def test_pushing_pauses_after_a_repeat_until_an_operator_resumes(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
+        until(hosted.ready)
+        ranks.false_digests[1] = 12345
+        until(lambda: hosted.coordinator.divergence, what=lambda: hosted.events)
+        assert hosted.coordinator.divergence == (
+            "rank 1 reports another placement at version 0 than the daemon has recorded, again after the daemon has "
+            "read the ranks' placement"
+        )
+        assert hosted.names().count("placement_listed") == 1
+        until(hosted.ready)
+        assert hosted.coordinator._pusher.paused
+        epochs = hosted.coordinator.status().epochs
+        waiting = migrate(hosted.coordinator, "p1", target(1, 50), 10)
+        seen = mismatches(hosted)
+        until(lambda: mismatches(hosted) > seen + 2)
+        assert waiting.record.chunks_pushed == 0
+        assert hosted.coordinator.status().epochs == epochs, "a paused channel keeps its epoch"
+        hosted.coordinator.resume()
+        until(lambda: hosted.names().count("pushing_paused") == 2, what=lambda: hosted.events)
+        assert hosted.names().count("placement_listed") == 2
+        ranks.false_digests.clear()
+        seen = mismatches(hosted)
+        hosted.coordinator.resume()
+        good = migrate(hosted.coordinator, "p2", target(2, 50), 10)
+        assert good.wait(20) is MigrationState.COMMITTED, hosted.events
+        assert ranks.all_at(target(2, 50))

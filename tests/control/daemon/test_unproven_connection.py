@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
-import socket
-from collections.abc import Callable
 
 import pytest
 
@@ -110,58 +107,6 @@ def test_nothing_beyond_the_handshake_is_read(start: bytes) -> None:
             sock.sendall(start + bytes(2**24))
         assert is_closed(sock)
         assert 0 < daemon.server.counters().bytes_in <= MAX_CLIENT_BYTES
-
-
-def loris(daemon: EchoDaemon, connections: int, keeps_open: Callable[[], bool]) -> list[socket.socket]:
-    """Open many connections that each send a byte now and then; open new ones for those that are closed."""
-    sockets: list[socket.socket] = []
-    at = 0
-    while keeps_open() or len(sockets) < connections:
-        if len(sockets) < connections:
-            sockets.append(raw_connection(daemon.server.port))
-            sockets[-1].setblocking(False)
-        else:
-            at = (at + 1) % connections
-            try:
-                sockets[at].send(HELLO[:1])
-            except BlockingIOError:
-                continue
-            except OSError:
-                sockets[at].close()
-                sockets[at] = raw_connection(daemon.server.port)
-                sockets[at].setblocking(False)
-    return sockets
-
-
-def test_two_thousand_slow_connections_stop_nobody() -> None:
-    connections = 2000
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 3 * connections
-    if hard < needed:
-        pytest.skip(f"the limit of open files is {hard}: {needed} are needed")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
-    options = ChannelOptions(max_unproven=100, handshake_seconds=1.0, handshake_grace_seconds=0.05)
-    with echo_daemon(options) as daemon, honest_peer(daemon) as honest:
-        before = honest.trips
-        most = 0
-
-        def keeps_open() -> bool:
-            nonlocal most
-            counters = daemon.server.counters()
-            most = max(most, counters.unproven)
-            return sum(counters.refused.values()) < connections
-
-        sockets = loris(daemon, connections, keeps_open)
-        try:
-            assert honest.trips > before
-            honest.goes_on()
-            assert most <= options.max_unproven
-            counted = daemon.server.counters().refused
-            assert counted.get("too_many", 0) > 0
-            assert set(counted) <= {"too_many", "timeout", "disconnected", "garbage"}
-        finally:
-            for sock in sockets:
-                sock.close()
 
 
 def test_a_new_rank_is_let_in_while_all_places_are_taken() -> None:
