@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -20,9 +19,10 @@ import yaml
 from flexd.config.load import load_config
 from flexd.config.model import Config
 from flexd.control.daemon.journal import PlacementJournal
+from flexd.core import fault_points
 from flexd.core.durable import UNUSABLE
 from flexd.core.errors import StateLockedError, StateVersionError, UnusableStateError
-from flexd.core.fault_points import POINTS, POINTS_OF_A_JOB, VARIABLE
+from flexd.core.fault_points import POINTS, POINTS_OF_A_JOB, VARIABLE, InjectedFaultError
 from flexd.daemon import factory, state_directory
 from flexd.daemon.state_directory import FILES, StateLock, check_files, mark_unusable
 from flexd.operations.decisions import DecisionFile
@@ -30,7 +30,6 @@ from flexd.operations.state_database import StateDatabase
 from flexd.sketch.restore import RestoredState, restore
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from tests.support.repository import ROOT, child_environment
 
 BY_NAME = {file.name: file for file in FILES}
 
@@ -189,21 +188,13 @@ def test_a_copy_of_the_directory_is_a_backup(config: Config, tmp_path: Path) -> 
     assert again.sketches.samples_by_table() == before.sketches.samples_by_table() == (COUNTED,) * 2
 
 
-@pytest.mark.parametrize(
-    ("point", "options"),
-    [("reset.saved", ["--keep-positions"]), pytest.param("reset.moved", [], marks=pytest.mark.long)],
-)
-def test_a_reset_that_is_killed_is_run_again(file: Path, config: Config, point: str, options: list[str]) -> None:
+@pytest.mark.parametrize(("point", "keep_positions"), [("reset.saved", True), ("reset.moved", False)])
+def test_a_reset_that_ends_halfway_is_run_again(config: Config, point: str, keep_positions: bool) -> None:
     assert {"reset.saved", "reset.moved"} == set(POINTS) - set(POINTS_OF_A_JOB)
-    arguments = [sys.executable, "-m", "flexd", "state", "reset", "-c", str(file), *options]
-    killed = subprocess.run(
-        arguments, env=child_environment(**{VARIABLE: f"{point}:1:kill"}), cwd=ROOT, capture_output=True, timeout=120,
-        check=False,
-    )  # fmt: skip
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    fault_points.arm({VARIABLE: f"{point}:1:raise"})
+    with pytest.raises(InjectedFaultError):
+        state_directory.reset(config, keep_positions=keep_positions)
+    fault_points.arm({})
     started(config)
-    done = subprocess.run(
-        arguments, env=child_environment(), cwd=ROOT, capture_output=True, timeout=120, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    state_directory.reset(config, keep_positions=keep_positions)
     assert started(config).sketches.samples == 0
