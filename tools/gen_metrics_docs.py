@@ -8,7 +8,7 @@ from pathlib import Path
 from generated import write_or_check
 from prometheus_client.core import Metric
 
-from flexd.api.placement import by_metric_tier
+from flexd.api.planning import by_metric_tier
 from flexd.api.rank import RankPage
 from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus

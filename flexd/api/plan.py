@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from flexd.api.base import RequestBody, RowsByTier
-from flexd.api.placement import rows_above_home
-from flexd.api.planning import GateReport, TriggerName, gate_report
+from flexd.api.planning import GateReport, TriggerName, gate_report, rows_above_home
 from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, gauge
 
 if TYPE_CHECKING:

@@ -1,19 +1,236 @@
-"""When the daemon plans, what it waits for, the plans that it keeps, and their measured effects."""
+"""When the daemon plans, and from what: placement, prices, drift, gates, the plans that it keeps and their measured
+effects."""
 
 from __future__ import annotations
 
+import math
 import time
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from flexd.api.base import RowsByTier
 from flexd.control.daemon.migration_record import VerificationReport
-from flexd.core.model import DETAIL, FiniteOrNone, Model, counter, gauge, summary, with_zeros
+from flexd.core.model import DETAIL, FiniteOrNone, Model, by_table, counter, gauge, summary, with_zeros
 
 if TYPE_CHECKING:
+    from flexd.core.keyspace import KeySpace
+    from flexd.core.placement import Placement
     from flexd.operations.autoplan import AutoPlanner
+    from flexd.operations.drift import DriftMonitor
+    from flexd.operations.live_plan import LivePrices
     from flexd.operations.planning import Gate, Planning, Proposal
     from flexd.operations.verification import Verifier
+
+
+class PlacementStatus(Model):
+    """The placement that every rank has agreed on."""
+
+    version: int = 0
+    """Counts the applied chunks."""
+    rows: RowsByTier = Field(default_factory=dict)
+    """Rows in each tier."""
+    rehomed_rows: int = 0
+    """Rows at HOME that live in another node than that of their home rank."""
+    digest: str = "0" * 16
+    """Order-free digest of the hot rows, 16 hexadecimal digits."""
+    digest_mismatches: int = 0
+    """Reports whose placement digest was not the daemon's for that version, since the daemon started."""
+
+    FAMILIES = (
+        gauge("flexd_placement_version", "Chunks applied by every rank.", "version"),
+        gauge("flexd_placement_rows", "Rows in each tier.", lambda placed: by_metric_tier(placed.rows), ("tier",)),
+        gauge(
+            "flexd_placement_rehomed_rows",
+            "Rows that live in another node than that of their home rank.",
+            "rehomed_rows",
+        ),
+        counter(
+            "flexd_placement_digest_mismatches", "Reports whose placement digest was not the daemon's.",
+            "digest_mismatches",
+        ),
+    )  # fmt: skip
+
+
+def by_metric_tier(rows: RowsByTier) -> dict[str, int]:
+    """Return the counts by the tier's label value, in the order of the tiers."""
+    return {"home": rows.get("HOME", 0), "node": rows.get("NODE", 0), "device": rows.get("DEVICE", 0)}
+
+
+def rows_above_home(placement: Placement) -> RowsByTier:
+    """Return the number of rows in each replicated tier; all other rows are HOME."""
+    from flexd.core.layout import Tier
+
+    return {
+        "NODE": int((placement.tiers == Tier.NODE).sum()),
+        "DEVICE": int((placement.tiers == Tier.DEVICE).sum()),
+    }
+
+
+def placement_status(placement: Placement, keyspace: KeySpace, digest_mismatches: int) -> PlacementStatus:
+    """Return the placement of the rows of all tables."""
+    total_rows = keyspace.total_rows
+    return PlacementStatus(
+        version=placement.version,
+        rows={"HOME": total_rows - len(placement.copies), **rows_above_home(placement)},
+        rehomed_rows=len(placement.rehomed),
+        digest=f"{placement.digest():016x}",
+        digest_mismatches=digest_mismatches,
+    )
+
+
+class LinkPrices(Model):
+    """One link. Errors are held-out: every report is predicted before it is learnt from; newer reports weigh more."""
+
+    link: str
+    """``intra_node`` or ``inter_node``."""
+    reports: int = 0
+    """Times that enough steps of all ranks were learnt from."""
+    factor: float = 1.0
+    """Factor of the probed seconds at which plans are priced; 1 unless it predicts better."""
+    probed_error: FiniteOrNone = None
+    """Held-out error of the prices as probed, as a share of the measured time."""
+    corrected_error: FiniteOrNone = None
+    """Held-out error with the factor that reports show."""
+    reason: str = ""
+    """Why they are corrected or not, in words."""
+
+
+class PricesStatus(Model):
+    """The prices of plans."""
+
+    links: tuple[LinkPrices, ...] = ()
+    """The links that steps of the live ranks have shown."""
+
+    FAMILIES = (
+        gauge(
+            "flexd_price_factor", "Factor of the probed seconds of a link at which plans are priced.",
+            lambda prices: {link.link: link.factor for link in prices.links}, ("link",),
+        ),
+        gauge(
+            "flexd_price_error",
+            "Held-out error as a share of the measured time, of a link's prices as probed and with a factor.",
+            lambda prices: {
+                (link.link, kind): getattr(link, f"{kind}_error")
+                for link in prices.links
+                for kind in ("probed", "corrected")
+            },
+            ("link", "prices"),
+        ),
+    )  # fmt: skip
+
+
+def prices_status(prices: LivePrices) -> PricesStatus:
+    """Return what was learnt of each link in this topology generation."""
+    shown = []
+    for link, learnt in prices.corrections().items():
+        probed, corrected = learnt.error_shares()
+        shown.append(
+            LinkPrices(
+                link=link.value, reports=learnt.reports, factor=learnt.factor, probed_error=probed,
+                corrected_error=corrected, reason=learnt.reason(),
+            )
+        )  # fmt: skip
+    return PricesStatus(links=tuple(shown))
+
+
+class TableDriftStatus(Model):
+    """Drift of one table."""
+
+    table: str
+    """Name of the table."""
+    ratio: FiniteOrNone = None
+    """Exposed seconds of its bytes, at the live placement / with a plan made now; null if that would leave none."""
+    exposed_seconds: float = 0.0
+    """Per step, at the live placement; without the collectives' latencies."""
+    inter_node_bytes: float = 0.0
+    """Per rank and step, at the live placement."""
+
+
+class DriftStatus(Model):
+    """The cost of the live placement over that of the plan that would be made now."""
+
+    ratio: FiniteOrNone = None
+    """Exposed seconds of a step, live / plan: above 1 another placement is better; null before the first
+    evaluation."""
+    threshold: FiniteOrNone = None
+    """Above it a new plan is made, if it saves ``planner.min_saving``; null if drift makes none."""
+    plan_exposed_seconds: FiniteOrNone = None
+    """Per step, with the plan."""
+    exposed_seconds: FiniteOrNone = None
+    """Per step, at the live placement."""
+    plan_inter_node_bytes: FiniteOrNone = None
+    """Per rank and step, with the plan."""
+    inter_node_bytes: FiniteOrNone = None
+    """Per rank and step, at the live placement."""
+    age_seconds: FiniteOrNone = None
+    """Since the newest evaluation."""
+    evaluations: int = 0
+    """Evaluations since the daemon started."""
+    evaluation_seconds: float = 0.0
+    """Wall time of all evaluations."""
+    tables: tuple[TableDriftStatus, ...] = ()
+    """One entry per table, in the configured order."""
+
+    FAMILIES = (
+        gauge(
+            "flexd_drift_ratio",
+            "Exposed communication of a step at the live placement / with the plan that would be made now; NaN before "
+            "the first evaluation.",
+            lambda drift: _ratio(drift.ratio, drift.exposed_seconds),
+        ),
+        gauge(
+            "flexd_drift_exposed_seconds",
+            "Exposed communication of a step at the live placement, and with the plan that would be made now.",
+            lambda drift: {"plan": drift.plan_exposed_seconds, "live": drift.exposed_seconds}, ("placement",),
+        ),
+        gauge(
+            "flexd_table_drift_ratio",
+            "Exposed communication of each table's bytes at the live placement / with the plan that would be made now.",
+            lambda drift: {table.table: _ratio(table.ratio, table.exposed_seconds) for table in drift.tables},
+            ("table",),
+        ),
+        gauge(
+            "flexd_table_exposed_seconds",
+            "Exposed communication of each table's bytes per step at the live placement, now, without latencies.",
+            by_table("exposed_seconds"), ("table",),
+        ),
+        summary(
+            "flexd_drift_evaluation_duration_seconds", "Wall time of evaluating drift.",
+            lambda drift: (drift.evaluations, drift.evaluation_seconds),
+        ),
+    )  # fmt: skip
+
+
+def drift_status(monitor: DriftMonitor, threshold: float | None) -> DriftStatus:
+    """Return the newest evaluation of drift."""
+    drift, compared = monitor.newest, dict[str, Any]()
+    if drift is not None:
+        (plan_seconds, live_seconds), (plan_bytes, live_bytes) = drift.exposed_seconds, drift.inter_node_bytes
+        by_table = zip(drift.table_ratios.items(), drift.table_seconds[1], drift.table_bytes[1], strict=True)
+        compared = {
+            "ratio": drift.ratio,
+            "plan_exposed_seconds": float(plan_seconds),
+            "exposed_seconds": float(live_seconds),
+            "plan_inter_node_bytes": float(plan_bytes),
+            "inter_node_bytes": float(live_bytes),
+            "tables": tuple(
+                TableDriftStatus(table=name, ratio=ratio, exposed_seconds=float(seconds), inter_node_bytes=float(sent))
+                for (name, ratio), seconds, sent in by_table
+            ),
+        }
+    return DriftStatus(
+        threshold=threshold,
+        age_seconds=monitor.age_seconds(),
+        evaluations=monitor.evaluations,
+        evaluation_seconds=monitor.seconds,
+        **compared,
+    )
+
+
+def _ratio(ratio: float | None, live: float | None) -> float | None:
+    """Restore the infinity, which the model cannot express, of a cost that the plan would end."""
+    return math.inf if ratio is None and live else ratio
 
 
 class VerificationStatus(Model):

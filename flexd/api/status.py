@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from flexd.api.base import CommandRequest, Reason
 from flexd.api.migration import MigrationCounts, ThrottleStatus
-from flexd.api.placement import DriftStatus, PlacementStatus, PricesStatus
 from flexd.api.plan import PlanReport
-from flexd.api.planning import PlanningStatus
+from flexd.api.planning import DriftStatus, PlacementStatus, PlanningStatus, PricesStatus
 from flexd.api.rank import TopologyStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.table import SketchStatus
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from flexd.api.base import ProbeResult
     from flexd.config.model import Config
-    from flexd.core.fast_start import ProcessStart
     from flexd.core.supervision import Supervisor
     from flexd.sketch.ingestor import Ingestor
     from flexd.sketch.snapshot import SnapshotStore
@@ -339,6 +338,18 @@ class DaemonStatus(Model):
         plan = self.last_plan or PlanReport(plan_id="")
         migration = self.migration or MigrationRecord(migration_id="")
         return Model.metrics(self.model_copy(update={"last_plan": plan, "migration": migration}))
+
+
+@dataclass(frozen=True)
+class ProcessStart:
+    """Start time; construct it when the process starts."""
+
+    unix_seconds: float = field(default_factory=time.time)
+    monotonic_seconds: float = field(default_factory=time.monotonic)
+
+    @property
+    def uptime_seconds(self) -> float:
+        return time.monotonic() - self.monotonic_seconds
 
 
 def base_status(config: Config, started: ProcessStart, health: ProbeResult, ready: ProbeResult) -> DaemonStatus:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from flexd.api.base import RowsByTier
-from flexd.api.placement import by_metric_tier
+from flexd.api.planning import by_metric_tier
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.model import (
     HIDDEN,

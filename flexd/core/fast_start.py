@@ -1,4 +1,4 @@
-"""The start of a process: its time, and work of the interpreter and of libraries that it can do without.
+"""Work of the interpreter and of libraries that the start of a process can do without.
 
 ``tools.bench control`` measures the time of a start.
 """
@@ -7,21 +7,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
-from dataclasses import dataclass, field
-
-
-@dataclass(frozen=True)
-class ProcessStart:
-    """Start time; construct it when the process starts."""
-
-    unix_seconds: float = field(default_factory=time.time)
-    monotonic_seconds: float = field(default_factory=time.monotonic)
-
-    @property
-    def uptime_seconds(self) -> float:
-        return time.monotonic() - self.monotonic_seconds
-
 
 _BLAS = "scipy.linalg.cython_blas"
 

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from flexd.api.components import Components
+from flexd.api.handlers import Components, OperatorCommands, PlanCommands
 from flexd.api.migration_commands import MigrationCommands
-from flexd.api.operator_commands import OperatorCommands, PlanCommands
 from flexd.api.status import DaemonStatus
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator

@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from flexd.api.base import ProbeResult
-from flexd.api.status import DaemonStatus, ReloadReport, base_status, threads_status
+from flexd.api.status import DaemonStatus, ProcessStart, ReloadReport, base_status, threads_status
 from flexd.config.checks import check_config
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import TableLearner
 from flexd.control.daemon.membership import ProposedTables
 from flexd.control.protocol.network import named_error
 from flexd.core.errors import ApiError, FlexdError, StateVersionError, UnusableStateError
-from flexd.core.fast_start import ProcessStart
 from flexd.core.supervision import Supervisor, UnsafeStateError
 from flexd.daemon import factory
 from flexd.daemon.components import DaemonComponents, ShutdownBudget

@@ -20,8 +20,7 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta, Placement
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.history import ENDED_UNSEEN, MigrationHistory
-from flexd.planner.delta import moved_bytes
-from flexd.planner.plan import Plan
+from flexd.planner.plan import Plan, moved_bytes
 
 DAEMON_ACTOR = "flexd"
 """The requester of actions that the daemon takes by itself."""

@@ -43,8 +43,7 @@ from flexd.operations.decisions import DecisionFile
 from flexd.operations.executions import DAEMON_ACTOR, ROLLBACK, Executions, Trigger, TriggerKind, rollback_trigger
 from flexd.operations.history import MigrationHistory
 from flexd.operations.step_times import StepBlocks
-from flexd.planner.delta import moved_bytes
-from flexd.planner.plan import Plan
+from flexd.planner.plan import Plan, moved_bytes
 
 UInt8Array = npt.NDArray[np.uint8]
 

@@ -14,8 +14,7 @@ from flexd.core.placement import Placement
 from flexd.core.sharding_types import ROW_WISE
 from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.affinity.traffic import rule_nodes
-from flexd.planner.delta import moved_bytes, plan_delta
-from flexd.planner.plan import Plan
+from flexd.planner.plan import Plan, moved_bytes, plan_delta
 
 
 class MoveRoom:

@@ -19,11 +19,10 @@ from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
-from flexd.planner.delta import delta_chunks, moved_bytes
 from flexd.planner.model.prices import exposed_share
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.workload import TrainingShape
-from flexd.planner.plan import PlanOrigin, make_plan
+from flexd.planner.plan import PlanOrigin, delta_chunks, make_plan, moved_bytes
 from flexd.simulate.accesses import Accesses
 from flexd.simulate.byte_counter import PHASES, BitWords, CollectiveBytes, StepByteCounter, sent_bytes
 from flexd.simulate.step_keys import StepPasses, TouchCounter, exact_profile

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from flexd.api.explanation import explanation
-from flexd.api.operator_commands import PlanCommands
-from flexd.api.placement import placement_status
+from flexd.api.handlers import PlanCommands
 from flexd.api.plan import AffinityReport, proposal_report
+from flexd.api.planning import placement_status
 from flexd.cli.render import OutputFormat, blocks_of, emit
 from flexd.cli.show_commands import plan_blocks
 from flexd.core.errors import ApiError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flexd.api.operator_commands import OperatorCommands
+from flexd.api.handlers import OperatorCommands
 from flexd.api.status import ReloadReport
 from flexd.config.server import ControlConfig, ThrottleConfig
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits

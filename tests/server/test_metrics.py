@@ -10,9 +10,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexd.api.migration import MigrationCounts
-from flexd.api.placement import PlacementStatus
 from flexd.api.plan import CostReport, PlanReport
-from flexd.api.planning import PlanningStatus
+from flexd.api.planning import PlacementStatus, PlanningStatus
 from flexd.api.rank import ChannelStatus, TopologyStatus
 from flexd.api.status import DaemonStatus, SnapshotStatus
 from flexd.api.stream import StreamStatus

@@ -12,9 +12,8 @@ import httpx
 import pytest
 
 from flexd.api.migration import MigrationList
-from flexd.api.placement import PlacementStatus
 from flexd.api.plan import PlanReport
-from flexd.api.planning import PlanningStatus, VerificationStatus
+from flexd.api.planning import PlacementStatus, PlanningStatus, VerificationStatus
 from flexd.api.rank import TopologyStatus
 from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from flexd.api.components import Components
+from flexd.api.handlers import Components
 from flexd.config.load import parse_config
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration_record import MigrationRecord

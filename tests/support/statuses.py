@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flexd.api.placement import DriftStatus, PlacementStatus
 from flexd.api.plan import PlanReport
+from flexd.api.planning import DriftStatus, PlacementStatus
 from flexd.api.rank import TopologyStatus
 from flexd.api.status import DaemonStatus, SnapshotStatus
 from flexd.api.stream import StreamStatus

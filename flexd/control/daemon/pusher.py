@@ -22,7 +22,7 @@ from flexd.control.daemon.throttle import Throttle
 from flexd.core.errors import FlexdError, IllegalTransitionError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
-from flexd.planner.delta import moved_bytes, plan_delta
+from flexd.planner.plan import moved_bytes, plan_delta
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from flexd.control.daemon.throttle import BURST_SECONDS, Throttle, ThrottleLimit
 from flexd.core.errors import ControlError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
-from flexd.planner.delta import moved_bytes
+from flexd.planner.plan import moved_bytes
 from tests.support.ranks_in_threads import TABLES, target, topology_of
 
 
