@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexd.api.placement import prices_status
+from flexd.api.planning import prices_status
 from flexd.config.planner import PlannerConfig
 from flexd.control.protocol.report import (
     PHASE_QUANTITIES,
