@@ -87,7 +87,7 @@ class RowReport(Model):
     accesses: Annotated[AccessRange, Show("accesses per step", lambda found: f"{found.estimate:.4g}")] = AccessRange()
     """Expected look-ups of the whole job in one step."""
     touches: Annotated[RowTouchReport, DETAIL] = RowTouchReport()
-    """How often it is needed in a step."""
+    """The probabilities that it is needed in a step."""
     seconds: dict[TierName, FiniteOrNone] = Field(default_factory=dict)
     """Exposed communication that the row costs a step in each tier."""
     live: TierName = "HOME"

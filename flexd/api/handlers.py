@@ -1,4 +1,4 @@
-"""What the API's operations call: queries over all components of a daemon, pause and throttle, and plans.
+"""The handlers of the API's operations: queries over all components of a daemon, pause and throttle, and plans.
 
 Commands of operators are recorded and outlive the daemon.
 """

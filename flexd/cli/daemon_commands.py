@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from flexd.cli.blocks import Facts
 from flexd.cli.options import ConfigOption
-from flexd.cli.render import Facts, OutputFormat, emit, flat, show
+from flexd.cli.render import OutputFormat, emit, flat, show
 from flexd.core import units
 from flexd.core.fast_start import import_numba, pause_garbage_collector
 

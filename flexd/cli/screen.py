@@ -12,7 +12,7 @@ from rich.segment import Segment
 from rich.table import Table as Grid
 from rich.text import Text
 
-from flexd.cli.render import Block, Facts, Sentences, Table
+from flexd.cli.blocks import Block, Facts, Sentences, Table
 
 GAP = 2
 """Cells between two columns."""

@@ -183,7 +183,7 @@ class TableRule(Model):
 
 
 class ShardingReport(Model):
-    """What the command line shows of a plan of tables.
+    """A plan of tables, as text shows it.
 
     Attributes:
         counts: tables by sharding type.

@@ -11,10 +11,11 @@ from flexd.api import routes
 from flexd.api.explanation import ReasonName
 from flexd.api.plan import CostReport, PlanReport
 from flexd.api.table import MAX_PAGE_ENTRIES, TableOrder
+from flexd.cli.blocks import Block, Sentences
 from flexd.cli.client import connect
 from flexd.cli.exit_codes import DaemonRefusedError
 from flexd.cli.options import OutputOption, SocketOption, UrlOption
-from flexd.cli.render import Block, OutputFormat, Sentences, blocks_of, emit, entries_of, present, table_of
+from flexd.cli.render import OutputFormat, blocks_of, emit, entries_of, present, table_of
 from flexd.core import units
 from flexd.core.errors import ConfigError
 

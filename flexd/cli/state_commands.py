@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexd.cli.blocks import Sentences
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.options import ConfigOption, DryRunOption, OutputOption, YesOption, confirm
-from flexd.cli.render import OutputFormat, Sentences, emit, present
+from flexd.cli.render import OutputFormat, emit, present
 from flexd.core import units
 
 if TYPE_CHECKING:

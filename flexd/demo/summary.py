@@ -90,7 +90,7 @@ class DemoRun(Model):
 
 
 class DemoTraining(DemoRun):
-    """What was learnt, and that it is what a single process learns of the same data in the same order."""
+    """The losses, and the differences to a single process that trains on the same data in the same order."""
 
     loss: dict[str, FiniteOrNone]
     replicas_bit_equal: bool

@@ -156,7 +156,7 @@ class Prediction(Model):
 
 
 class AffinityAdvice(Model):
-    """What homes and dealing by affinity would leave of the bytes between nodes (``AffinityForecast``)."""
+    """Shares of the bytes between nodes that homes and dealing by affinity would leave (``AffinityForecast``)."""
 
     messages: tuple[str, ...]
     loader: Annotated[PredictedRange | None, _SHARE] = None

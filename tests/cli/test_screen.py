@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from flexd.cli.render import Facts, Sentences, Table
+from flexd.cli.blocks import Facts, Sentences, Table
 from flexd.cli.screen import renderable
 
 

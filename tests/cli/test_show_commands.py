@@ -11,8 +11,9 @@ from flexd.api.rank import TopologyStatus
 from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.table import SketchStatus, TableSketchStatus
+from flexd.cli.blocks import Facts, Table
 from flexd.cli.exit_codes import ExitCode
-from flexd.cli.render import Facts, Table, blocks_of, show
+from flexd.cli.render import blocks_of, show
 from flexd.cli.show_commands import STATUS_ROWS, split_target
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 

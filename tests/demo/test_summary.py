@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexd.cli.render import Table, blocks_of
+from flexd.cli.blocks import Table
+from flexd.cli.render import blocks_of
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.demo.rank import TRAFFIC
 from flexd.demo.runner import _broken_invariants
