@@ -95,9 +95,7 @@ STEPS = 6
     ("optimizer", "prefetched", "one_lookup", "summed"),
     [
         ("sgd", False, True, ()),
-        ("adagrad", True, True, ()),
         ("rowwise_adagrad", False, False, ()),
-        ("rowwise_adagrad", True, True, ()),
         ("adagrad", True, True, ("tag", "shop")),
         ("sgd", False, False, ("user", "tag")),
     ],

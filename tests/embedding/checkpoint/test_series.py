@@ -210,10 +210,8 @@ EVENTS = [
 @pytest.mark.parametrize(
     ("optimizer", "more", "loading"),
     [
-        ("adam", {}, (RankLayout(2, 2), {})),
-        ("adam", {"fast_memory_bytes": 2_000}, (RankLayout(1, 1), {})),
+        ("adam", {"fast_memory_bytes": 2_000}, (RankLayout(1, 2), {"names": ("tiny", "item", "odd")})),
         ("rowwise_adagrad", {"exchange": "direct"}, (RankLayout(3, 1), {"fast_memory_bytes": 2_000})),
-        ("sgd", {}, (RankLayout(1, 2), {"names": ("tiny", "item", "odd")})),
     ],
 )
 def test_every_checkpoint_of_a_series_is_loaded_bit_for_bit_by_any_ranks(

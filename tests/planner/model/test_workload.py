@@ -11,13 +11,16 @@ import pytest
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.row_bytes import ID_BYTES, TrafficPhase
+from flexd.core.placement import Placement
+from flexd.planner.model.row_bytes import Exchange, TrafficPhase
 from flexd.planner.model.workload import (
     SYNCED,
     GroupLoad,
     TrainingShape,
     make_loads,
 )
+from flexd.simulate.byte_counter import StepByteCounter, sent_bytes
+from flexd.simulate.step_keys import StepPasses
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import INTER, INTRA
 from tests.support.planner_cases import cluster, group_cost, load, profile, zipf
@@ -112,58 +115,28 @@ def test_a_profile_without_accesses_is_refused_and_a_table_without_is_not() -> N
     assert rows_and_accesses(users)[1] == pytest.approx(ACCESSES / LAYOUT.world_size)
 
 
-ROWS, ROW_BYTES, STEPS = 400, 64, 40
+ROWS, STEPS = 400, 40
 DRAWN_LAYOUT = RankLayout(3, 2)
-N, L, W = 3, 2, 6
 KEYS = np.arange(ROWS)
-HOME, OWNER = DRAWN_LAYOUT.home_rank(KEYS), KEYS % L
-
-
-def count(tiers: np.ndarray, accesses: np.ndarray, micro_batches: int, seed: int) -> dict[str, np.ndarray]:
-    """Rows sent by each rank, by (phase, link), from real id sets; mean over steps."""
-    rng = np.random.default_rng(seed)
-    names = ("ids_intra", "ids_inter", "rows_intra", "rows_inter", "back_intra", "back_inter", "sync")
-    sent = {name: np.zeros(W) for name in names}
-    for _ in range(STEPS):
-        draws = rng.poisson(accesses / micro_batches, (micro_batches, N, L, ROWS)) > 0
-        for forward, wanted in [*((True, one) for one in draws), (False, draws.any(axis=0))]:
-            for rank in range(W):
-                node, local = divmod(rank, L)
-                go = wanted[node, local] & (tiers != Tier.DEVICE) & (local != OWNER)
-                owners = node * L + OWNER[go]
-                if forward:
-                    sent["ids_intra"][rank] += go.sum()
-                    sent["rows_intra"] += np.bincount(owners, minlength=W)
-                else:
-                    sent["back_intra"][rank] += go.sum()
-                up = wanted[node].any(axis=0) & (tiers == Tier.HOME) & (local == OWNER) & (node != HOME // L)
-                if forward:
-                    sent["ids_inter"][rank] += up.sum()
-                    sent["rows_inter"] += np.bincount(HOME[up], minlength=W)
-                else:
-                    sent["back_inter"][rank] += up.sum()
-        touched = draws.any(axis=(0, 1, 2)) & (tiers == Tier.NODE)
-        sent["sync"] += 2 * (N - 1) / N * np.bincount(OWNER[touched], minlength=L)[np.arange(W) % L]
-    return {name: rows / STEPS for name, rows in sent.items()}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_micro_batches(micro_batches: int) -> None:
-    accesses = np.random.default_rng(1).permutation(zipf(ROWS, 1.1, 300.0))
+    rng, keyspace = np.random.default_rng(5), KeySpace([TableSpec("t", ROWS, 16)])
+    accesses = rng.permutation(zipf(ROWS, 1.1, 300.0))
     tiers = np.where(KEYS % 5 == 0, Tier.NODE, np.where(KEYS % 7 == 0, Tier.DEVICE, Tier.HOME)).astype(np.uint8)
-    sent = count(tiers, accesses, micro_batches, 5)
-    cost = group_cost(load(accesses, row_bytes=ROW_BYTES, micro_batches=micro_batches), tiers, DRAWN_LAYOUT, cluster())
-    phases = (
-        (TrafficPhase.FORWARD_IDS, "ids", ID_BYTES), (TrafficPhase.FORWARD_ROWS, "rows", ROW_BYTES),
-        (TrafficPhase.BACKWARD_ROWS, "back", ROW_BYTES),
-    )  # fmt: skip
-    counted = [(phase, at, f"{name}_{link}", size) for phase, name, size in phases
-               for at, link in ((INTRA, "intra"), (INTER, "inter"))]  # fmt: skip
-    for phase, where, name, size in (*counted, (TrafficPhase.SYNC_ROWS, INTER, "sync", ROW_BYTES)):
-        # What is counted of replicas is NODE rows.
-        device = phase in (TrafficPhase.BACKWARD_ROWS, TrafficPhase.SYNC_ROWS)
-        expected = float(cost.bytes[:, phase, where].sum() - cost.bytes[Tier.DEVICE, phase, where] * device)
-        assert expected == pytest.approx(sent[name].mean() * size, rel=0.04), name
+    placement, counter = Placement.of(KEYS, tiers, 0), StepByteCounter(keyspace, DRAWN_LAYOUT)
+    sent = np.zeros((6, 2))
+    for _ in range(STEPS):
+        drawn = rng.poisson(accesses / micro_batches, (micro_batches, DRAWN_LAYOUT.world_size, ROWS))
+        passes = StepPasses.of([[np.repeat(KEYS, of_rank) for of_rank in ranks] for ranks in drawn], DRAWN_LAYOUT)
+        counted = counter.step(passes, placement, Exchange.CHAIN)
+        sent += sent_bytes(counted, DRAWN_LAYOUT.world_size).mean(axis=0)[:6] / STEPS
+    cost = group_cost(load(accesses, micro_batches=micro_batches), tiers, DRAWN_LAYOUT, cluster()).bytes
+    np.testing.assert_allclose(cost[:, TrafficPhase.FORWARD_IDS] / 8, cost[:, TrafficPhase.FORWARD_ROWS] / 64)
+    back = [TrafficPhase.BACKWARD_ROWS, TrafficPhase.SYNC_ROWS]  # gradients of DEVICE rows are counted as of the sync
+    for phases in ([TrafficPhase.FORWARD_ROWS], back, [TrafficPhase.SYNC_SUMS]):
+        np.testing.assert_allclose(cost.sum(axis=0)[phases].sum(axis=0), sent[phases].sum(axis=0), rtol=0.04)
 
 
 def test_frozen_rows_send_nothing_back() -> None:
