@@ -47,7 +47,7 @@ def test_a_fault_in_every_thread_is_counted_shown_and_survived(
     """Each thread raises in its work, three times in a row; the daemon stays up, names it, and recovers by itself."""
     faults.arm({faults.VARIABLE: ",".join(f"{point}:1-3:raise" for point in POINTS_OF_THREADS.values())})
     running = start(make_config(planner={"drift_interval_seconds": 0.05}))
-    daemon, shown = running.daemon, set[str]()
+    daemon, shown, address = running.daemon, set[str](), running.daemon.address
 
     def all_have_failed() -> bool:
         shown.update(reason.split(":")[0].removeprefix("thread ") for reason in daemon.ready().reasons)
@@ -58,6 +58,8 @@ def test_a_fault_in_every_thread_is_counted_shown_and_survived(
     assert daemon.health().ok
     running.until(lambda: not daemon.supervisor.problems())
     assert shown & set(POINTS_OF_THREADS) == set(POINTS_OF_THREADS)
+    assert daemon.address == address
+    assert httpx.get(f"{address}/healthz", timeout=20).status_code == 200
     counted = daemon.status().stream.accesses
     running.until(lambda: daemon.status().stream.accesses > counted)
     threads = daemon.status().threads
@@ -65,18 +67,6 @@ def test_a_fault_in_every_thread_is_counted_shown_and_survived(
     samples = {sample.labels["thread"]: sample.value for family in threads.metrics() for sample in family.samples}
     assert samples["flexd-drift"] == 0.0, "the gauge of failing threads comes last"
     assert not any("InjectedFault" in reason for reason in daemon.ready().reasons)
-
-
-def test_a_lost_server_thread_serves_the_same_address_again(
-    start: Callable[..., Any], make_config: Callable[..., Config]
-) -> None:
-    running = start(make_config(planner={"drift_interval_seconds": 0.05}))
-    address = running.daemon.address
-    faults.arm({faults.VARIABLE: "thread.http:1:raise"})
-    running.until(lambda: running.daemon.supervisor.faults()["flexd-http"] == 1)
-    running.until(lambda: not running.daemon.supervisor.problems())
-    assert running.daemon.address == address
-    assert httpx.get(f"{address}/healthz", timeout=20).status_code == 200
 
 
 def test_a_half_counted_message_ends_the_daemon_in_order_and_nothing_is_lost(
