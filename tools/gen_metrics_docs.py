@@ -21,7 +21,7 @@ from flexd.operations.executions import TriggerKind
 from flexd.operations.planning import GATE_NAMES, PLAN_OUTCOMES
 from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS
 from flexd.server.access import REFUSED_REASONS
-from flexd.server.app import RefusalsCollector
+from flexd.server.app import REFUSED
 from flexd.sketch.ingestor import MESSAGE_REASONS, ROW_REASONS
 
 TARGET = Path(__file__).parents[1] / "docs" / "metrics.md"
@@ -61,7 +61,7 @@ KNOWN_VALUES = {
 def families() -> list[Metric]:
     """Every family that a page can have, those of optional parts too."""
     complete = DaemonStatus(job="", version="", stream=StreamStatus(source=""), slow_memory=SlowMemoryStatus())
-    return [*complete.metrics(), *RankPage().metrics(), *RefusalsCollector(dict).collect()]
+    return [*complete.metrics(), *RankPage().metrics(), REFUSED.of({})]
 
 
 def render() -> str:

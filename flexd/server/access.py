@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flexd.api.base import REQUEST_HEADER, error_body
+from flexd.api.base import REQUEST_HEADER, ErrorBody, ErrorDetail
 from flexd.api.routes import ROUTES
 from flexd.config.base import is_loopback
 from flexd.config.server import ApiScope, TokenConfig
@@ -31,16 +30,19 @@ BODY_SECONDS = 10.0
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITE = frozenset({"same-origin", "none"})
 """``Sec-Fetch-Site`` of the page's requests and of the address bar. Another port of this machine is ``same-site``."""
-_REASONS = {403: "unknown_sender", 408: "too_slow", 413: "too_large"}
 
 
-class RequestTooLargeError(ApiError):
-    """The body is larger than any verb needs."""
+class RefusedRequestError(ApiError):
+    """A request that no handler sees. ``reason``: one of ``REFUSED_REASONS``."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            f"the request body is larger than {MAX_REQUEST_BYTES} bytes", status=413, remedy="send a shorter reason"
-        )
+    def __init__(self, reason: str, message: str, status: int, remedy: str) -> None:
+        super().__init__(message, status=status, remedy=remedy)
+        self.reason = reason
+
+
+def _too_large() -> RefusedRequestError:
+    message = f"the request body is larger than {MAX_REQUEST_BYTES} bytes"
+    return RefusedRequestError("too_large", message, 413, "send a shorter reason")
 
 
 class RequestGuard:
@@ -86,11 +88,11 @@ class RequestGuard:
             if scope["method"] not in READING_METHODS:
                 _require_request_header(headers)
             if _declared_length(headers) > MAX_REQUEST_BYTES:
-                raise RequestTooLargeError
+                raise _too_large()
             # A GET may carry a body too; it is not read, and uvicorn closes the connection then.
             body = await _whole_body(receive) if scope["method"] not in ("GET", "HEAD") else None
-        except ApiError as error:
-            self._on_refused(_REASONS.get(error.status, "malformed"))
+        except RefusedRequestError as error:
+            self._on_refused(error.reason)
             await answer_error(send, error)
             return
         await self._app(scope, receive if body is None else _Replay(body, receive), send)
@@ -111,7 +113,7 @@ class _Replay:
 
 
 async def _whole_body(receive: Receive) -> bytes:
-    """Reads the body. Raises ApiError if it is too large, too slow or cut off."""
+    """Reads the body. Raises RefusedRequestError if it is too large, too slow or cut off."""
     parts: list[bytes] = []
     size = 0
     try:
@@ -119,36 +121,38 @@ async def _whole_body(receive: Receive) -> bytes:
             while True:
                 message = await receive()
                 if message["type"] != "http.request":
-                    raise ApiError("the request was cut off", status=400, remedy="send it again")
+                    raise RefusedRequestError("malformed", "the request was cut off", 400, "send it again")
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
                 if size > MAX_REQUEST_BYTES:
-                    raise RequestTooLargeError
+                    raise _too_large()
                 if not message.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError:
-        raise ApiError(
-            f"the request body did not arrive in {BODY_SECONDS:g} s", status=408, remedy="send it again"
+        raise RefusedRequestError(
+            "too_slow", f"the request body did not arrive in {BODY_SECONDS:g} s", 408, "send it again"
         ) from None
 
 
 def _refuse_other_hosts(headers: Headers) -> None:
     host = headers.get("host", "")
     if not is_loopback(_host_name(host)):
-        raise ApiError(
+        raise RefusedRequestError(
+            "unknown_sender",
             f"the Host header {host[:200]!r} is not a loopback name",
-            status=403,
-            remedy="address the daemon as 127.0.0.1 or localhost",
+            403,
+            "address the daemon as 127.0.0.1 or localhost",
         )
 
 
 def _refuse_other_origins(headers: Headers, scheme: str) -> None:
     origin = headers.get("origin")
     if origin is not None and origin.lower() != f"{scheme}://{headers.get('host', '')}".lower():
-        raise ApiError(
+        raise RefusedRequestError(
+            "unknown_sender",
             f"requests from the web page {origin[:200]!r} are refused",
-            status=403,
-            remedy="use the flexd command line or another HTTP client",
+            403,
+            "use the flexd command line or another HTTP client",
         )
 
 
@@ -158,19 +162,21 @@ def _refuse_other_sites(headers: Headers, *, linked: bool) -> None:
         return
     opened = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
     if not (linked and opened):
-        raise ApiError(
+        raise RefusedRequestError(
+            "unknown_sender",
             f"requests from pages of other sites are refused (Sec-Fetch-Site: {site[:200]!r})",
-            status=403,
-            remedy="use the flexd command line or another HTTP client",
+            403,
+            "use the flexd command line or another HTTP client",
         )
 
 
 def _require_request_header(headers: Headers) -> None:
     if not headers.get(REQUEST_HEADER):
-        raise ApiError(
+        raise RefusedRequestError(
+            "unknown_sender",
             "the request has no header that tells it from a page's",
-            status=403,
-            remedy=f"send the header {REQUEST_HEADER}: with any value",
+            403,
+            f"send the header {REQUEST_HEADER}: with any value",
         )
 
 
@@ -186,11 +192,12 @@ def _declared_length(headers: Headers) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else MAX_REQUEST_BYTES + 1
 
 
-async def answer_error(send: Send, error: ApiError, more_headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+async def answer_error(send: Send, error: ApiError) -> None:
     """The error as an answer, after which the connection ends: what is left of the request is not read."""
-    body = json.dumps(error_body(error).model_dump()).encode()
+    detail = ErrorDetail(type=ApiError.__name__, message=error.message, remedy=error.remedy)
+    body = ErrorBody(error=detail).model_dump_json().encode()
     headers = [
-        *more_headers,
+        *([(b"www-authenticate", b'Bearer realm="flexd"')] if error.status == 401 else []),
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"connection", b"close"),
@@ -333,15 +340,12 @@ class AccessControl:
         reading = method in READING_METHODS or (method == "POST" and path in READING_POSTS)
         try:
             caller = self._caller(scope)
-        except _Refused as refused:
-            await self._refuse(send, refused.reason, refused.error)
-            return
-        if not reading and caller.scope != "admin":
-            self._refusals.count("read_only")
-            await answer_error(
-                send,
-                ApiError(f"{caller.name!r} may only read", status=403, remedy="use a token of scope admin"),
-            )
+            if not reading and caller.scope != "admin":
+                message = f"{caller.name!r} may only read"
+                raise RefusedRequestError("read_only", message, 403, "use a token of scope admin")
+        except RefusedRequestError as refused:
+            self._refusals.count(refused.reason)
+            await answer_error(send, refused)
             return
         token = _caller.set(caller)
         try:
@@ -357,34 +361,20 @@ class AccessControl:
             kind, _, token = given[0].partition(" ")
             owner = self._tokens.owner(token.strip()) if len(given) == 1 and kind.lower() == "bearer" else None
             if owner is None:
-                raise _Refused("unknown_token", _unauthorized("the token is not known", "is it the right file?"))
+                raise RefusedRequestError("unknown_token", "the token is not known", 401, "is it the right file?")
             return owner
         name = scope.get(CLIENT_NAME)
         if name is not None and self._clients:
             if name not in self._clients:
-                raise _Refused(
-                    "unknown_certificate",
-                    ApiError(
-                        f"the certificate of {str(name)[:200]!r} has no scope here",
-                        status=403, remedy="name it in server.tls.clients",
-                    ),
-                )  # fmt: skip
+                message = f"the certificate of {str(name)[:200]!r} has no scope here"
+                raise RefusedRequestError("unknown_certificate", message, 403, "name it in server.tls.clients")
             return Caller(str(name), self._clients[name])
-        raise _Refused(
+        raise RefusedRequestError(
             "unauthenticated",
-            _unauthorized("the request is not authenticated", "send a bearer token, or use a client certificate"),
+            "the request is not authenticated",
+            401,
+            "send a bearer token, or use a client certificate",
         )
-
-    async def _refuse(self, send: Send, reason: str, error: ApiError) -> None:
-        self._refusals.count(reason)
-        await answer_error(send, error, [(b"www-authenticate", b'Bearer realm="flexd"')] if error.status == 401 else [])
-
-
-class _Refused(Exception):
-    def __init__(self, reason: str, error: ApiError) -> None:
-        self.reason = reason
-        self.error = error
-        super().__init__(reason)
 
 
 class _Audited:
@@ -405,7 +395,3 @@ class _Audited:
         if message["type"] == "http.response.start":
             _log.info("admin request", extra={**self._fields, "status": message["status"]})
         await self._send(message)
-
-
-def _unauthorized(message: str, remedy: str) -> ApiError:
-    return ApiError(message, status=401, remedy=remedy)

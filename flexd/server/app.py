@@ -8,7 +8,7 @@ import inspect
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.resources import files
@@ -31,57 +31,45 @@ from flexd.core.errors import ApiError, FlexdError
 from flexd.core.model import MAX_LABEL_VALUES, build_models, counter
 from flexd.server.access import RequestGuard, requester
 
+REFUSED = counter(
+    "flexd_api_refused_requests", "Requests of the admin API refused, by reason.", lambda counts: counts, ("reason",)
+)
 
-class Metrics:
+
+class Metrics(Collector):
     """The page of one daemon. Its registry is its own, so that nothing else in the process shows up.
 
+    Attributes:
+        refused: counts of refused requests by reason, called once per scrape; None without an admin API.
+
     Args:
-        api: read once a scrape, from an HTTP thread.
+        api: read once per scrape, from an HTTP thread.
     """
 
+    refused: Callable[[], Mapping[str, int]] | None = None
+
     def __init__(self, api: DaemonApi) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(DaemonCollector(api))
-        ProcessCollector(registry=self.registry)
+        self._api = api
+        # It does not collect at registration, when the daemon is not up yet.
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return (page, content type): OpenMetrics if the ``Accept`` header requests it, else Prometheus text."""
         encoder, content_type = choose_encoder(accept)
-        return encoder(self.registry), content_type
-
-
-class DaemonCollector(Collector):
-    """Yields the metric families of a daemon's status and ranks; keeps nothing between scrapes."""
-
-    def __init__(self, api: DaemonApi) -> None:
-        self._api = api
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that the registry does not collect at registration, when the daemon is not up yet."""
-        return []
+        return encoder(self._registry), content_type
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metric families of the daemon's status, its ranks and its API; keep nothing between scrapes."""
         yield from self._api.status().metrics()
         try:
             ranks = self._api.handler(RANKS.handler)(offset=0, limit=MAX_LABEL_VALUES)
         except ApiError:  # A daemon that waits for its state or its tables has no ranks.
             ranks = RankPage()
         yield from ranks.metrics()
-
-
-class RefusalsCollector(Collector):
-    """Yields the refused requests of the admin API.
-
-    Args:
-        counts: by reason, called once a scrape.
-    """
-
-    def __init__(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[Metric]:
-        text = "Requests of the admin API refused, by reason."
-        yield counter("flexd_api_refused_requests", text, lambda counts: counts, ("reason",)).of(self._counts())
+        if self.refused is not None:
+            yield REFUSED.of(self.refused())
 
 
 MAX_SLOW_CALLS = 8

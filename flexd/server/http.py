@@ -22,7 +22,7 @@ from flexd.core.errors import ApiError
 from flexd.core.fault_points import fault_point
 from flexd.core.supervision import SupervisedThread, Supervisor, Watch
 from flexd.server.access import AccessControl, Refusals, Tokens
-from flexd.server.app import Metrics, RefusalsCollector, create_app, create_metrics_app
+from flexd.server.app import Metrics, create_app, create_metrics_app
 from flexd.server.protocol import BoundedProtocol, ServerTls
 
 BACKLOG = 64
@@ -325,7 +325,7 @@ class DaemonServer:
             max_connections=MAX_CONNECTIONS,
             supervisor=supervisor,
         )
-        metrics.registry.register(RefusalsCollector(refusals.counts))
+        metrics.refused = refusals.counts
         self._metrics: HttpListener | None = None
         if config.metrics_listen is not None:
             host, port = split_address(config.metrics_listen)
