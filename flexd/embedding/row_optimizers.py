@@ -134,7 +134,7 @@ def _joined_grads(groups: Sequence[GroupUpdate]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Gathered:
-    """What changes of rows are computed from, of each dim-group.
+    """The operands of changes of rows, of each dim-group.
 
     Attributes:
         grads: [n, dim], not changed.

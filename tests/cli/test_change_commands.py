@@ -60,7 +60,7 @@ def test_a_refusal_is_exit_code_four_with_the_reason(flexd_command, url, daemon)
 
 @pytest.mark.parametrize(
     ("outcome", "code"),
-    [("committed", 0), ("accepted", 0), ("failed", 4), ("superseded", 4), ("timed_out", 5)],
+    [("committed", 0), ("unchanged", 0), ("accepted", 0), ("failed", 4), ("superseded", 4), ("timed_out", 5)],
 )
 def test_the_exit_code_follows_from_the_outcome(flexd_command, url, daemon, outcome, code):
     daemon.outcome = outcome

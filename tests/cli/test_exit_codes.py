@@ -13,7 +13,6 @@ from flexd.cli.exit_codes import (
     DaemonUnreachableError,
     ExitCode,
     exit_code_of,
-    exit_code_of_outcome,
 )
 from flexd.core.errors import (
     ApiError,
@@ -44,14 +43,6 @@ from tests.support.repository import ROOT
 )
 def test_exit_codes_of_errors(error: FlexdError, code: int) -> None:
     assert exit_code_of(error) == code
-
-
-@pytest.mark.parametrize(
-    ("outcome", "code"),
-    [("committed", 0), ("unchanged", 0), ("failed", 4), ("rollback_failed", 4), ("timed_out", 5)],
-)
-def test_exit_codes_of_outcomes(outcome: str, code: int) -> None:
-    assert exit_code_of_outcome(outcome) == code
 
 
 def test_help_and_docs_list_every_exit_code_with_its_meaning(flexd_command) -> None:

@@ -217,18 +217,6 @@ def test_rows_in_tiered_storage_are_shown_by_table_those_with_most_misses_first(
         assert server.stop(10)
 
 
-def test_the_policy_holds_in_the_browser(open_page, busy):
-    page = open_page(busy[1])
-    page.wait_for_selector("body[data-polls]")
-    ran = page.evaluate(
-        """() => { const made = document.createElement("script"); made.textContent = "window.ran = true";
-                   document.body.append(made); return window.ran === true; }"""
-    )
-    assert ran is False
-    assert page.evaluate("fetch('http://127.0.0.1:1/').then(() => 'reached', error => 'refused')") == "refused"
-    assert any("Content Security Policy" in complaint for complaint in page.complaints)
-
-
 def test_light_and_dark_and_narrow(open_page, busy):
     colours = set()
     for scheme in ("light", "dark"):

@@ -34,4 +34,7 @@ def test_every_family_of_a_daemon_is_documented_with_its_labels():
 def test_families_have_names_and_texts_of_their_own():
     found = gen_metrics_docs.families()
     assert len({family.name for family in found}) == len(found)
-    assert all(family.documentation.strip().endswith(".") for family in found)
+    for family in found:
+        assert family.documentation.strip().endswith("."), family.name
+        assert re.fullmatch(r"flexd(_[a-z0-9]+)+", family.name)
+        assert not re.search(r"_(milliseconds|ms|kb|mb|percent)(_|$)", family.name)

@@ -49,22 +49,13 @@ def found(tree: Path) -> dict[str, Any]:
     return house.report(tree)
 
 
-def test_modules_that_import_each_other_are_a_cycle(found: dict[str, Any]) -> None:
+def test_each_fault_and_size_is_found(found: dict[str, Any]) -> None:
     assert found["cycles"] == [["flexd.first", "flexd.room.third", "flexd.second"]]
-
-
-def test_summaries_that_are_questions(found: dict[str, Any]) -> None:
     assert found["summaries"] == ["tests/test_sixth.py:4: How it is done.", "tests/test_sixth.py:7: Is it?"]
-
-
-def test_denied_names(found: dict[str, Any]) -> None:
     assert [line.removeprefix("tools/names.py:") for line in found["denied"]] == [
         "1: Asked", "1: cut", "7: courier_count", "7: offsets_set_aside", "9: 'way_back'", "9: hurry",
         "configs/a.yaml:3: silent_after_seconds", "configs/a.yaml:3: stranger",
     ]  # fmt: skip
-
-
-def test_sizes(found: dict[str, Any]) -> None:
     size = found["size"]
     assert (size["files of flexd"], size["statements of flexd"], size["lines of tools"]) == (8, 129, 9)
     assert (size["words of docs and README"], size["words of decisions"], size["metrics"]) == (3, 2, 1)
