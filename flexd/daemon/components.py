@@ -137,17 +137,17 @@ class DaemonComponents:
         moves = self._history.newest_moves(1)
         self._executions = Executions(keyspace, self.coordinator, moves[0].plan_id if moves else "")
         self._prices = LivePrices(cluster, self.training, self.coordinator)
-        maker = PlanMaker(keyspace, self._prices, self.ingestor.profile, self.coordinator, self.training)
-        self.drift = DriftMonitor(config.planner, maker, self.coordinator, self._executions, supervisor)
+        maker = PlanMaker(
+            config.planner, keyspace, self._prices, self.ingestor.profile, self.coordinator, self.training
+        )
+        self.drift = DriftMonitor(maker, self.coordinator, self._executions, supervisor)
         samples_kept = config.sketch.coaccess_memory_bytes > 0
         planning = Planning(
             config, maker, self.coordinator, self._executions, self.drift.planned, self.operator.record_withheld,
             AffinityMonitor(keyspace, self.ingestor.sketches.coaccess, supervisor) if samples_kept else None,
         )  # fmt: skip
         late = RollbackRecovery(self._executions, self._history, self.coordinator, decisions)
-        self._verifier = Verifier(
-            config.planner, keyspace, self._executions, self.coordinator, decisions, self._history
-        )
+        self._verifier = Verifier(maker, self._executions, self.coordinator, decisions, self._history)
         self.auto = AutoPlanner(
             config.planner, planning, self.drift, self.coordinator.live, late.resume, self._verifier
         )
@@ -228,7 +228,6 @@ class DaemonComponents:
         """
         self.inspect.planning.check(config)
         self.inspect.planning.apply_config(config)
-        self.drift.apply_config(config.planner)
         self.auto.apply_config(config.planner)
         self.operator.apply_config(config.control)
         self.coordinator.limit_chunks(config.control.chunk_rows, config.control.chunk_bytes)

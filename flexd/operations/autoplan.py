@@ -371,5 +371,3 @@ class AutoPlanner:
     def apply_config(self, planner: PlannerConfig) -> None:
         """Use other settings from the next tick on."""
         self.triggers.apply_settings(planner, time.monotonic())
-        if self.verifier is not None:
-            self.verifier.apply_config(planner)

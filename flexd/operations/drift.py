@@ -7,7 +7,6 @@ import math
 import threading
 import time
 
-from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.core.errors import FlexdError
 from flexd.core.fault_points import fault_point
@@ -35,13 +34,11 @@ class DriftMonitor:
 
     def __init__(
         self,
-        settings: PlannerConfig,
         maker: PlanMaker,
         coordinator: Coordinator,
         executions: Executions,
         supervisor: Supervisor | None = None,
     ) -> None:
-        self._settings = settings
         self._maker = maker
         self._coordinator = coordinator
         self._executions = executions
@@ -64,10 +61,6 @@ class DriftMonitor:
 
     def start(self) -> None:
         self._thread.start()
-
-    def apply_config(self, settings: PlannerConfig) -> None:
-        """Use other settings from the next evaluation on."""
-        self._settings = settings
 
     def stop(self, timeout_seconds: float) -> bool:
         """Stop the thread. Returns whether it ended within the deadline."""
@@ -105,17 +98,17 @@ class DriftMonitor:
         Raises:
             PlanError: no plan can be made from the profile.
         """
-        live, settings = self._coordinator.live(), self._settings
+        live, settings = self._coordinator.live(), self._maker.settings
         if live is None or not live.ready or self._executions.migrating:
             return None
-        if not self._maker.accesses_per_step(settings, live.layout.world_size):
+        if not self._maker.accesses_per_step(live.layout.world_size):
             return None
         with self._guard:
             plans = self._plans
-        basis = self._maker.basis(settings)
+        basis = self._maker.basis()
         if basis.profile.samples < max(1, settings.min_samples):
             return None
-        plan = basis.plan(settings, "drift")
+        plan = basis.plan("drift")
         drift = basis.drift(plan.target, basis.live)
         with self._guard:
             if self._plans != plans or self._executions.migrating:
@@ -131,7 +124,7 @@ class DriftMonitor:
             return drift
 
     def _run(self) -> None:
-        wait = self._settings.drift_interval_seconds
+        wait = self._maker.settings.drift_interval_seconds
         while not self._stop.wait(wait):
             started = time.monotonic()
             try:
@@ -148,4 +141,4 @@ class DriftMonitor:
                 self.seconds += took
                 self.evaluations += 1
             self._watch.progress()
-            wait = max(self._settings.drift_interval_seconds, took / MAX_DUTY_CYCLE)
+            wait = max(self._maker.settings.drift_interval_seconds, took / MAX_DUTY_CYCLE)

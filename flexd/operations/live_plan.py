@@ -333,6 +333,7 @@ class PlanBasis:
         step_seconds: measured wall time of a step; None if it is not known.
     """
 
+    settings: PlannerConfig
     keyspace: KeySpace
     topology: LiveTopology
     job: TrainingJob
@@ -342,13 +343,18 @@ class PlanBasis:
     per_step: float
     step_seconds: float | None
 
-    def plan(self, settings: PlannerConfig, plan_id: str, parent_id: str = "", reason: str = "") -> Plan:
+    @property
+    def limits(self) -> PlanLimits:
+        return plan_limits(self.settings, self.job)
+
+    def plan(self, plan_id: str, parent_id: str = "", reason: str = "") -> Plan:
         """Return ``make_plan`` with the configured limits and shape of the training. Raises PlanError."""
         return make_plan(
-            self.profile, self.keyspace, self.topology.layout, self.cluster, slots_of_copies(self.topology, settings),
-            self.live, PlanOrigin(plan_id, parent_id, self.topology.generation, reason, time.time()),
-            horizon_steps=settings.horizon_steps, shape=self.job.shape,
-            limits=plan_limits(settings, self.job), exchange=self.job.exchange, step_seconds=self.step_seconds,
+            self.profile, self.keyspace, self.topology.layout, self.cluster,
+            slots_of_copies(self.topology, self.settings), self.live,
+            PlanOrigin(plan_id, parent_id, self.topology.generation, reason, time.time()),
+            horizon_steps=self.settings.horizon_steps, shape=self.job.shape, limits=self.limits,
+            exchange=self.job.exchange, step_seconds=self.step_seconds,
         )  # fmt: skip
 
     def drift(self, target: Placement, placement: Placement) -> Drift:
@@ -363,18 +369,21 @@ class PlanMaker:
     """Looks at what plans are made from. Thread-safe.
 
     Args:
+        settings: others may be set, for the next look.
         prices: the cluster that prices plans.
         profile: makes the profile of (accesses of the whole job per step, layout of the ranks).
     """
 
     def __init__(
         self,
+        settings: PlannerConfig,
         keyspace: KeySpace,
         prices: LivePrices,
         profile: Callable[[float, RankLayout], Profile],
         coordinator: Coordinator,
         training: TrainingMonitor,
     ) -> None:
+        self.settings = settings
         self.keyspace = keyspace
         self.prices = prices
         self._profile = profile
@@ -391,14 +400,14 @@ class PlanMaker:
             )
         return live
 
-    def accesses_per_step(self, settings: PlannerConfig, world_size: int) -> float | None:
+    def accesses_per_step(self, world_size: int) -> float | None:
         """Return the accesses of the whole job per step with so many ranks; None if not known yet."""
-        return self._training.accesses_per_step(world_size) or settings.batch_accesses_per_step
+        return self._training.accesses_per_step(world_size) or self.settings.batch_accesses_per_step
 
-    def basis(self, settings: PlannerConfig) -> PlanBasis:
+    def basis(self) -> PlanBasis:
         """Look now. Raises PlanError if not all ranks are ready, or the accesses of a step are not known."""
         topology = self.topology()
-        per_step = self.accesses_per_step(settings, topology.layout.world_size)
+        per_step = self.accesses_per_step(topology.layout.world_size)
         if not per_step:
             raise PlanError(
                 "the accesses of a training step are not known yet",
@@ -407,14 +416,12 @@ class PlanMaker:
         job = TrainingJob.of(topology.trainer, self.keyspace.tables, self._training.passes_per_step())
         placement = self._coordinator.placement()
         return PlanBasis(
-            self.keyspace, topology, job, self.prices.cluster, placement, self._profile(per_step, topology.layout),
-            per_step, self._training.step_seconds(),
+            self.settings, self.keyspace, topology, job, self.prices.cluster, placement,
+            self._profile(per_step, topology.layout), per_step, self._training.step_seconds(),
         )  # fmt: skip
 
 
-def plan_moves(
-    plan: Plan, basis: PlanBasis, settings: PlannerConfig, affinity: AffinityMonitor | None
-) -> tuple[Plan, AffinityOutlook | None]:
+def plan_moves(plan: Plan, basis: PlanBasis, affinity: AffinityMonitor | None) -> tuple[Plan, AffinityOutlook | None]:
     """Learn homes by affinity, and return the plan with the rows that move by them, and what homes would win.
 
     Homes are those of the newest learning (``AffinityMonitor``), which a plan waits for only shortly. Without
@@ -425,7 +432,7 @@ def plan_moves(
         plan: of copies alone.
         affinity: None: rows that are used together are not sampled.
     """
-    live, topology, keyspace, room = basis.live, basis.topology, basis.keyspace, None
+    settings, live, topology, keyspace, room = basis.settings, basis.live, basis.topology, basis.keyspace, None
     layout = topology.layout
     if settings.rehomed_slots_share > 0 and layout.nodes > 1:
         excluded = basis.job.at_owner.union(settings.exclude_tables)

@@ -253,7 +253,6 @@ class Planning:
         affinity: AffinityMonitor | None = None,
     ) -> None:
         self.affinity = affinity
-        self._settings = config.planner
         self.maker = maker
         self._coordinator = coordinator
         self._on_executed = on_executed
@@ -280,7 +279,7 @@ class Planning:
 
     def apply_config(self, config: Config) -> None:
         """Use other settings from the next plan on."""
-        self._settings = config.planner
+        self.maker.settings = config.planner
 
     def profile_age_seconds(self) -> float:
         """Seconds since the newest profile was made; NaN before the first."""
@@ -343,7 +342,7 @@ class Planning:
 
     def _drifted(self, proposal: Proposal) -> str:
         """Return by how much the target's cost exceeds that of a plan made now; empty up to the drift threshold."""
-        threshold = self._settings.drift_threshold
+        threshold = self.maker.settings.drift_threshold
         if threshold is None:
             return ""
         plan, basis, _ = self._make("apply", checked=False)
@@ -363,8 +362,8 @@ class Planning:
             measured = self.last_gates
         explained = explain(
             plan, basis.profile, basis.live, basis.keyspace, basis.topology.layout,
-            horizon_steps=self._settings.horizon_steps, table=table, rows=None if row is None else [row],
-            hottest=hottest, limits=plan_limits(self._settings, basis.job), shape=basis.job.shape,
+            horizon_steps=basis.settings.horizon_steps, table=table, rows=None if row is None else [row],
+            hottest=hottest, limits=basis.limits, shape=basis.job.shape,
         )  # fmt: skip
         return explained, measured
 
@@ -372,19 +371,18 @@ class Planning:
         self, reason: str, *, checked: bool, moves: bool = False
     ) -> tuple[Plan, PlanBasis, AffinityOutlook | None]:
         """Make a plan of copies; with ``moves`` also learn homes by affinity, and add the rows that move."""
-        settings = self._settings
-        basis = self.maker.basis(settings)
+        basis = self.maker.basis()
         self._profiled_at = time.monotonic()
-        self.last_gates = evaluate_gates(basis.profile, settings)
+        self.last_gates = evaluate_gates(basis.profile, basis.settings)
         if checked:
             require_open(self.last_gates)
         self._serial += 1
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}"
-        plan = basis.plan(settings, name, self.executions.live_plan_id, reason)
+        plan = basis.plan(name, self.executions.live_plan_id, reason)
         affinity = None
         if moves:
-            plan, affinity = plan_moves(plan, basis, settings, self.affinity)
-        self.last_gates = (*self.last_gates, saving_gate(plan, settings.min_saving))
+            plan, affinity = plan_moves(plan, basis, self.affinity)
+        self.last_gates = (*self.last_gates, saving_gate(plan, basis.settings.min_saving))
         return plan, basis, affinity
 
     def execute(self, proposal: Proposal, trigger: Trigger | None = None, *, force: bool = False) -> Migration | None:

@@ -28,7 +28,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from flexd.config.planner import PlannerConfig, VerifyConfig
+from flexd.config.planner import VerifyConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration import Migration
@@ -42,6 +42,7 @@ from flexd.core.switchback import FIRST_LOOK, Effect, SwitchbackRule, Verdict, k
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.executions import DAEMON_ACTOR, ROLLBACK, Executions, Trigger, TriggerKind, rollback_trigger
 from flexd.operations.history import MigrationHistory
+from flexd.operations.live_plan import PlanMaker
 from flexd.operations.step_times import StepBlocks
 from flexd.planner.plan import Plan, moved_bytes
 
@@ -179,6 +180,7 @@ class Verifier:
     """Verifies executed plans, one at a time. The daemon's loop calls ``tick``; any thread may call the rest.
 
     Args:
+        maker: has the settings in effect.
         coin: returns whether the block with the plan comes first in a pair.
         clock: monotonic seconds.
 
@@ -190,8 +192,7 @@ class Verifier:
 
     def __init__(
         self,
-        planner: PlannerConfig,
-        keyspace: KeySpace,
+        maker: PlanMaker,
         executions: Executions,
         coordinator: Coordinator,
         decisions: DecisionFile,
@@ -199,8 +200,7 @@ class Verifier:
         coin: Callable[[], bool] = lambda: random.random() < 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings = planner
-        self._keyspace = keyspace
+        self._maker = maker
         self._executions = executions
         self._coordinator = coordinator
         self.decisions = decisions
@@ -216,11 +216,7 @@ class Verifier:
 
     @property
     def settings(self) -> VerifyConfig:
-        return self._settings.verify
-
-    def apply_config(self, planner: PlannerConfig) -> None:
-        """Use other settings from the next tick on."""
-        self._settings = planner
+        return self._maker.settings.verify
 
     def add(self, rank: int, report: StepReport) -> None:
         """Add the report of a rank."""
@@ -253,13 +249,13 @@ class Verifier:
         self._seen = migration
         if plan is None or migration.state is not MigrationState.COMMITTED or migration.base is None:
             return None
-        if not self.settings.enabled or self._settings.pins or migration.record.generation != live.generation:
+        if not self.settings.enabled or self._maker.settings.pins or migration.record.generation != live.generation:
             return None
         placement, base = self._coordinator.placement(), migration.base
         if placement.version != migration.record.last_version:
             return None
         settings = self.settings
-        changes = measured_changes(base, placement, self._keyspace, live.layout, MAX_MOVE_BYTES)
+        changes = measured_changes(base, placement, self._maker.keyspace, live.layout, MAX_MOVE_BYTES)
         if changes.part == 0.0 or (changes.takes_back and not plan.live_fits):
             return None
         pairs = min(MAX_PAIRS, settings.budget_steps // (2 * settings.block_steps))

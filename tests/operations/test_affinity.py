@@ -109,7 +109,7 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
 
     made = harness.planning
     assert made.last_profile is not None
-    drift = made.maker.basis(harness.config.planner).drift(live, live.copies)
+    drift = made.maker.basis().drift(live, live.copies)
     assert drift.ratio == 1.0, "drift knows copies alone"
 
     off = {"rehomed_slots_share": 0, "min_saving": {"seconds": 1.0, "share": 0.9}}

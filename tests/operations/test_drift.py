@@ -82,8 +82,8 @@ class DriftHarness:
         self.during: Callable[[], None] = lambda: None
         self.clock = 0.0
         prices = LivePrices(CLUSTER, self.training, self.coordinator)
-        maker = PlanMaker(self.keyspace, prices, self._profile, self.coordinator, self.training)  # type: ignore[arg-type]
-        self.monitor = DriftMonitor(self.config.planner, maker, self.coordinator, self.executions)  # type: ignore[arg-type]
+        maker = PlanMaker(self.config.planner, self.keyspace, prices, self._profile, self.coordinator, self.training)  # type: ignore[arg-type]
+        self.monitor = DriftMonitor(maker, self.coordinator, self.executions)  # type: ignore[arg-type]
 
     def _profile(self, per_step: float, layout: RankLayout) -> Profile:
         self.profile_rates.append(per_step)

@@ -66,8 +66,8 @@ class VerifiedJob:
         drift: Any = SimpleNamespace(pop_reason=lambda: None)
         self.decisions = DecisionFile(StateDatabase(self.directory / NAME))
         self.verifier = Verifier(
-            self.it.config.planner, self.it.config.keyspace(), self.it.planning.executions,
-            self.it.coordinator, self.decisions, history, coin=lambda: bool(self.rng.integers(2)),
+            self.it.planning.maker, self.it.planning.executions, self.it.coordinator, self.decisions, history,
+            coin=lambda: bool(self.rng.integers(2)),
         )  # fmt: skip
         self.auto = AutoPlanner(
             self.it.config.planner, self.it.planning, drift, self.it.coordinator.live, verifier=self.verifier
@@ -112,7 +112,7 @@ class VerifiedJob:
 
 def take_all_copies_back(job: VerifiedJob) -> None:
     """Look up so few rows in a step that copies cost more than they save by the model."""
-    job.it.planning.maker.accesses_per_step = lambda settings, world_size: 4.0  # type: ignore[method-assign]
+    job.it.planning.maker.accesses_per_step = lambda world_size: 4.0  # type: ignore[method-assign]
 
 
 def load_doubles(step: int) -> float:

@@ -55,6 +55,7 @@ class PlanningHarness:
         cluster = scale_model(make_cluster(self.config), 1e6)
         self.prices = LivePrices(cluster, self.training, self.coordinator)
         maker = PlanMaker(
+            self.config.planner,
             keyspace,
             self.prices,
             self._make_profile,

@@ -22,8 +22,6 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.errors import ControlError
-
 BURST_SECONDS = 1.0
 """Capacity of the bucket of ``bytes_per_second``, in seconds of the rate."""
 _LONGEST_WAIT_COUNTED = 1.0
@@ -44,19 +42,10 @@ class ThrottleLimits:
     Attributes:
         bytes_per_step: by one rank at one step boundary.
         bytes_per_second: in the long run.
-
-    Raises:
-        ControlError: a limit below 1.
     """
 
     bytes_per_step: int | None = None
     bytes_per_second: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("bytes_per_step", "bytes_per_second"):
-            limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise ControlError(f"{name} of {limit}", remedy="at least 1, or none; flexd pause stops a migration")
 
 
 class Throttle:
