@@ -301,7 +301,7 @@ def report(config: Config) -> StateReport:
         SketchError: the configuration's tables and sketch settings are impossible.
     """
     directory = directory_of(config)
-    store = _reader(directory)
+    store = SnapshotStore(directory / "snapshots", 1, read_only=True)
     problems = list(newer_files(directory).values())
     try:
         check_owner(directory, config.job)
@@ -404,7 +404,3 @@ def _describe(path: Path) -> SavedSnapshot | None:
     except (KeyError, TypeError, ValueError) as error:
         read = {"problem": f"damaged: {error!r}"}
     return shown.model_copy(update=read)
-
-
-def _reader(directory: Path) -> SnapshotStore:
-    return SnapshotStore(directory / "snapshots", 1, read_only=True)

@@ -58,15 +58,11 @@ class StateDatabase:
     Args:
         path: the file; created by the first write.
         read_only: change nothing, not even a file whose content cannot be used: an error says so.
-
-    Attributes:
-        quarantined: files that could not be used.
     """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._path = path
         self._read_only = read_only
-        self.quarantined = 0
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
 
@@ -122,7 +118,6 @@ class StateDatabase:
             for suffix in ("", *SIDE_FILES):
                 with contextlib.suppress(FileNotFoundError):
                     Path(f"{self._path}{suffix}").replace(f"{self._path}{UNUSABLE}{suffix}")
-            self.quarantined += 1
             logger.error(
                 "%s cannot be used (%s): it is kept as *%s; no pause, throttle or rollback is in force",
                 self._path, error, UNUSABLE,

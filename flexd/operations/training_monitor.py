@@ -18,7 +18,6 @@ from flexd.control.protocol.report import (
     BatchReport,
     PlacementState,
     SentBytes,
-    SlowTableReport,
     StepReport,
 )
 from flexd.core.usage_warnings import MAX_TEXT, UsageWarningKind, UsageWarningReport
@@ -201,7 +200,7 @@ class SlowMemoryMonitor:
             if self._by_table is None:
                 self._by_table = np.zeros((self._tables + 1, len(SLOW_TABLE_QUANTITIES)), dtype=np.int64)
             for table in slow.tables:
-                row = self._row(table)
+                row = table.table if 0 <= table.table < self._tables else self._tables
                 counts = [getattr(table, name) for name in SLOW_TABLE_QUANTITIES]
                 self._by_table[row] = np.minimum(self._by_table[row] + counts, _MOST)
             self._bytes_read += slow.bytes_read
@@ -218,9 +217,6 @@ class SlowMemoryMonitor:
                 self._by_table.copy(), self._bytes_read, self._bytes_written, self._wait_seconds,
                 self._recent_wait / self._recent_seconds if self._recent_seconds > 0 else math.nan,
             )  # fmt: skip
-
-    def _row(self, table: SlowTableReport) -> int:
-        return table.table if 0 <= table.table < self._tables else self._tables
 
 
 TRAFFIC_KINDS = ("all_to_all", "sync", "migration")
@@ -372,11 +368,6 @@ class TrainingMonitor:
         """Return the mean over the ranks of their steps by phase; None before any has reported phases."""
         with self._lock:
             return mean_phases(rank.phases for rank in self._ranks.values())
-
-    def versions(self) -> dict[int, int]:
-        """Return the placement version that each rank reported last."""
-        with self._lock:
-            return {rank: known.version for rank, known in sorted(self._ranks.items())}
 
     def totals(self) -> StepReport:
         """Return the sums over all ranks since the daemon started, and the newest step of any."""

@@ -182,7 +182,6 @@ class Verifier:
     Args:
         maker: has the settings in effect.
         coin: returns whether the block with the plan comes first in a pair.
-        clock: monotonic seconds.
 
     Attributes:
         newest: the running verification, or the newest one, also of an earlier daemon; None before the first.
@@ -198,7 +197,6 @@ class Verifier:
         decisions: DecisionFile,
         history: MigrationHistory,
         coin: Callable[[], bool] = lambda: random.random() < 0.5,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._maker = maker
         self._executions = executions
@@ -206,7 +204,6 @@ class Verifier:
         self.decisions = decisions
         self._history = history
         self._coin = coin
-        self._clock = clock
         self._blocks = StepBlocks()
         self._run: _Run | None = None
         self._seen: Migration | None = None
@@ -261,7 +258,7 @@ class Verifier:
         pairs = min(MAX_PAIRS, settings.budget_steps // (2 * settings.block_steps))
         rule = SwitchbackRule(max(FIRST_LOOK, pairs), CONFIDENCE, RESOLUTION)
         run = _Run(
-            migration, migration, plan_kind(plan), changes, live, _Pairs(rule), self._clock()
+            migration, migration, plan_kind(plan), changes, live, _Pairs(rule), time.monotonic()
         )  # fmt: skip
         self._blocks.clear()
         self._run = run
@@ -280,7 +277,7 @@ class Verifier:
             return "planner.verify.enabled is false"
         if run.moving and run.newest.done and run.newest.state is not MigrationState.COMMITTED:
             return f"migration {run.newest.migration_id}: {run.newest.record.problem}"
-        if self._clock() - run.progressed_at > STALLED_SECONDS:
+        if time.monotonic() - run.progressed_at > STALLED_SECONDS:
             return f"no block of steps was complete within {STALLED_SECONDS:.0f} s"
         return ""
 
@@ -293,7 +290,7 @@ class Verifier:
         seconds = self._blocks.seconds(run.ranks.layout.world_size)
         if seconds is None:
             return
-        run.progressed_at = self._clock()
+        run.progressed_at = time.monotonic()
         run.pairs.add(seconds)
         spent = self._blocks.steps() >= self.settings.budget_steps
         effect = run.pairs.effect

@@ -50,10 +50,10 @@ def test_the_average_follows_a_change_within_some_tens_of_steps() -> None:
 def test_a_new_generation_resets_averages_and_versions_but_not_totals() -> None:
     monitor = TrainingMonitor()
     monitor.add(3, report(5, version=2))
-    assert monitor.versions() == {3: 2}
+    assert monitor.ranks()[3].version == 2
     monitor.new_generation()
     assert monitor.accesses_per_step(2) is None
-    assert monitor.versions() == {}
+    assert monitor.ranks() == {}
     assert monitor.totals().step == 5
 
 

@@ -203,7 +203,9 @@ class ChunkInbox:
         try:
             prepared = self._prepare(chunk.delta, ready[-1] if ready else None)
         except Exception as error:
-            self._drop_from(chunk.version)
+            # No peer counts on it, nor on those after it: only prepared ones are announced.
+            with self._changed:
+                self._drop_after(chunk.version - 1)
             raise cannot_prepare(self._rank, chunk.version, error) from error
         with self._changed:
             chunk.prepared = prepared
@@ -235,11 +237,6 @@ class ChunkInbox:
             self._drop_after(self.agreed_version)
             self._prepared_version = self.agreed_version
             return self.agreed_version, self._agreed_digest
-
-    def _drop_from(self, version: int) -> None:
-        """Drop an unprepared chunk and those after it. No peer counts on them: only prepared ones are announced."""
-        with self._changed:
-            self._drop_after(version - 1)
 
     def _drop_after(self, version: int) -> None:
         while self._chunks and self._chunks[-1].version > version:

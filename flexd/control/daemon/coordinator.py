@@ -83,11 +83,11 @@ class Coordinator:
         options: ControlOptions,
         keyspace: KeySpace,
         journal: PlacementJournal,
-        on_report: OnReport | None = None,
-        on_event: Callable[[str, Mapping[str, object]], None] | None = None,
+        on_report: OnReport = lambda rank, report: None,
+        on_event: Callable[[str, Mapping[str, object]], None] = lambda name, fields: None,
         tap: TapSource | None = None,
         throttle: Throttle | None = None,
-        on_migration: Callable[[MigrationEvent], None] | None = None,
+        on_migration: Callable[[MigrationEvent], None] = lambda event: None,
         supervisor: Supervisor | None = None,
     ) -> None:
         self._tap = tap
@@ -100,7 +100,6 @@ class Coordinator:
         self._pusher = self._epochs.pusher
         self._on_migration = on_migration
         self._server: ChannelServer | None = None
-        self._channels: RankChannels | None = None
         self.port = 0
         self.failure = ""
         self._ticked_at = 0.0
@@ -224,7 +223,7 @@ class Coordinator:
             server.stop(_STOP_SECONDS)
 
     def _run(self) -> None:
-        channels = self._channels
+        channels = self._epochs.channels
         if channels is None:
             try:
                 self.listen()
@@ -233,7 +232,7 @@ class Coordinator:
                 self._close_server()
                 self.failure = self._epochs.reason = f"the control channel cannot be hosted: {first_line(error)}"
                 raise
-            self._channels, self.failure, self._ticked_at = channels, "", time.monotonic()
+            self.failure, self._ticked_at = "", time.monotonic()
         self._tick_until_stopped(channels)
 
     def _finish(self) -> None:
@@ -277,19 +276,17 @@ class Coordinator:
                     reason=transition.reason, rows=record.rows, rows_pushed=transition.rows_pushed,
                     rows_applied=transition.rows_applied, version=transition.version,
                 )  # fmt: skip
-            if self._on_migration is not None:
-                try:
-                    self._on_migration(event)
-                except Exception:
-                    logger.exception("migration %s: on_migration failed", record.migration_id)
+            try:
+                self._on_migration(event)
+            except Exception:
+                logger.exception("migration %s: on_migration failed", record.migration_id)
 
     def _emit(self, name: str, **fields: object) -> None:
         log_event(logger, logging.INFO, f"control channel: {name}", fields)
-        if self._on_event is not None:
-            try:
-                self._on_event(name, fields)
-            except Exception:
-                logger.exception("control channel: the event callback failed")
+        try:
+            self._on_event(name, fields)
+        except Exception:
+            logger.exception("control channel: the event callback failed")
 
 
 class TableLearner:

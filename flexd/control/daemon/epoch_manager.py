@@ -62,6 +62,7 @@ class EpochManager:
         on_report, throttle: see ``Coordinator``.
 
     Attributes:
+        channels: the connections of the ranks; None before ``open``.
         live: the registered ranks; None until all ranks of an attempt have registered.
         agreed: the placement that all ranks have agreed on.
         members: the registered ranks, and the attempt that holds the job; thread-safe.
@@ -79,7 +80,7 @@ class EpochManager:
         journal: PlacementJournal,
         stopping: threading.Event,
         emit: Callable[..., None],
-        on_report: OnReport | None,
+        on_report: OnReport,
         throttle: Throttle | None,
     ) -> None:
         self._options = options
@@ -91,7 +92,7 @@ class EpochManager:
             options.job, keyspace, silent_seconds=options.timeout_seconds, max_ranks=options.max_ranks,
             takes_tables=options.takes_tables,
         )  # fmt: skip
-        self._channels: RankChannels | None = None
+        self.channels: RankChannels | None = None
         self._tap: TapReceiver | None = None
         self._received: deque[Received | RankDisconnected] = deque()
         self._backoff = reconnect_backoff()
@@ -130,7 +131,7 @@ class EpochManager:
 
     def open(self, channels: RankChannels, tap: TapSource | None) -> None:
         """Receive messages of ranks from now on, and the accesses that they have counted for ``tap``."""
-        self._channels = channels
+        self.channels = channels
         self._tap = None if tap is None else TapReceiver(channels, tap, self._emit)
         self.reason = "no rank has registered"
         if self._earlier_attempt:
@@ -146,9 +147,9 @@ class EpochManager:
             presence = presence._replace(missing=tuple(range(live.layout.world_size)))
         refused: Counter[str] = Counter()
         malformed: dict[str, int] = {}
-        if self._channels is not None:
-            refused = self._channels.refused + (Counter() if self._tap is None else self._tap.refused)
-            malformed = dict(self._channels.malformed_reports)
+        if self.channels is not None:
+            refused = self.channels.refused + (Counter() if self._tap is None else self._tap.refused)
+            malformed = dict(self.channels.malformed_reports)
         return ControlStatus(
             epochs=self._epochs,
             generation=self._generation,
@@ -165,8 +166,8 @@ class EpochManager:
 
     @property
     def _hosted(self) -> RankChannels:
-        assert self._channels is not None  # noqa: S101
-        return self._channels
+        assert self.channels is not None  # noqa: S101
+        return self.channels
 
     def receive(self, received: Iterable[Received | RankDisconnected]) -> None:
         """Keep what has arrived for the next ``tick``."""
@@ -251,16 +252,15 @@ class EpochManager:
         if expected is not None and expected != report.placement.digest:
             self._counters["digest_mismatches"] += 1
             self._note_divergence(rank, report.placement.version)
-        if self._on_report is not None:
-            try:
-                self._on_report(rank, report)
-            except Exception:
-                self._counters["failed_reports"] += 1
-                if is_power_of_two(self._counters["failed_reports"]):
-                    logger.exception(
-                        "control channel: a report of rank %d cannot be processed (%d times)",
-                        rank, self._counters["failed_reports"],
-                    )  # fmt: skip
+        try:
+            self._on_report(rank, report)
+        except Exception:
+            self._counters["failed_reports"] += 1
+            if is_power_of_two(self._counters["failed_reports"]):
+                logger.exception(
+                    "control channel: a report of rank %d cannot be processed (%d times)",
+                    rank, self._counters["failed_reports"],
+                )  # fmt: skip
 
     def _note_divergence(self, rank: int, version: int) -> None:
         """Heal a placement that differs: end the epoch and start from the lists of the ranks; pause after a repeat."""
