@@ -51,7 +51,14 @@ def sharding_plan(
         raise EmbeddingError(
             f"sharding plan of format {document.get('format')!r}", remedy=f"format {DOCUMENT_FORMAT}: write it again"
         )
-    nodes, local_ranks, modules = document["nodes"], document["local_ranks"], document["modules"]
+    try:
+        nodes, local_ranks = int(document["nodes"]), int(document["local_ranks"])
+        modules = {
+            path: {name: dict(entry) for name, entry in entries.items()}
+            for path, entries in document["modules"].items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise EmbeddingError(f"sharding plan is damaged: {error!r}", remedy="write it again by flexd shard") from error
     sharders = get_module_to_default_sharders()
     collections = {path: module for path, module in model.named_modules() if type(module) in sharders}
     if list(modules) == [""] and "" not in collections and len(collections) == 1:
@@ -91,8 +98,9 @@ def _same(what: str, ours: set[str], planned: set[str]) -> None:
 
 
 def _generator(name: str, entry: Mapping[str, Any], nodes: int, local_ranks: int) -> Any:
-    kind, ranks = entry.get("sharding_type"), list(entry.get("ranks", ()))
-    if not ranks or not all(isinstance(rank, int) and 0 <= rank < nodes * local_ranks for rank in ranks):
+    kind, ranks = entry.get("sharding_type"), entry.get("ranks")
+    fits = isinstance(ranks, list) and all(isinstance(rank, int) and 0 <= rank < nodes * local_ranks for rank in ranks)
+    if not ranks or not fits:
         raise EmbeddingError(
             f"table {name!r}: ranks {ranks} of {nodes * local_ranks}", remedy="plan for this number of ranks"
         )

@@ -73,7 +73,11 @@ def test_training_with_a_plan_has_the_losses_of_another(four: RankPool):
         (lambda d: d["modules"]["bags"].pop("t3"), "lacks 't3'"),
         (lambda d: d["modules"].update(other={}), "the model 'other'"),
         (lambda d: d["modules"]["bags"]["t0"].update(ranks=[4]), r"'t0': ranks \[4\] of 4"),
+        (lambda d: d["modules"]["bags"]["t0"].update(ranks=3), "'t0': ranks 3 of 4"),
         (lambda d: d["modules"]["bags"]["t0"].update(sharding_type="grid"), "'t0': sharding type 'grid'"),
+        (lambda d: d.pop("nodes"), "damaged: KeyError"),
+        (lambda d: d.update(modules=["bags"]), "damaged: AttributeError"),
+        (lambda d: d["modules"]["bags"].update(t0="row_wise"), "damaged: ValueError"),
     ],
 )
 def test_a_plan_of_something_else_is_refused_by_name(change: Any, message: str):
