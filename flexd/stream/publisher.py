@@ -160,7 +160,7 @@ class Publisher:
             check(batch)
             # A name with lone surrogates would fail a whole message, with the accesses of other tables.
             table.encode()
-        except (StreamError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        except Exception as error:
             with self._changed:
                 self._counts["dropped_invalid"] += _access_count(rows)
             if not self._warned:
@@ -298,7 +298,7 @@ def _host_array(values: Any) -> npt.NDArray[Any]:
 def _access_count(rows: Any) -> int:
     try:
         return int(np.prod(rows.shape, dtype=np.int64))
-    except (AttributeError, TypeError, ValueError):
+    except Exception:
         return 0
 
 
