@@ -120,7 +120,10 @@ def live(rank: int, directory: str) -> dict[str, list[str]]:
     if rank == 0:
         run_command("replan", "--yes", "--reason", "test", "--url", daemon.address)
     dist.barrier()
-    steps_until(lambda: collection.placement_version > 0)
+    # Recorded by the daemon too, and its placement is that of the ranks from then on.
+    steps_until(
+        lambda: daemon.components._executions.migrations["committed"] and daemon.components.coordinator.placement()
+    )
     files.recorded.clear()
     if rank == 0:
         files.recorded.update(("message", "status"))
