@@ -86,11 +86,13 @@ def _bisect(
     return side
 
 
+ROW_SLACK, LOAD_SLACK = 0.05, 0.2
+"""Rows (and their bytes) of a node, and touches of its rows, above the mean, as share of it."""
 _LEVEL_ROUNDS = 8
 """Over the weights: rows that leave a node for their bytes may bring another above its number of rows."""
 
 
-def _choose_homes(touches: Float32Array, current: Int64Array, costs: RowCosts, limits: AffinityLimits) -> Int64Array:
+def _choose_homes(touches: Float32Array, current: Int64Array, costs: RowCosts) -> Int64Array:
     """Return int64 [rows]: the node of each row's home: the one that touches it most, within the limits.
 
     A row moves if its touches by the new node are ``costs.min_gain`` more than those by its node of now. A node that
@@ -108,7 +110,7 @@ def _choose_homes(touches: Float32Array, current: Int64Array, costs: RowCosts, l
     home = np.where(pays, best, current)
     load, ones = touches.sum(axis=1, dtype=np.float64), np.ones(rows)
     stored = costs.stored_bytes.astype(np.float64)
-    shares = ((ones, limits.row_slack), (load, limits.load_slack), (ones, limits.row_slack), (stored, limits.row_slack))
+    shares = ((ones, ROW_SLACK), (load, LOAD_SLACK), (ones, ROW_SLACK), (stored, ROW_SLACK))
     bounds = [
         (weight, np.maximum((1 + slack) * weight.sum() / nodes, np.bincount(current, weights=weight, minlength=nodes)))
         for weight, slack in shares
@@ -163,30 +165,8 @@ def level(gains: Float32Array, home: Int64Array, weight: Float64Array, limit: Fl
 
 
 FROM_HOMES = 0.0
-"""As ``AffinityLimits.probability``: begin at the homes of now instead of with a bisection (``_gathered``)."""
+"""As ``probability`` of ``learn_homes``: begin at the homes of now instead of with a bisection (``_gathered``)."""
 _GATHERINGS = 8
-
-
-@dataclass(frozen=True)
-class AffinityLimits:
-    """Bounds of the homes that a partitioning may choose.
-
-    Attributes:
-        row_slack: rows of a node above the mean, as share of it.
-        load_slack: touches of a node's rows above the mean, as share of it.
-        rounds: of alternating between dealing and homes, at most; it ends where a round wins nothing.
-        probability: of a use to count in the bisection; None: one over the number of batches, what a batch touches;
-            ``FROM_HOMES``: no bisection.
-        seed: of the bisection. Equal inputs give equal homes.
-        sweeps: of exchanging pairs of samples in each dealing, at most.
-    """
-
-    row_slack: float = 0.05
-    load_slack: float = 0.2
-    rounds: int = 4
-    probability: float | None = None
-    seed: int = 0
-    sweeps: int = 3
 
 
 @dataclass(frozen=True)
@@ -230,7 +210,8 @@ class NodeHomes:
 
 def learn_homes(
     window: SampleRows, batch: Int64Array, current: Int64Array, nodes: int, costs: RowCosts,
-    limits: AffinityLimits | None = None, start: NodeHomes | None = None,
+    probability: float | None = None, start: NodeHomes | None = None,
+    *, rounds: int = 4, sweeps: int = 3, seed: int = 0,
 ) -> NodeHomes:  # fmt: skip
     """Return homes for a window of samples, by alternating: samples to nodes by the rows they use, rows to the node
     that touches them most.
@@ -239,19 +220,23 @@ def learn_homes(
         window: samples; its keys are the rows.
         batch: int64 [samples], from 0, the global batch of each sample.
         current: int64 [rows], nodes of the homes now.
+        probability: of a use to count in the bisection; None: one over the number of batches, what a batch touches;
+            ``FROM_HOMES``: no bisection.
         start: homes learnt before, from which to go on; None: begin with a bisection of the window.
+        rounds: of alternating between dealing and homes, at most; it ends where a round wins nothing.
+        sweeps: of exchanging pairs of samples in each dealing, at most.
+        seed: of the bisection. Equal inputs give equal homes.
     """
-    limits = limits or AffinityLimits()
     matrix = window.matrix()
-    if start is None and limits.probability == FROM_HOMES:
-        to = _gathered(matrix, batch, current, nodes, limits.seed, costs.weight)
+    if start is None and probability == FROM_HOMES:
+        to = _gathered(matrix, batch, current, nodes, seed, costs.weight)
     elif start is None:
-        probability = limits.probability or 1 / (int(batch.max(initial=0)) + 1)
-        to = _named_as_homes(_bisected(matrix, nodes, probability, limits.seed, costs.weight), matrix, current, nodes)
+        probability = probability or 1 / (int(batch.max(initial=0)) + 1)
+        to = _named_as_homes(_bisected(matrix, nodes, probability, seed, costs.weight), matrix, current, nodes)
     else:
         row_costs = start.row_costs(window.keys, current) * costs.weight[:, None]
-        to = deal(np.asarray(matrix @ row_costs, dtype=np.float32), batch, limits.sweeps)
-    return _Alternating(matrix, batch, current, nodes, limits, costs).run(window.keys, to)
+        to = deal(np.asarray(matrix @ row_costs, dtype=np.float32), batch, sweeps)
+    return _Alternating(matrix, batch, current, nodes, costs).run(window.keys, to, rounds, sweeps)
 
 
 def _gathered(
@@ -285,7 +270,6 @@ class _Alternating:
     batch: Int64Array
     current: Int64Array
     nodes: int
-    limits: AffinityLimits
     costs: RowCosts
 
     @cached_property
@@ -293,16 +277,16 @@ class _Alternating:
         """Probability that one use is not in a given batch. A window of one batch has all its uses in it."""
         return np.float32(max(1e-6, 1 - 1 / (int(self.batch.max(initial=0)) + 1)))
 
-    def run(self, keys: Int64Array, to: Int64Array) -> NodeHomes:
+    def run(self, keys: Int64Array, to: Int64Array, rounds: int, sweeps: int) -> NodeHomes:
         best = learnt = self._homes(keys, to)
-        for _ in range(self.limits.rounds):
+        for _ in range(rounds):
             row_costs = learnt.absent.copy()
             row_costs[np.arange(len(keys)), learnt.home] = 0
             row_costs *= self.costs.weight[:, None]
             costs = np.asarray(self.matrix @ row_costs, dtype=np.float32)
             # The sample's own use is in what its node was found to touch.
             costs[np.arange(len(to)), to] /= self.other_batch
-            to = deal(costs, self.batch, self.limits.sweeps)
+            to = deal(costs, self.batch, sweeps)
             learnt = self._homes(keys, to)
             if learnt.crossing >= best.crossing:
                 break
@@ -312,7 +296,7 @@ class _Alternating:
     def _homes(self, keys: Int64Array, to: Int64Array) -> NodeHomes:
         absent = self.other_batch ** np.asarray(self.matrix.T @ _one_of(to, self.nodes), dtype=np.float32)
         touches = (1 - absent) * self.costs.weight[:, None]
-        home = _choose_homes(touches, self.current, self.costs, self.limits)
+        home = _choose_homes(touches, self.current, self.costs)
         at_home = touches[np.arange(len(home)), home].sum(dtype=np.float64)
         return NodeHomes(keys, home, absent, float(touches.sum(dtype=np.float64) - at_home))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.layout import RankLayout
 from flexd.core.node_map import NodeMap
-from flexd.planner.affinity.partition import FROM_HOMES, AffinityLimits, NodeHomes, learn_homes
+from flexd.planner.affinity.partition import FROM_HOMES, NodeHomes, learn_homes
 from flexd.planner.affinity.traffic import (
     MIN_SAVING,
     crossings,
@@ -23,7 +24,7 @@ from flexd.planner.affinity.window import SampledWindow
 from flexd.planner.model.cost import PredictedRange
 
 PROBABILITIES = (None, 0.5, FROM_HOMES)
-"""Of a use to count in the bisection; the newest batches decide (``AffinityLimits.probability``)."""
+"""Of a use to count in the bisection; the newest batches decide (``learn_homes``)."""
 MIN_BATCHES = 4
 JUDGED_SHARE, MAX_JUDGED = 0.25, 8
 """Newest batches that judge what was learnt from those before them."""
@@ -103,7 +104,6 @@ def plan_affinity(
     window: SampledWindow,
     layout: RankLayout,
     before: AffinityPlan | None = None,
-    limits: AffinityLimits | None = None,
     *,
     in_place: bool = False,
     fit: Callable[[NodeHomes], NodeHomes] = lambda homes: homes,
@@ -119,17 +119,15 @@ def plan_affinity(
             rows are where their rule puts them.
         fit: returns homes with the moves that there is room for.
     """
-    limits = limits or AffinityLimits()
     rows = window.rows
     placed = before.homes if in_place and before is not None else None
     current = _current(rows.keys, layout, placed)
-    judged = _judge(window, layout, before, placed, limits, fit)
-    start, how = None, replace(limits, probability=judged.probability)
+    judged = _judge(window, layout, before, placed, fit)
+    learn = partial(learn_homes, rows, window.batch, current, layout.nodes, window.costs, judged.probability)
     if len(rows.rows) > _DIVIDED_ENTRIES and judged.homes is not None:
-        start, how = judged.homes, replace(how, rounds=min(1, how.rounds), sweeps=1)
-    elif judged.continued and before is not None:
-        start = before.homes
-    homes = fit(learn_homes(rows, window.batch, current, layout.nodes, window.costs, how, start))
+        homes = fit(learn(judged.homes, rounds=1, sweeps=1))
+    else:
+        homes = fit(learn(before.homes if judged.continued and before is not None else None))
     at = np.flatnonzero(homes.home != current)
     moves, move_bytes = homes.keys[at], float(window.costs.stored_bytes[at].sum(dtype=np.float64))
     users = users_of_window(window, homes if in_place else replace(homes, home=current), layout)
@@ -201,7 +199,6 @@ def _judge(
     layout: RankLayout,
     before: AffinityPlan | None,
     placed: NodeHomes | None,
-    limits: AffinityLimits,
     fit: Callable[[NodeHomes], NodeHomes],
 ) -> _Judged:
     """Return what the best way of learning sends; without homes if there are too few batches to tell."""
@@ -218,8 +215,7 @@ def _judge(
         ways.insert(0, (before.homes, before.probability))
     least, best = np.inf, _Judged(False, None)
     for start, probability in ways:
-        how = replace(limits, probability=probability)
-        homes = fit(learn_homes(learnt.rows, learnt.batch, current, layout.nodes, learnt.costs, how, start))
+        homes = fit(learn_homes(learnt.rows, learnt.batch, current, layout.nodes, learnt.costs, probability, start))
         sent, chain = crossings(newest, homes, layout, dealt_nodes(homes, layout))
         # Rows per batch: what crosses, and over the horizon what the moves send.
         cost = sent.mean() + float(learnt.costs.min_gain[homes.home != current].sum(dtype=np.float64))

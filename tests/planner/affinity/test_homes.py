@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout
+from flexd.planner.affinity import partition
 from flexd.planner.affinity.dealing import deal
-from flexd.planner.affinity.partition import (
-    AffinityLimits,
-    learn_homes,
-)
+from flexd.planner.affinity.partition import learn_homes
 from flexd.planner.affinity.traffic import crossing_rows, rule_nodes
 from flexd.planner.affinity.window import RowCosts, SampleRows
 
@@ -28,14 +25,15 @@ def test_rows_that_cross_are_counted_once_a_node_by_their_weight():
     assert rule_nodes(np.array([0, 1, 2, 3, 4]), LAYOUT).tolist() == [0, 0, 1, 1, 0]
 
 
-def test_a_small_window_is_divided_as_well_as_an_exhaustive_search_divides_it():
+def test_a_small_window_is_divided_as_well_as_an_exhaustive_search_divides_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(partition, "ROW_SLACK", 9)
+    monkeypatch.setattr(partition, "LOAD_SLACK", 9)
     rng = np.random.default_rng(6)
     found = best = 0.0
     for _ in range(10):
         keys = rng.integers(0, 12, (10, 3))
         window = SampleRows.of(np.repeat(np.arange(10), 3), keys.reshape(-1))
         zero, rule = np.zeros(10, dtype=np.int64), np.zeros(len(window.keys), dtype=np.int64)
-        limits = AffinityLimits(row_slack=9, load_slack=9)
         ones = np.ones(len(window.keys), dtype=np.float32)
         costs = RowCosts(ones, 0 * ones, ones)
 
@@ -46,9 +44,7 @@ def test_a_small_window_is_divided_as_well_as_an_exhaustive_search_divides_it():
             return float((used.sum(axis=1) - 1).sum())
 
         best += min(crossing(left) for left in itertools.combinations(range(10), 5))
-        found += min(
-            learn_homes(window, zero, rule, 2, costs, replace(limits, seed=seed)).crossing for seed in range(8)
-        )
+        found += min(learn_homes(window, zero, rule, 2, costs, seed=seed).crossing for seed in range(8))
     assert found <= 1.15 * best + 1e-3
 
 
