@@ -236,8 +236,8 @@ def _ratio(ratio: float | None, live: float | None) -> float | None:
 class VerificationStatus(Model):
     """Measurement of executed plans; counters run since the daemon started."""
 
-    enabled: bool = False
-    """``planner.verify.enabled``."""
+    budget_steps: int = 0
+    """``planner.verify_budget_steps``; 0: plans are not measured."""
     newest: VerificationReport | None = None
     """The running verification, or the newest one; null before the first."""
     ended: dict[str, int] = Field(default_factory=dict)
@@ -267,7 +267,7 @@ def verification_status(verifier: Verifier | None) -> VerificationStatus:
         return VerificationStatus()
     ended = (state.value for state in VerificationState if state is not VerificationState.RUNNING)
     return VerificationStatus(
-        enabled=verifier.settings.enabled,
+        budget_steps=verifier.budget_steps,
         newest=verifier.newest,
         ended=with_zeros(ended, verifier.ended),
         held=verifier.decisions.held_reasons(),

@@ -91,27 +91,6 @@ class WindowConfig(Section):
         return tuple(DAYS.index(day) for day in self.days)
 
 
-class VerifyConfig(Section):
-    """Measurement of executed plans: blocks of steps with and without a plan's copies, in random order. A plan that is
-    not shown to win is rolled back, one that takes copies back only if that is shown to lose. Plans with
-    ``planner.pins`` are not measured."""
-
-    enabled: bool = False
-    """Measure every executed plan."""
-    block_steps: Annotated[Int, Field(ge=4, le=100_000)] = 16
-    """Steps of a block; a block has at least three reports of every rank."""
-    budget_steps: Annotated[Int, Field(ge=1)] = 2_000
-    """Training steps after which a verification ends, its migrations included; at least 16 blocks."""
-
-    @field_validator("budget_steps")
-    @classmethod
-    def _allows_a_look(cls, value: int, info: ValidationInfo) -> int:
-        least = 16 * int(info.data.get("block_steps", 0))
-        if value < least:
-            raise ValueError(f"is below 16 blocks ({least} steps): no difference could be significant")
-        return value
-
-
 class MinSavingConfig(Section):
     """The smallest predicted saving of a step for which rows are moved; both bounds count. A plan below it is withheld:
     it is counted and reported, and nothing moves. Pins, excluded tables and replica slots that the live placement does
@@ -136,6 +115,10 @@ class PlanGatesConfig(Section):
     """No plan is made from a profile that explains a smaller share of the accesses."""
     max_lag_messages: Annotated[Int, Field(ge=0)] = 1_000_000
     """No plan is made while more messages of the stream than this are not read yet."""
+
+
+LEAST_VERIFY_STEPS = 256
+"""16 blocks of 16 steps."""
 
 
 class PlannerConfig(PlanGatesConfig):
@@ -167,7 +150,19 @@ class PlannerConfig(PlanGatesConfig):
     have moved come home."""
     exclude_tables: list[str] = []
     """Tables whose rows all stay at HOME."""
-    verify: VerifyConfig = VerifyConfig()
-    """Measurement of executed plans."""
+    verify_budget_steps: Annotated[Int, Field(ge=0)] = 2_000
+    """Training steps after which the measurement of an executed plan ends, its migrations included. Every plan is
+    measured in blocks of steps with and without its copies, in random order: one that is not shown to win is rolled
+    back, one that takes copies back only if that is shown to lose. Plans with ``planner.pins`` are not measured; with
+    0, none."""
     pins: list[PinConfig] = []
     """Rows or tables with a fixed tier. They get replica slots before all others; the last pin of a row counts."""
+
+    @field_validator("verify_budget_steps")
+    @classmethod
+    def _allows_a_verdict(cls, value: int) -> int:
+        if 0 < value < LEAST_VERIFY_STEPS:
+            raise ValueError(
+                f"is below {LEAST_VERIFY_STEPS} steps: no difference could be significant; 0 switches it off"
+            )
+        return value

@@ -36,7 +36,7 @@ trial that changed nothing, up to the large one, which is always a cause."""
 CHANGE_GROWTH = 2.0
 CHANGE_STEPS = 200
 QUIET_STEPS = 100
-"""Steps without a change of the placement before a new one is a cause for a trial."""
+"""Steps without a change of the placement before a trial; a new placement is a cause for one."""
 CAUSE_PAUSE_STEPS = 300
 """Before a further trial with a cause."""
 MAX_EXPLORED_SHARE, FREE_STEPS = 0.01, 40.0
@@ -196,7 +196,7 @@ class Tuner(Generic[A]):
         self._usual: float | None = None
         """Typical step after the newest trial."""
         self._version = self._tried_version = 0
-        self._version_at = 0
+        self._version_at = -QUIET_STEPS
 
     @property
     def wanted(self) -> A:
@@ -228,7 +228,7 @@ class Tuner(Generic[A]):
             return self._measure(self.trial, seconds, in_use, changed=changed)
         if len(self._arms) > 1:
             self._newest.append(seconds)
-            if may_begin and self._is_due():
+            if may_begin and self.steps - self._version_at >= QUIET_STEPS and self._is_due():
                 self._begin()
         return False
 
@@ -272,7 +272,7 @@ class Tuner(Generic[A]):
             return change
         if self.explored_steps > MAX_EXPLORED_SHARE * self.steps + FREE_STEPS:
             return 0.0
-        if self._version != self._tried_version and self.steps - self._version_at >= QUIET_STEPS:
+        if self._version != self._tried_version:
             return math.inf
         return change if change > self._least_change else 0.0
 

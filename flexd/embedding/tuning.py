@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ from flexd.embedding.step import StepMoments
 from flexd.embedding.tuner import Tuner
 
 logger = logging.getLogger("flexd")
+
+QUIET_SECONDS = 10.0
+"""Time without a change of the placement before arms are measured. A daemon that verifies a plan changes it with every
+block, which takes a few reports or 16 steps: one measures at a time, and the daemon waits for a rank that does."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class StepTuner(StepMoments):
         self._choice, self._exchanges, self._ask_priced, self._version = choice, tuple(exchanges), priced, version
         self._clock = clock
         self._last: float | None = None
+        self._newest_version, self._changed_at = version(), -math.inf
         self._tuner = Tuner(choice.next)
         self._priced = ""
         self.prefetch: tuple[bool, ...] = (False,)
@@ -83,7 +89,11 @@ class StepTuner(StepMoments):
         if last is None:
             return
         tuner, choice = self._tuner, self._choice
-        if tuner.step(now - last, choice.in_use, self.arms, version=self._version()):
+        version = self._version()
+        if version != self._newest_version:
+            self._newest_version, self._changed_at = version, now
+        alone = now - self._changed_at >= QUIET_SECONDS
+        if tuner.step(now - last, choice.in_use, self.arms, version=version, may_begin=alone):
             self._log()
         if tuner.trial is not None:
             choice.reason = ExchangeReason.TRIAL

@@ -28,12 +28,11 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from flexd.config.planner import VerifyConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import MigrationState, VerificationReport
-from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.report import ExchangeReason, StepReport
 from flexd.core.errors import SnapshotError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import REHOMED, RankLayout, Tier, by_slots
@@ -122,6 +121,8 @@ back; doubles with each, up to a day. Users' plans are not held back."""
 MAX_MOVE_BYTES = 2**26
 """Largest number of bytes of values and optimizer state that one change of blocks copies. Of a larger plan, a random
 part of this size is measured."""
+BLOCK_STEPS = 16
+"""Steps of a block at least; it has at least three reports of every rank."""
 MAX_PAIRS = 32
 """Pairs of blocks of a verification: more looks would make each of them less sensitive."""
 STALLED_SECONDS = 900.0
@@ -205,6 +206,8 @@ class Verifier:
         self._history = history
         self._coin = coin
         self._blocks = StepBlocks()
+        self._tuning: dict[int, bool] = {}
+        """Ranks that measure arms of their own (``flexd.embedding.tuning``)."""
         self._run: _Run | None = None
         self._seen: Migration | None = None
         self.newest = self._kept()
@@ -212,11 +215,13 @@ class Verifier:
         self._close_unfinished()
 
     @property
-    def settings(self) -> VerifyConfig:
-        return self._maker.settings.verify
+    def budget_steps(self) -> int:
+        """Steps that a verification may take; 0: plans are not measured."""
+        return self._maker.settings.verify_budget_steps
 
     def add(self, rank: int, report: StepReport) -> None:
         """Add the report of a rank."""
+        self._tuning[rank] = report.exchange.reason == ExchangeReason.TRIAL
         if self._run is not None:
             self._blocks.add(rank, report)
 
@@ -243,19 +248,20 @@ class Verifier:
         plan, migration = self._executions.last_plan, self._executions.last
         if migration is None or migration is self._seen or not migration.done:
             return None
+        if any(tuple(self._tuning.values())):
+            return None  # one measures at a time
         self._seen = migration
         if plan is None or migration.state is not MigrationState.COMMITTED or migration.base is None:
             return None
-        if not self.settings.enabled or self._maker.settings.pins or migration.record.generation != live.generation:
+        if not self.budget_steps or self._maker.settings.pins or migration.record.generation != live.generation:
             return None
         placement, base = self._coordinator.placement(), migration.base
         if placement.version != migration.record.last_version:
             return None
-        settings = self.settings
         changes = measured_changes(base, placement, self._maker.keyspace, live.layout, MAX_MOVE_BYTES)
         if changes.part == 0.0 or (changes.takes_back and not plan.live_fits):
             return None
-        pairs = min(MAX_PAIRS, settings.budget_steps // (2 * settings.block_steps))
+        pairs = min(MAX_PAIRS, self.budget_steps // (2 * BLOCK_STEPS))
         rule = SwitchbackRule(max(FIRST_LOOK, pairs), CONFIDENCE, RESOLUTION)
         run = _Run(
             migration, migration, plan_kind(plan), changes, live, _Pairs(rule), time.monotonic()
@@ -264,7 +270,7 @@ class Verifier:
         self._run = run
         self.decisions.update(verification=migration.migration_id)
         self._report(run, VerificationState.RUNNING, "begun")
-        logger.info("verification of %s: begun, at most %d steps", migration.migration_id, settings.budget_steps)
+        logger.info("verification of %s: begun, at most %d steps", migration.migration_id, self.budget_steps)
         self._next_block(run, live)
         return run
 
@@ -273,8 +279,8 @@ class Verifier:
             return "another migration was started"
         if live.generation != run.ranks.generation:
             return "the ranks have changed"
-        if not self.settings.enabled:
-            return "planner.verify.enabled is false"
+        if not self.budget_steps:
+            return "planner.verify_budget_steps is 0"
         if run.moving and run.newest.done and run.newest.state is not MigrationState.COMMITTED:
             return f"migration {run.newest.migration_id}: {run.newest.record.problem}"
         if time.monotonic() - run.progressed_at > STALLED_SECONDS:
@@ -292,7 +298,7 @@ class Verifier:
             return
         run.progressed_at = time.monotonic()
         run.pairs.add(seconds)
-        spent = self._blocks.steps() >= self.settings.budget_steps
+        spent = self._blocks.steps() >= self.budget_steps
         effect = run.pairs.effect
         verdict = run.pairs.rule.verdict(effect, last=spent) if spent or not run.pairs.order else None
         if verdict is None:
@@ -314,7 +320,7 @@ class Verifier:
 
     def _begin_block(self, run: _Run) -> None:
         now = run.newest.record
-        self._blocks.begin(now.last_version or now.base_version, self.settings.block_steps)
+        self._blocks.begin(now.last_version or now.base_version, BLOCK_STEPS)
 
     def _move(self, run: _Run, target: Placement, live: LiveTopology) -> None:
         run.moves += 1

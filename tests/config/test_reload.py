@@ -44,7 +44,7 @@ def test_every_hot_key_is_a_key() -> None:
         ("control.throttle.bytes_per_step", True),
         ("control.throttles", False),
         ("control.listen_port", False),
-        ("planner.verify.enabled", True),
+        ("planner.verify_budget_steps", True),
         ("control.chunk_rows", False),
         ("job", False),
     ],

@@ -102,7 +102,6 @@ def test_the_ranks_decide_whether_a_plan_stays(
         "planner": {
             "interval_seconds": 5.0, "drift_threshold": None, "min_samples": 20_000,
             "min_coverage": 0.1, "horizon_steps": 1e9,
-            "verify": {"enabled": True, "block_steps": 4},
         },
     }  # fmt: skip
     results: list[Any] = []

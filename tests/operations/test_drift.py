@@ -51,7 +51,8 @@ def config_of(directory: Path, **planner: Any) -> Any:
             "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 3600.0},
             "planner": {
                 "min_samples": 1_000, "horizon_steps": 1e9, "batch_accesses_per_step": PER_STEP,
-                "drift_threshold": 1.03, "interval_seconds": 3600.0, "min_saving": ANY_SAVING, **planner,
+                "drift_threshold": 1.03, "interval_seconds": 3600.0, "min_saving": ANY_SAVING,
+                "verify_budget_steps": 0, **planner,
             },
         }
     )  # fmt: skip

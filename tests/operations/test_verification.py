@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from flexd.config.planner import PinConfig
 from flexd.control.daemon.migration_record import VerificationReport
-from flexd.control.protocol.report import PlacementState, StepReport
+from flexd.control.protocol.report import PlacementState, StepReport, UsedExchange
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner
@@ -41,16 +42,17 @@ class VerifiedJob:
         load: Callable[[int], float] = lambda step: 1.0,
         seed: int = 0,
         planner: dict[str, Any] | None = None,
-        **verify: Any,
+        budget_steps: int = 2_000,
     ) -> None:
-        settings = {"enabled": True, **verify}
         self.directory = directory
         self.it: PlanningHarness = filled_harness(
-            directory, min_spacing_seconds=0.0, verify=settings, **(planner or {})
+            directory, min_spacing_seconds=0.0, verify_budget_steps=budget_steps, **(planner or {})
         )
         self.it.coordinator.obedient = True
         self.rng = np.random.default_rng(seed)
         self.effect, self.load = effect, load
+        self.reason = "measured"
+        """Why rank 0 uses its exchange."""
         self.step = 0
         self._most_copies = 1
         self.actions: list[tuple[str, ...]] = []
@@ -81,7 +83,8 @@ class VerifiedJob:
         seconds = STEP_SECONDS * self.load(self.step) * (1 + self.effect * copied)
         seconds *= 1 + 0.01 * float(self.rng.standard_normal())
         for rank in range(4):
-            self.verifier.add(rank, StepReport(self.step, 1, PlacementState(now.version, 0), seconds, 0.0, (1, 0, 0)))
+            report = StepReport(self.step, 1, PlacementState(now.version, 0), seconds, 0.0, (1, 0, 0))
+            self.verifier.add(rank, replace(report, exchange=UsedExchange("chain", "" if rank else self.reason)))
 
     @property
     def most_copies(self) -> int:
@@ -159,6 +162,15 @@ def test_a_faster_plan_stays(tmp_path: Path) -> None:
     migrations = len(job.it.coordinator.migrations)
     job.tick(50)
     assert len(job.it.coordinator.migrations) == migrations, "a plan is verified once"
+
+
+def test_a_plan_waits_for_ranks_that_measure_arms_of_their_own(tmp_path: Path) -> None:
+    job = VerifiedJob(tmp_path, effect=-0.05)
+    job.reason = "trial"
+    job.tick(100)
+    assert (job.verifier.newest, len(job.it.coordinator.migrations)) == (None, 1)
+    job.reason = "measured"
+    assert job.verdict().state == VerificationState.FASTER
 
 
 def test_the_budget_of_steps_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +289,7 @@ def test_holds_outlive_the_daemon_double_and_end(tmp_path: Path) -> None:
 
 
 def test_plans_with_pins_and_with_the_setting_off_are_not_measured(tmp_path: Path) -> None:
-    off = VerifiedJob(tmp_path / "off", effect=+0.05, enabled=False)
+    off = VerifiedJob(tmp_path / "off", effect=+0.05, budget_steps=0)
     off.tick(100)
     assert off.verifier.newest is None
     assert len(off.it.coordinator.migrations) == 1

@@ -1,4 +1,4 @@
-"""A job whose plans a daemon makes and verifies (``planner.verify``), beside the same job without a daemon.
+"""A job whose plans a daemon makes and verifies, beside the same job without a daemon.
 
 Two nodes of two ranks, joined by a limited link; the daemon runs in the first node, counts by the
 tap, and prices plans by a probe of these links. After the daemon has come to a decision (nothing to move, or a verdict
@@ -62,11 +62,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Effort:
-    """Longest time until the daemon decides, turns of each of the two in the comparison, and ``planner.verify``."""
+    """Longest time until the daemon decides, turns of each of the two compared, and steps of a verification."""
 
     decide_seconds: float = 420.0
     rounds: int = 9
-    block_steps: int = 8
     budget_steps: int = 480
 
 
@@ -140,7 +139,7 @@ class Bench:
             "topology": {"file": str(self._topology(job))},
             "planner": {
                 "interval_seconds": 5.0, "drift_threshold": None,
-                "verify": {"enabled": True, "block_steps": effort.block_steps, "budget_steps": effort.budget_steps},
+                "verify_budget_steps": effort.budget_steps,
             },
             "control": {
                 "listen_host": self._cluster.address(0), "listen_port": CONTROL_PORT,
