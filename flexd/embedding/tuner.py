@@ -24,7 +24,7 @@ BLOCK_STEPS = 8
 SHORT_BLOCK_STEPS = 4
 """Steps after which a block ends early if all of them took much longer than steps of the best arm."""
 MUCH_SLOWER, CLEARLY_SLOWER = 1.25, 1.10
-CLEAR_ROUNDS = 2
+CLEAR_ROUNDS, MOSTLY_CLEAR_ROUNDS = 2, 4
 RULE = SwitchbackRule(max_pairs=24, confidence=0.95, resolution=0.01)
 START_STEPS = 10
 """Steps that come before the first trial: their memory and connections are made."""
@@ -129,16 +129,22 @@ class Trial(Generic[A]):
             self._order.append(self._order.pop(0))
 
     def _drop_clearly_slower(self) -> None:
-        """Drop arms that were clearly slower than the best one in every round: one block may have met a burst."""
-        best = min(self._round, key=lambda arm: block_seconds(self._round[arm]))
-        quarter = len(self._round[best]) // 4
-        slow_of_best = sorted(self._round[best])[-1 - quarter]
-        for arm, steps in self._round.items():
+        """Drop arms that were clearly slower than the best one in every round, or in nearly all of some rounds: one
+        block may have met a burst."""
+        best = self.best
+        fast = self._round[best]
+        slow_of_best = sorted(fast)[-1 - len(fast) // 4]
+        for arm in [one for one in self.live if one != best]:
+            steps = self._round[arm]
             apart = sorted(steps)[len(steps) // 4] > slow_of_best
-            if apart and block_seconds(steps) > CLEARLY_SLOWER * block_seconds(self._round[best]):
+            if apart and block_seconds(steps) > CLEARLY_SLOWER * block_seconds(fast):
                 self._slower[arm] += 1
-                if self._slower[arm] == max(CLEAR_ROUNDS, len(self.seconds[arm])):
-                    self.live.remove(arm)
+            ratios = [mine / of_best for mine, of_best in zip(self.seconds[arm], self.seconds[best], strict=True)]
+            rounds = len(ratios)
+            always = self._slower[arm] == rounds >= CLEAR_ROUNDS
+            mostly = sum(ratio > 1 for ratio in ratios) >= rounds - rounds // 4 and median(ratios) > CLEARLY_SLOWER
+            if always or (rounds >= MOSTLY_CLEAR_ROUNDS and mostly):
+                self.live.remove(arm)
 
     def _drop_by_rule(self) -> None:
         leader = self.best

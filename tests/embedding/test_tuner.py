@@ -59,6 +59,7 @@ def test_a_placement_that_settles_is_a_cause_and_one_that_changes_stops_a_block(
     measured = tuner.measured_at_step
     # A placement that changes with every step lets no block end.
     tuner._begin_at = 0
+    steps(tuner, 1, {"a": 1.05, "b": 1.0}, version=2)
     for version in range(3, 60):
         steps(tuner, 1, {"a": 1.05, "b": 0.9}, version=version)
     assert (tuner.trial is not None, tuner.measured_at_step) == (True, measured)

@@ -1,7 +1,7 @@
 """The default settings, which measure and choose, beside every fixed choice, on an emulated cluster and under noise.
 
 **cells**: two nodes of two ranks; Zipf 1.05 and 1.2, links of 50 and 200 Mbit/s and without limit, with and without a
-dense part. In each cell a job with default settings trains until its tuner has measured, at most 500 steps. Then it and
+dense part. In each cell a job with default settings trains until its tuner has measured, at most 1,000 steps. Then it and
 the fixed arms train the same batches in turns; the ratio of it to the best of them is the median over the turns, with
 its 95 % interval by order statistics. TorchRec's row-wise sharding takes its turn where it is installed.
 
@@ -34,7 +34,7 @@ AUTO, PEER, FORMER = "flexd", "TorchRec row-wise", "chain"
 FIXED = ("chain", "direct, dedup", "chain, prefetch pipeline", "direct, dedup, prefetch pipeline")
 ARMS = dict(zip(("chain", "direct", "chain with prefetch", "direct with prefetch"), FIXED, strict=True))
 """By arm of the tuner, the strategy that has it fixed."""
-MOST_STEPS, TURN_STEPS = 500, 6
+SOON_STEPS, MOST_STEPS, TURN_STEPS = 500, 1_000, 6
 NEAR_BEST, NEVER_SLOWER = 1.03, 1.02
 FOLLOWS_STEPS = 1_500
 PEER_TARGETS = {1.05: 2.1, 1.2: 2.5}
@@ -136,6 +136,7 @@ def cells(options: Namespace) -> Outcome:
                     found = figures[cell] = settled | job.compare(options.rounds, dense=dense)
                     print(cell, settled, {name: round(ms) for name, ms in found["step_ms"].items()}, flush=True)
                     checks.append(at_most(f"{cell}: it / the best fixed arm", found["over_best"], NEAR_BEST))
+                    checks.append(at_most(f"{cell}: steps until it has chosen", settled["steps"], SOON_STEPS))
                     former = found["over_former_default"]
                     checks.append(at_most(f"{cell}: it / the former default", former, NEVER_SLOWER))
                     if rate == 200 and dense and "peer_over_it" in found and zipf in PEER_TARGETS:

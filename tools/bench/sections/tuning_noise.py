@@ -14,9 +14,10 @@ from flexd.embedding.tuner import Tuner
 Factors = npt.NDArray[np.float64]
 LATENCY_STEPS = 2
 """Steps until a proposed arm is in use."""
-NOISES = ("plain", "noisy", "drift", "bursts", "slow rank", "mixed sizes", "tails")
+NOISES = ("plain", "noisy", "drift", "bursts", "slow rank", "mixed sizes", "tails", "busy machine")
 TIMES = {
     "one wins by 40 %": (1.4, 1.0, 1.3, 1.7),
+    "one of each way wins by 25 %": (1.03, 1.3, 1.0, 1.25),
     "one wins by 3 %": (1.03, 1.0, 1.03, 1.2),
     "the first wins by 3 %": (1.0, 1.03, 1.05, 1.3),
     "two, by 3 %": (1.03, 1.0),
@@ -40,6 +41,10 @@ def noise(kind: str, steps: int, rng: np.random.Generator) -> Factors:
         factors *= np.repeat(np.where(rng.random(steps // 200 + 1) < 0.2, 1.3, 1.0), 200)[:steps]
     elif kind == "mixed sizes":
         factors *= np.exp(rng.normal(0, 0.15, steps))
+    elif kind == "busy machine":  # other work that comes and goes, and takes half of a processor
+        lengths = np.maximum(rng.exponential(12, steps).astype(int), 1)
+        busy = np.repeat(np.where(rng.random(steps) < 0.4, 1 + 0.5 * rng.random(steps), 1.0), lengths)[:steps]
+        factors *= busy * np.exp(rng.normal(0, 0.06, steps))
     elif kind == "tails":
         factors *= 1 + 0.05 * rng.pareto(1.5, steps)
     return factors
