@@ -107,6 +107,8 @@ class Demo:
                 "interval_seconds": PLAN_SECONDS, "min_spacing_seconds": 0.5, "horizon_steps": setup.steps,
                 # The prices leave latencies out or scale them down, so that there are plans to see.
                 "min_saving": {"seconds": 0.0, "share": 0.0},
+                # Its own strategies are compared; a run is too short to measure plans in blocks as well.
+                "verify_budget_steps": 0,
                 # The first plan waits for a tenth of the run, so that there is a `before` to compare with.
                 "min_samples": setup.steps * batches.samples_per_step * HISTORY // 10,
             },

@@ -283,6 +283,7 @@ class ChaosWorld:
             "planner": {
                 "interval_seconds": 0.4, "min_spacing_seconds": 0.1, "horizon_steps": 1e9, "min_samples": 1_000,
                 "min_coverage": 0.0, "drift_threshold": None, "min_saving": {"seconds": 0.0, "share": 0.0},
+                "verify_budget_steps": 0,
             },
             "control": {
                 "timeout_seconds": CONTROL_SECONDS, "chunk_rows": 24,
