@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +18,7 @@ from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.daemon import Daemon
 from flexd.operations.drift import DriftMonitor
-from flexd.operations.live_plan import LivePrices, PlanMaker
 from flexd.planner.drift import LIVE
-from flexd.planner.plan import make_plan
-from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
 from flexd.stream.codec import encode_arrow
@@ -30,11 +26,9 @@ from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
 from flexd.topology.files import load_preset, scale_model
 from tests.support.fake_coordinator import FakeCoordinator
-from tests.support.planner_cases import ORIGIN
-from tests.support.planning_harness import ANY_SAVING
+from tests.support.planning_harness import ANY_SAVING, ROWS, PlanningHarness
 from tests.support.until import until
 
-ROWS = 4_000
 PER_STEP = 40_000.0
 CLUSTER = scale_model(load_preset("azure-a100-200g"), 1e6)
 
@@ -64,52 +58,29 @@ def accesses(count: int, moved: int, seed: int, exponent: float = 1.2) -> np.nda
     return np.random.default_rng(99).permutation(ROWS)[(rows + moved) % ROWS].astype(np.int64)
 
 
-class DriftHarness:
-    """A monitor over counters that the test feeds; ``plan`` makes and carries out a plan as the daemon does."""
+class DriftHarness(PlanningHarness):
+    """A monitor over counters that the test feeds; ``carry_out`` makes a plan and carries it out."""
 
     def __init__(self, directory: Path, **planner: Any) -> None:
-        self.config = config_of(directory, **planner)
-        self.keyspace = self.config.keyspace()
-        self.sketches = SketchSet(self.keyspace.tables, SketchSettings(half_life_seconds=5.0))
-        self.coordinator = FakeCoordinator()
-        self.executions = SimpleNamespace(migrating=False)
-        self.training = SimpleNamespace(
-            accesses_per_step=lambda world: PER_STEP,
-            phases=lambda: None,
-            step_seconds=lambda: None,
-            passes_per_step=lambda: 1,
-        )
-        self.profile_rates: list[float] = []
-        self.during: Callable[[], None] = lambda: None
+        super().__init__(
+            directory, batch_accesses_per_step=PER_STEP, drift_threshold=1.03, min_coverage=0.0, horizon_steps=1e9,
+            **planner,
+        )  # fmt: skip
+        self.sketches = SketchSet(self.config.keyspace().tables, SketchSettings(half_life_seconds=5.0))
+        self.migrating = SimpleNamespace(migrating=False)
         self.clock = 0.0
-        prices = LivePrices(CLUSTER, self.training, self.coordinator)
-        maker = PlanMaker(self.config.planner, self.keyspace, prices, self._profile, self.coordinator, self.training)  # type: ignore[arg-type]
-        self.monitor = DriftMonitor(maker, self.coordinator, self.executions)  # type: ignore[arg-type]
+        self.monitor = DriftMonitor(self.planning.maker, self.coordinator, self.migrating)  # type: ignore[arg-type]
 
-    def _profile(self, per_step: float, layout: RankLayout) -> Profile:
-        self.profile_rates.append(per_step)
-        made = self.sketches.profile(per_step, layout=layout)
-        self.during()
-        return made
-
-    def see(self, moved: int = 0, seconds: int = 30, exponent: float = 1.2) -> None:
+    def see(self, moved: int = 0, seconds: int = 30, exponent: float = 1.2) -> None:  # type: ignore[override]
         for _ in range(seconds):
             self.clock += 1
             self.sketches.ingest("item", accesses(20_000, moved, int(self.clock), exponent), 0, self.clock)
 
-    def plan(self) -> Placement:
-        profile = self.sketches.profile(PER_STEP)
-        live = self.coordinator.topology
-        assert live is not None
-        plan = make_plan(
-            profile, self.keyspace, live.layout, CLUSTER, live.replica_slots, self.coordinator.now, ORIGIN,
-            horizon_steps=1e9,
-        )  # fmt: skip
+    def carry_out(self) -> Placement:
+        migration = self.planning.execute(self.propose("now"), force=True)
+        assert migration is not None
+        self.coordinator.execute(migration)
         self.monitor.planned()
-        return plan.target
-
-    def execute(self) -> Placement:
-        self.coordinator.now = replace(self.plan(), version=self.coordinator.now.version + 1)
         return self.coordinator.now
 
 
@@ -121,7 +92,7 @@ def harness(tmp_path: Path) -> DriftHarness:
 
 
 def test_a_steady_stream_never_triggers_and_a_moved_one_triggers_once(harness: DriftHarness) -> None:
-    assert len(harness.execute()) > 100
+    assert len(harness.carry_out()) > 100
     for _ in range(5):
         harness.see(seconds=5)
         drift = harness.monitor.evaluate()
@@ -134,7 +105,7 @@ def test_a_steady_stream_never_triggers_and_a_moved_one_triggers_once(harness: D
     assert drift.ratio > 1.03
     assert harness.monitor.pop_reason() == f"drift {drift.ratio:.2f} > 1.03 (table item)"
     assert harness.monitor.pop_reason() is None, "once for each look"
-    harness.execute()
+    harness.carry_out()
     assert harness.monitor.newest is None, "what was seen of the old placement is over"
     for _ in range(3):
         harness.see(moved=700, seconds=5)
@@ -146,7 +117,7 @@ def test_a_steady_stream_never_triggers_and_a_moved_one_triggers_once(harness: D
 
 def test_a_flatter_popularity_that_no_plan_serves_better_is_no_drift(harness: DriftHarness) -> None:
     """The live placement costs a third more than when it was planned, and still is the best there is."""
-    placement = harness.execute()
+    placement = harness.carry_out()
     before = harness.monitor.evaluate()
     harness.see(exponent=0.9, seconds=60)
     drift = harness.monitor.evaluate()
@@ -161,7 +132,7 @@ def test_a_flatter_popularity_that_no_plan_serves_better_is_no_drift(harness: Dr
 def test_a_plan_that_would_be_withheld_is_no_reason(tmp_path: Path) -> None:
     harness = DriftHarness(tmp_path, min_saving={"seconds": 1.0, "share": 0.0})
     harness.see()
-    harness.execute()
+    harness.carry_out()
     harness.see(moved=700)
     drift = harness.monitor.evaluate()
     assert drift is not None
@@ -170,11 +141,16 @@ def test_a_plan_that_would_be_withheld_is_no_reason(tmp_path: Path) -> None:
 
 
 def test_a_migration_that_began_while_it_was_priced_is_not_judged(harness: DriftHarness) -> None:
-    harness.execute()
+    harness.carry_out()
     harness.see(moved=700)
-    harness.during = lambda: setattr(harness.executions, "migrating", True)
+    profile = harness.profile
+    harness.profile = lambda per_step: (setattr(harness.migrating, "migrating", True), profile(per_step))[1]
     assert harness.monitor.evaluate() is None
     assert (harness.monitor.pop_reason(), harness.monitor.newest) == (None, None)
+    harness.profile, harness.migrating.migrating = profile, False
+    assert harness.monitor.evaluate() is not None
+    harness.coordinator.now = replace(harness.coordinator.now, version=harness.coordinator.now.version + 1)
+    assert harness.monitor.pop_reason() is None, "it is a reason to leave another placement"
 
 
 def test_a_slow_evaluation_delays_the_next_one(harness: DriftHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,15 +181,15 @@ def test_drift_is_not_evaluated_without_ranks_during_a_migration_or_with_few_acc
     harness.sketches.ingest("item", np.zeros(1, dtype=np.int64), 0, 1.0)
     assert harness.monitor.evaluate() is not None, "a thousand are enough"
     harness.see()
-    harness.execute()
-    profiles = len(harness.profile_rates)
-    harness.executions.migrating = True
+    harness.carry_out()
+    profiles = len(harness.profiles)
+    harness.migrating.migrating = True
     assert harness.monitor.evaluate() is None
-    harness.executions.migrating = False
+    harness.migrating.migrating = False
     for topology in (None, LiveTopology(1, "a", RankLayout(2, 2), (200,), False, "settling")):
         harness.coordinator.topology = topology
         assert harness.monitor.evaluate() is None
-    assert len(harness.profile_rates) == profiles, "a profile is expensive: none is made for nothing"
+    assert len(harness.profiles) == profiles, "a profile is expensive: none is made for nothing"
 
 
 def test_the_job_is_priced_with_its_training_settings(tmp_path: Path) -> None:

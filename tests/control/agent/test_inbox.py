@@ -186,7 +186,6 @@ class SeveralInboxes(RuleBasedStateMachine):
     """
 
     RANKS = 3
-    settle_waits = True
 
     @initialize()
     def begin(self) -> None:
@@ -258,8 +257,6 @@ class SeveralInboxes(RuleBasedStateMachine):
         if rank in self.settled:
             return
         box = self.boxes[rank]
-        if not self.settle_waits:
-            box._in_exchange = False
         try:
             self.settled[rank] = box.settle(0.0)
         except ControlError:
