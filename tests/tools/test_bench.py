@@ -41,7 +41,7 @@ def test_a_quick_run_ends_with_figures_and_checks(name: str) -> None:
 
 
 def test_every_case_states_its_sections_and_options() -> None:
-    assert len(cases()) == 13
+    assert len(cases()) == 14
     for name in cases():
         case, parser = parser_of(name)
         assert case.SECTIONS

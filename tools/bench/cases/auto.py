@@ -2,8 +2,8 @@
 
 **cells**: two nodes of two ranks; Zipf 1.05 and 1.2, links of 50 and 200 Mbit/s and without limit, with and without a
 dense part. In each cell a job with default settings trains until its tuner has measured, 1,000 steps at most. Then it
-and the fixed arms train the same batches in turns; the ratio of it to the best of them is the median over the turns, with
-its 95 % interval by order statistics. TorchRec's row-wise sharding takes its turn where it is installed.
+and the fixed arms train the same batches in turns; its ratio to the best of them is the median over the turns, with the
+95 % interval by order statistics. TorchRec's row-wise sharding takes its turn where it is installed.
 
 **changes**: one job while the link changes from 200 to 50 Mbit/s and then to none: steps until the choice is the arm
 that is best there.
