@@ -3,7 +3,7 @@ miss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
@@ -286,37 +286,27 @@ class _Rounding:
 
     def _place(self, table: int, options: list[int], every: Int64Array) -> tuple[int, list[int]]:
         """(option, places of the pieces) of the cheapest of ``options`` that fits, else the first of ``every``."""
-        found: list[tuple[float, int, list[int]]] = []
-        for option in options:
-            number = int(self.tables.pieces[option])
-            if number > 1 and len(options) > 1:
-                # Its pieces are placed one after the other: worth it only where the relaxation has chosen it.
-                if option == options[0]:
-                    options = [option]
-                else:
-                    continue
-            worse, place = self._cheapest(table, option, ())
-            if place is not None:
-                found.append((worse, option, [place]))
-            if len(options) == 1:
-                break
-        if not found:
-            for option in every.tolist():
-                _, place = self._cheapest(table, option, ())
-                if place is not None:
-                    found.append((0.0, option, [place]))
-                    break
-            else:
-                found.append((0.0, int(every[0]), [0]))
-        _, option, places = min(found)
-        self._add(table, option, places[0])
-        for _ in range(int(self.tables.pieces[option]) - 1):
-            _, place = self._cheapest(table, option, places)
-            places.append(places[-1] if place is None else place)
+        pieces = self.tables.pieces
+        # Pieces of a table are placed one after the other: worth it only where the relaxation has chosen that.
+        options = options[:1] if pieces[options[0]] > 1 else [option for option in options if pieces[option] == 1]
+        found = min(self._fitting(table, options), default=None)
+        _, option, place = found or next(self._fitting(table, every.tolist()), (0.0, int(every[0]), 0))
+        places = [place]
+        self._add(table, option, place)
+        for _ in range(int(pieces[option]) - 1):
+            _, another = self._cheapest(table, option, places)
+            places.append(places[-1] if another is None else another)
             self._add(table, option, places[-1])
         return option, places
 
-    def _cheapest(self, table: int, option: int, taken: tuple[int, ...] | list[int]) -> tuple[float, int | None]:
+    def _fitting(self, table: int, options: list[int]) -> Iterator[tuple[float, int, int]]:
+        """Yield (seconds that the first piece adds, option, its place) of the options that there is memory for."""
+        for option in options:
+            worse, place = self._cheapest(table, option, [])
+            if place is not None:
+                yield worse, option, place
+
+    def _cheapest(self, table: int, option: int, taken: list[int]) -> tuple[float, int | None]:
         """(seconds that a piece adds, its place); None if there is no memory for it anywhere."""
         every, node, rail, rank = self._parts(table, option)
         memory = self.load[-1] - self.room
@@ -342,7 +332,7 @@ class _Rounding:
             worse = np.tensordot(self.weight, each, axes=1).ravel()
             fits = (memory + here[-1] <= 0).ravel()
             if taken and len(taken) < self.layout.world_size:
-                fits[list(taken)] = False
+                fits[taken] = False
         if not fits.any():
             return np.inf, None
         place = int(np.where(fits, worse, np.inf).argmin())
