@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from flexd import __version__
 from flexd.api.explanation import Explanation, explanation
-from flexd.api.migration import ReplanOutcome, ReplanResult, ThrottleStatus, migration_counts, throttle_status
+from flexd.api.migration import MigrationCounts, ReplanOutcome, ReplanResult, ThrottleStatus
 from flexd.api.plan import PlanReport, UserNodePage, plan_report, proposal_report, user_node_page
 from flexd.api.planning import (
     ProposalList,
@@ -33,17 +33,18 @@ from flexd.api.status import (
     snapshot_status,
     state_status,
 )
-from flexd.api.stream import stream_status
-from flexd.api.table import HotRowPage, TableOrder, TablePage, hot_row_page, sketch_status, table_page
+from flexd.api.stream import sketch_status, stream_status
+from flexd.api.table import HotRowPage, TableOrder, TablePage, hot_row_page, table_page
 from flexd.api.training import MAX_PLAN_MARKS, Timeline, slow_memory_status, timeline, training_status
 from flexd.config.model import Config
 from flexd.config.server import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationState
+from flexd.control.daemon.migration_record import FINAL_STATES, MigrationState
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core.errors import ApiError, FlexdError
 from flexd.core.keyspace import KeySpace
+from flexd.core.model import with_zeros
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import DecisionFile, Pause, ThrottleOverride
 from flexd.operations.drift import DriftMonitor
@@ -52,7 +53,6 @@ from flexd.operations.history import ActionKind, EffectRecorder, MigrationHistor
 from flexd.operations.planning import Planning, Proposal
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.sketch.ingestor import Ingestor
-from flexd.sketch.snapshot import SnapshotStore
 
 
 @dataclass
@@ -63,7 +63,6 @@ class Components:
 
     Attributes:
         settings: the effective configuration; replaced by a reload.
-        snapshots: of this daemon.
     """
 
     settings: Config
@@ -76,7 +75,6 @@ class Components:
     auto: AutoPlanner
     throttle: Throttle
     history: MigrationHistory
-    snapshots: SnapshotStore
     effects: EffectRecorder
 
     def status(self, base: DaemonStatus) -> DaemonStatus:
@@ -112,10 +110,15 @@ class Components:
                     last, planning.last_live, None if planning.affinity is None else planning.affinity.outlook
                 ),
                 "migration": None if migration is None else self.effects.add_to(migration.report()),
-                "migrations": migration_counts(planning.executions, control.illegal_transitions, self.history.lost),
+                "migrations": MigrationCounts(
+                    ended=with_zeros(sorted(state.value for state in FINAL_STATES), planning.executions.migrations),
+                    **planning.executions.migrated,
+                    illegal_transitions=control.illegal_transitions,
+                    lost_entries=self.history.lost,
+                ),
                 "planning": planning_status(planning, self.auto),
-                "throttle": throttle_status(self.throttle),
-                "snapshot": snapshot_status(self.ingestor, self.snapshots),
+                "throttle": _throttle_status(self.throttle),
+                "snapshot": snapshot_status(self.ingestor),
                 "state": state_status(self.ingestor),
             }
         )
@@ -163,6 +166,10 @@ logger = logging.getLogger("flexd")
 
 RETRY_SECONDS = 5.0
 ANONYMOUS = "anonymous"
+
+
+def _throttle_status(throttle: Throttle) -> ThrottleStatus:
+    return ThrottleStatus.from_object(throttle, **vars(throttle.limits))
 
 
 class OperatorCommands:
@@ -249,7 +256,7 @@ class OperatorCommands:
 
     def throttle(self) -> ThrottleStatus:
         """Return the limits on migrations and their state."""
-        return throttle_status(self._throttle)
+        return _throttle_status(self._throttle)
 
     def set_throttle(
         self, bytes_per_step: int | None, bytes_per_second: int | None, reason: str = "", requested_by: str = ""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from flexd.api.base import CommandRequest, Reason, RequestBody
 from flexd.api.plan import PlanReport
-from flexd.control.daemon.migration_record import FINAL_STATES, ActionRecord, MigrationRecord, MigrationState
-from flexd.core.model import Model, counter, gauge, with_zeros
-
-if TYPE_CHECKING:
-    from flexd.control.daemon.throttle import Throttle
-    from flexd.operations.executions import Executions
-
+from flexd.control.daemon.migration_record import ActionRecord, MigrationRecord, MigrationState
+from flexd.core.model import Model, counter, gauge
 
 WaitName = Literal["bytes_per_step", "bytes_per_second"]
 
@@ -54,11 +49,6 @@ class ThrottleRequest(CommandRequest):
     """At one step boundary of every rank; 0 lifts the limit."""
     bytes_per_second: Annotated[int, Field(ge=0, le=2**50)] | None = None
     """In the long run; 0 lifts the limit."""
-
-
-def throttle_status(throttle: Throttle) -> ThrottleStatus:
-    """Return the limits on migrations and their state."""
-    return ThrottleStatus.from_object(throttle, **vars(throttle.limits))
 
 
 MAX_LISTED = 1000
@@ -106,16 +96,6 @@ class MigrationCounts(Model):
         counter("flexd_migration_bytes", "Row values and optimizer state copied.", "bytes"),
         counter("flexd_migration_chunks", "Chunks applied by every rank.", "chunks"),
         counter("flexd_history_lost_entries", "Entries of the history that were dropped unwritten.", "lost_entries"),
-    )
-
-
-def migration_counts(executions: Executions, illegal_transitions: int, lost_entries: int) -> MigrationCounts:
-    """Return the counters of all migrations since the daemon started."""
-    return MigrationCounts(
-        ended=with_zeros(sorted(state.value for state in FINAL_STATES), executions.migrations),
-        **executions.migrated,
-        illegal_transitions=illegal_transitions,
-        lost_entries=lost_entries,
     )
 
 

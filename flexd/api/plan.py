@@ -246,13 +246,13 @@ class PlanReport(Model):
 
     @classmethod
     def from_summary(cls, summary: Mapping[str, Any], rows_before: Mapping[Any, int]) -> PlanReport:
-        """Build the report from ``Plan.summary()`` and the live placement's rows by tier."""
+        """Build the report from ``Plan.summary`` and the live placement's rows by tier."""
         return cls.model_validate({**summary, "rows_before": dict(rows_before)})
 
 
 def plan_report(plan: Plan, live: Placement, affinity: AffinityOutlook | None = None) -> PlanReport:
     """Return a plan against the placement that it starts from."""
-    report = PlanReport.from_summary(plan.summary(), rows_above_home(live))
+    report = PlanReport.from_summary(plan.summary, rows_above_home(live))
     return report if affinity is None else report.model_copy(update={"affinity": affinity_report(affinity)})
 
 

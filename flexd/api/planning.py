@@ -425,13 +425,13 @@ def planning_status(planning: Planning, auto: AutoPlanner) -> PlanningStatus:
 
 
 def _proposal_report(proposal: Proposal, outdated: str) -> ProposalReport:
-    plan = proposal.plan
-    return ProposalReport.from_object(
-        plan,
-        created_unix_seconds=plan.origin.created_unix_seconds,
-        trigger=proposal.trigger.kind.value,
-        reason=proposal.trigger.reason,
-        dry_run=proposal.dry_run,
-        closed_gates=tuple(gate.name for gate in proposal.closed_gates),
-        outdated=outdated or None,
+    return ProposalReport.model_validate(
+        {
+            **proposal.plan.summary,
+            "trigger": proposal.trigger.kind.value,
+            "reason": proposal.trigger.reason,
+            "dry_run": proposal.dry_run,
+            "closed_gates": tuple(gate.name for gate in proposal.closed_gates),
+            "outdated": outdated or None,
+        }
     )

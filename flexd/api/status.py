@@ -15,11 +15,9 @@ from flexd.api.migration import MigrationCounts, ThrottleStatus
 from flexd.api.plan import PlanReport
 from flexd.api.planning import DriftStatus, PlacementStatus, PlanningStatus, PricesStatus
 from flexd.api.rank import TopologyStatus
-from flexd.api.stream import StreamStatus
-from flexd.api.table import SketchStatus
+from flexd.api.stream import SketchStatus, StreamStatus
 from flexd.api.training import SlowMemoryStatus, TrainingStatus
 from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.core.errors import SnapshotError
 from flexd.core.model import ALWAYS, HIDDEN, FiniteOrNone, Model, Show, counter, gauge, info, with_zeros
 
 if TYPE_CHECKING:
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from flexd.config.model import Config
     from flexd.core.supervision import Supervisor
     from flexd.sketch.ingestor import Ingestor
-    from flexd.sketch.snapshot import SnapshotStore
 
 
 class KeyChange(Model):
@@ -234,24 +231,17 @@ class SnapshotStatus(Model):
     )
 
 
-def snapshot_status(ingestor: Ingestor, store: SnapshotStore) -> SnapshotStatus:
+def snapshot_status(ingestor: Ingestor) -> SnapshotStatus:
     """Return the state of the snapshots in the rotation."""
     cycle = ingestor.snapshots
     return SnapshotStatus(
         age_seconds=time.monotonic() - cycle.saved_at,
         written=cycle.saved,
         failures=ingestor.failures["snapshots"],
-        bytes=_newest_bytes(store),
+        bytes=cycle.bytes or ingestor.restored.bytes,
         pause_seconds=cycle.pause_seconds,
         problem="; ".join(text for part, text in ingestor.problems() if part == "snapshots") or None,
     )
-
-
-def _newest_bytes(snapshots: SnapshotStore) -> int:
-    try:
-        return snapshots.paths()[0].stat().st_size
-    except (OSError, SnapshotError, IndexError):
-        return 0
 
 
 DAEMON = "flexd"

@@ -5,12 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PROBLEM = frozenset(("problem",))
-_CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "�")
-
-
-def printable(text: str) -> str:
-    """Replace control characters: names and reasons of users must not steer the terminal or break a line."""
-    return text.translate(_CONTROL)
 
 
 @dataclass(frozen=True)
@@ -30,9 +24,6 @@ class Table:
     spare: tuple[str, ...] = ()
     whole: frozenset[str] = frozenset()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", tuple(tuple(printable(cell) for cell in row) for row in self.rows))
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -46,9 +37,6 @@ class Facts:
     pairs: tuple[tuple[str, str], ...]
     wrong: frozenset[str] = PROBLEM
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pairs", tuple((printable(name), printable(value)) for name, value in self.pairs))
-
 
 @dataclass(frozen=True)
 class Sentences:
@@ -56,9 +44,6 @@ class Sentences:
 
     title: str
     lines: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lines", tuple(printable(line) for line in self.lines))
 
 
 Block = Table | Facts | Sentences

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any, TextIO
 
@@ -19,6 +20,7 @@ from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.core import units
 from flexd.core.model import Show
 
+_CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "�")
 MOST_LISTED = 16
 """Values of one list that a line shows; ``-o json`` has all."""
 _WRONG = re.compile(r"problem|reasons|lost|missing|healthy|unused|withheld|ending$|^no plan$")
@@ -210,7 +212,8 @@ def emit(data: BaseModel | dict[str, Any], blocks: Sequence[Block], output: Outp
 
 
 def show(blocks: Sequence[Block], stream: TextIO) -> None:
-    """Print blocks as text."""
+    """Print blocks as text, without control characters: names and reasons of users must not steer the terminal."""
+    blocks = [_printable(block) for block in blocks]
     if stream.isatty():
         # Imported here because rich takes a while to load, and a pipe does not need it.
         from rich.console import Console
@@ -220,6 +223,14 @@ def show(blocks: Sequence[Block], stream: TextIO) -> None:
         Console(file=stream, highlight=False).print(renderable(blocks))
     else:
         stream.write("\n".join(_plain(block) for block in blocks))
+
+
+def _printable(block: Block) -> Block:
+    if isinstance(block, Sentences):
+        return replace(block, lines=tuple(line.translate(_CONTROL) for line in block.lines))
+    if isinstance(block, Facts):
+        return replace(block, pairs=tuple((a.translate(_CONTROL), b.translate(_CONTROL)) for a, b in block.pairs))
+    return replace(block, rows=tuple(tuple(cell.translate(_CONTROL) for cell in row) for row in block.rows))
 
 
 def _plain(block: Block) -> str:

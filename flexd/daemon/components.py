@@ -153,7 +153,7 @@ class DaemonComponents:
         )
         self.inspect = Components(
             config, keyspace, self.ingestor, self.coordinator, planning, self.training, self.drift,
-            self.auto, throttle, self._history, self._snapshots, self._effects,
+            self.auto, throttle, self._history, self._effects,
         )  # fmt: skip
         self._stopping = threading.Event()
         self.planning = PlanCommands(keyspace, planning, self.auto, self.coordinator, self._stopping, self.operator)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -254,8 +255,9 @@ class Plan:
     def demotions(self) -> int:
         return len(self.delta) - self.promotions
 
+    @cached_property
     def summary(self) -> dict[str, Any]:
-        """Return everything but the rows, JSON-able, with units in the names."""
+        """Everything but the rows, JSON-able, with units in the names. Worked out once: every scrape shows it."""
         costs = self.costs
         return {
             **asdict(self.origin),

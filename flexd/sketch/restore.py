@@ -90,7 +90,7 @@ class RestoredState:
     Attributes:
         positions: of the stream, by partition; None without a snapshot.
         generation: of the last profile.
-        path: the restored snapshot; None without one.
+        path, bytes: the restored snapshot and its size; None without one.
         outcomes: the fate of each table; empty without a snapshot.
         refused: newer snapshots that are not used, newest first.
         problems: why they are not.
@@ -101,6 +101,7 @@ class RestoredState:
     positions: dict[str, int] | None = None
     generation: int = 0
     path: Path | None = None
+    bytes: int = 0
     outcomes: tuple[TableOutcome, ...] = ()
     refused: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -199,6 +200,8 @@ def _load(state: RestoredState, path: Path, tables: Sequence[TableSpec], setting
         )
     state.sketches, state.outcomes = sketches, outcomes
     state.path, state.positions = path, saved.positions
+    with contextlib.suppress(OSError):
+        state.bytes = path.stat().st_size
     state.generation = saved.generation + GENERATION_RESERVE
 
 

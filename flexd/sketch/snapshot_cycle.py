@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -25,6 +26,7 @@ class SnapshotCycle:
         interval_seconds: between two snapshots; a change (by any thread) is effective after the next one.
         background: snapshots are written while ingest continues; False stops ingest until they are on disk.
         saved: snapshots on disk since the start.
+        bytes: size of the newest one; 0 before.
         saved_at: monotonic seconds of the newest snapshot, NaN before the first.
         pause_seconds: for which the newest copy of the counters stopped ingest.
 
@@ -52,7 +54,7 @@ class SnapshotCycle:
         self._next = time.monotonic() + interval_seconds
         self._writing: Future[None] | None = None
         self._positions: Positions = {}
-        self.saved = self.commit_failures = 0
+        self.saved = self.commit_failures = self.bytes = 0
         self.saved_at = self.pause_seconds = math.nan
 
     def request(self) -> None:
@@ -111,7 +113,9 @@ class SnapshotCycle:
 
         def write() -> None:
             try:
-                store.save(meta, arrays)
+                path = store.save(meta, arrays)
+                with contextlib.suppress(OSError):
+                    self.bytes = path.stat().st_size
             except BaseException as error:
                 writing.set_exception(error)
             else:

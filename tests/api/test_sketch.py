@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexd.api.table import SketchStatus, sketch_status
+from flexd.api.stream import SketchStatus, sketch_status
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from flexd.api.status import snapshot_status
@@ -40,14 +39,13 @@ def test_counters_are_shown_as_they_are(counted: Ingestor) -> None:
 
 
 def test_the_newest_snapshot_is_measured_and_a_problem_is_one_of_snapshots(counted: Ingestor, tmp_path: Path) -> None:
-    store = SnapshotStore(tmp_path, 3)
-    for size in (10, 30, 20):
-        newest = store.save({"job": "j"}, {"counts": np.zeros(size)})
+    newest = SnapshotStore(tmp_path, 3).paths()[0]
     counted.source.problem = "broker"
     counted.snapshots.saved_at = time.monotonic() - 4.0
-    shown = snapshot_status(counted, store)
+    shown = snapshot_status(counted)
     assert (shown.bytes, shown.written, shown.problem) == (newest.stat().st_size, 1, None)
     assert shown.age_seconds == pytest.approx(4.0, abs=1.0)
     counted._problems["snapshots"] = "disk full"
-    failed = snapshot_status(counted, SnapshotStore(tmp_path / "none", 3, read_only=True))
-    assert (failed.bytes, failed.problem) == (0, "disk full")
+    again = make_ingestor(FakeSource(LOG), SnapshotStore(tmp_path, 3))
+    assert (snapshot_status(again).bytes, snapshot_status(again).written) == (shown.bytes, 0)
+    assert snapshot_status(counted).problem == "disk full"

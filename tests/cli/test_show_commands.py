@@ -9,8 +9,7 @@ import pytest
 from flexd.api.migration import MigrationList
 from flexd.api.rank import TopologyStatus
 from flexd.api.status import DaemonStatus
-from flexd.api.stream import StreamStatus
-from flexd.api.table import SketchStatus, TableSketchStatus
+from flexd.api.stream import SketchStatus, StreamStatus, TableSketchStatus
 from flexd.cli.blocks import Facts, Table
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.render import blocks_of, show
@@ -114,6 +113,7 @@ def test_text_from_the_daemon_cannot_style_the_terminal(monkeypatch):
             return True
 
     monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
-    show(blocks_of(DaemonStatus(job="[red]ads[/]", version="1", stream=StreamStatus(source="x"))), stream)
-    assert "[red]ads[/]" in stream.getvalue()
+    blocks = blocks_of(DaemonStatus(job="[red]ads[/]\x1b[31m\n", version="1", stream=StreamStatus(source="x")))
+    for stream in (Terminal(), io.StringIO()):
+        show(blocks, stream)
+        assert "[red]ads[/]�[31m�" in stream.getvalue()

@@ -43,7 +43,7 @@ def plan(
 
 def test_a_plan_says_everything() -> None:
     made = plan(profile(KEYSPACE, ACCESSES, hot=800))
-    summary = json.loads(json.dumps(made.summary(), allow_nan=False))
+    summary = json.loads(json.dumps(made.summary, allow_nan=False))
     assert summary["plan_id"] == "p2"
     assert summary["parent_id"] == "p1"
     assert (summary["topology_generation"], summary["profile_generation"]) == (4, 3)

@@ -12,8 +12,7 @@ from flexd.api.plan import CostReport, PlanReport
 from flexd.api.planning import PlacementStatus, PlanningStatus
 from flexd.api.rank import ChannelStatus, TopologyStatus
 from flexd.api.status import DaemonStatus, SnapshotStatus
-from flexd.api.stream import StreamStatus
-from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
+from flexd.api.stream import ProfileStatus, SketchStatus, StreamStatus, TableSketchStatus
 from flexd.api.training import TrainingStatus
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 from flexd.core.model import MAX_LABEL_VALUES

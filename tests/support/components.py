@@ -63,7 +63,7 @@ def components(
         CONFIG, KEYSPACE, CountedAccesses(), coordinator, planning, training or TrainingMonitor(len(KEYSPACE.tables)),
         SimpleNamespace(newest=None),
         auto=None, throttle=None, history=SimpleNamespace(newest_moves=lambda limit: plans[::-1][:limit]),
-        snapshots=None, effects=None,
+        effects=None,
     )  # fmt: skip
 
 

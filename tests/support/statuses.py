@@ -6,8 +6,7 @@ from flexd.api.plan import PlanReport
 from flexd.api.planning import DriftStatus, PlacementStatus
 from flexd.api.rank import TopologyStatus
 from flexd.api.status import DaemonStatus, SnapshotStatus
-from flexd.api.stream import StreamStatus
-from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
+from flexd.api.stream import ProfileStatus, SketchStatus, StreamStatus, TableSketchStatus
 from flexd.api.training import SlowMemoryStatus, SlowTableStatus
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 

@@ -154,8 +154,8 @@ def test_the_direct_exchange_is_recommended_where_latency_decides() -> None:
     kept = plan(machine=cluster(latency=1e-4))
     assert kept.costs.exchange is Exchange.CHAIN
     assert kept.costs.recommended_exchange is Exchange.DIRECT_DEDUP
-    assert kept.summary()["exchange"]["recommended"] == "direct_dedup"
-    assert any("exchange 'direct'" in message for message in kept.summary()["replication"]["messages"])
+    assert kept.summary["exchange"]["recommended"] == "direct_dedup"
+    assert any("exchange 'direct'" in message for message in kept.summary["replication"]["messages"])
     assert kept.costs.after.exposed_seconds <= kept.costs.baselines["two_hop"].exposed_seconds
 
 
