@@ -48,12 +48,19 @@ def test_a_silent_rank_is_reported_as_lost(host: Callable[..., Any]) -> None:
         until(lambda: "rank_lost" in hosted.names())
 
 
-def test_a_lost_journal_is_replaced_by_listings_of_the_ranks(host: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_journal_is_continued_and_a_lost_one_replaced_by_listings_of_the_ranks(
+    host: Callable[..., Any], tmp_path: Path
+) -> None:
     hosted = host()
     with Ranks(hosted.port, RankLayout(2, 3)) as ranks:
         first = migrate(hosted.coordinator, "p1", target(1), 100)
         assert first.wait(20) is MigrationState.COMMITTED
         hosted.close()
+        kept = host(port=hosted.port)
+        until(kept.ready, what=ranks.state())
+        assert "placement_listed" not in kept.names()
+        assert kept.coordinator.live().generation == 1
+        kept.close()
         again = host(tmp_path / "empty", port=hosted.port)
         until(again.ready, what=ranks.state())
         assert "placement_listed" in again.names()
