@@ -8,26 +8,15 @@ from typing import Any
 
 import pytest
 
-from flexd.control.agent.agent import Agent
-from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.agent.rank_connection import RankConnection
 from flexd.control.daemon.migration_record import MigrationState
 from flexd.control.protocol import messages
 from flexd.control.protocol.messages import EpochAnnouncement, EpochEnd, Fence, RowsPiece, TapState, encode
 from flexd.control.protocol.network import reconnect_backoff
 from flexd.core.errors import StaleMessageError
-from flexd.core.homes import Homes
-from flexd.core.layout import RankLayout
-from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, migrate, no_rows, same_content, target
+from tests.control.agent.test_agent import PAIR, lone_agent
+from tests.support.ranks_in_threads import Ranks, migrate, same_content, target
 from tests.support.until import until
-
-PAIR = RankLayout(2, 1)
-
-
-def lone_agent(port: int, timeout_seconds: float = 1.0) -> Agent:
-    inbox = ChunkInbox(Homes(TABLES, PAIR), 0, (10, 10))
-    return Agent(inbox, identity(0, PAIR), f"127.0.0.1:{port}", no_rows, SECRET, timeout_seconds)
-
 
 OF_ANOTHER: tuple[dict[str, Any], ...] = (
     {"epoch": 99}, {"token": "other"}, {"attempt": "other"}, {"generation": 9}, {"job": "other"},

@@ -11,6 +11,7 @@ from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState, TransitionEvent
 from flexd.control.daemon.pusher import ChunkLimits, ChunkPusher
+from flexd.control.daemon.throttle import Throttle
 from flexd.core.errors import IllegalTransitionError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
@@ -26,10 +27,10 @@ def planned(name: str, to: Placement) -> Migration:
 class PusherHarness:
     """A pusher with a journal, as after ``begin_epoch`` at version 0."""
 
-    def __init__(self, directory: Path, window: int = 3) -> None:
+    def __init__(self, directory: Path, window: int = 3, rows: int = 10, throttle: Throttle | None = None) -> None:
         self.journal = PlacementJournal(directory)
         self.journal.begin(Segment("a1", 1, "t"), Placement.empty())
-        self.pusher = ChunkPusher(self.journal, TABLES, ChunkLimits(window, 10, 2**30))
+        self.pusher = ChunkPusher(self.journal, TABLES, ChunkLimits(window, rows, 2**30), throttle)
         self.begin_epoch(0)
 
     def begin_epoch(self, version: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.control.daemon.journal import Chunk, PlacementJournal, Segment
+from flexd.control.daemon.journal import Chunk
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
-from flexd.control.daemon.pusher import ChunkLimits, ChunkPusher
 from flexd.control.daemon.throttle import BURST_SECONDS, Throttle, ThrottleLimits, ThrottleReason
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import Placement
 from flexd.planner.plan import moved_bytes
-from tests.support.ranks_in_threads import TABLES, target, topology_of
+from tests.control.daemon.test_pusher import TOPOLOGY, PusherHarness
+from tests.support.ranks_in_threads import TABLES, target
 
 
 @dataclass
@@ -29,7 +28,6 @@ class Clock:
         return self.now
 
 
-TOPOLOGY = topology_of(RankLayout(2, 2))
 LARGEST_ROW = max(table.row_bytes + table.state_bytes for table in TABLES.tables)
 
 
@@ -85,33 +83,23 @@ def test_a_rate_change_accounts_the_time_before_it_and_grants_no_second_burst() 
     assert throttle.release(rows(400), 0) == 0, "tokens above the smaller bucket are lost"
 
 
-@dataclass
-class PusherHarness:
-    """A pusher over a journal, with ranks that apply agreed chunks."""
+class ThrottledRanks(PusherHarness):
+    """A pusher with a throttle, and ranks that apply agreed chunks.
 
-    directory: Path
-    throttle: Throttle
-    steps: list[int] = field(default_factory=list)
-    """Bytes applied at each step."""
+    Attributes:
+        steps: bytes applied at each step.
+    """
 
-    def __post_init__(self) -> None:
-        self.journal = PlacementJournal(self.directory)
-        self.journal.begin(Segment("a1", 1, "t"), Placement.empty())
-        self.pusher = ChunkPusher(self.journal, TABLES, ChunkLimits(4, 40, 2**30), self.throttle)
-        self.begin_epoch(0)
+    def __init__(self, directory: Path, limit: int) -> None:
+        self.throttle = Throttle(ThrottleLimits(bytes_per_step=limit))
+        super().__init__(directory, 4, 40, self.throttle)
+        self.steps: list[int] = []
         self.applied = 0
         self.held: dict[int, int] = {}
 
-    def begin_epoch(self, version: int) -> None:
-        self.pusher.begin_epoch(version, self.journal.placement_at(version).digest(), TOPOLOGY)
-
-    @staticmethod
-    def row_bytes(delta: Delta) -> np.ndarray:
-        return moved_bytes(delta, TABLES, TOPOLOGY.layout)
-
     def push(self) -> None:
         while (chunk := self.pusher.next_chunk(1)) is not None:
-            self.held[chunk.version] = int(self.row_bytes(chunk.delta).sum())
+            self.held[chunk.version] = int(moved_bytes(chunk.delta, TABLES, TOPOLOGY.layout).sum())
 
     def step(self) -> None:
         """Apply all held chunks on every rank, which is the most that one step may apply."""
@@ -130,13 +118,13 @@ class PusherHarness:
 def test_no_step_applies_more_than_the_cap_and_the_migration_completes(
     tmp_path_factory: pytest.TempPathFactory, caps: list[int], epochs: set[int], data: st.DataObject
 ) -> None:
-    harness = PusherHarness(tmp_path_factory.mktemp("journal"), Throttle(ThrottleLimits(bytes_per_step=caps[0])))
+    harness = ThrottledRanks(tmp_path_factory.mktemp("journal"), caps[0])
     migration = Migration(MigrationRecord(migration_id="p"), target(1, 300))
     harness.pusher.submit(migration)
     in_force = caps[0]
     for turn in range(4_000):
         if turn and turn < len(caps):
-            # PusherHarness chunks were released under the older limit.
+            # Chunks in the window were released under the older limit.
             harness.push()
             harness.step()
             in_force = caps[turn]
@@ -159,7 +147,7 @@ def test_no_step_applies_more_than_the_cap_and_the_migration_completes(
 
 
 def test_a_restarted_daemon_waits_until_the_ranks_have_applied_the_agreed_chunks(tmp_path: Path) -> None:
-    harness = PusherHarness(tmp_path, Throttle(ThrottleLimits(bytes_per_step=1 << 30)))
+    harness = ThrottledRanks(tmp_path, 1 << 30)
     for version, delta in enumerate(Placement.empty().delta_to(target(1, 30)).chunks(10), start=1):
         harness.journal.append(Chunk(version, delta))
     harness.begin_epoch(3)
