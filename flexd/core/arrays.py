@@ -1,5 +1,5 @@
-"""Types of numpy arrays, by their elements, runs of equal values, and files of arrays. Docstrings state shapes:
-int64[n]."""
+"""Types of numpy arrays, by their elements; runs of equal values and of places; files of arrays. Docstrings state
+shapes: int64[n]."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def first_of_run(ordered: npt.NDArray[Any]) -> BoolArray:
     first = np.ones(len(ordered), dtype=np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
     return first
+
+
+def places_of_runs(first: Int64Array | int, lengths: npt.NDArray[np.integer[Any]]) -> Int64Array:
+    """Return int64[sum of lengths]: first, first + 1, ... of each run, one run behind another."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return np.repeat(first - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def read_arrays(path: str | Path) -> Arrays:

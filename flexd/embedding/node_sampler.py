@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from flexd.core.arrays import Int64Array, first_of_run
+from flexd.core.arrays import Int64Array, first_of_run, places_of_runs
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
 
@@ -94,7 +94,7 @@ class _Places:
         self._size = int(counts.max())
         self._bits = self._size.bit_length()
         order = np.argsort(bucket, kind="stable")
-        position = np.arange(samples) - np.repeat(np.cumsum(counts) - counts, counts)
+        position = places_of_runs(0, counts)
         filled = np.full((nodes * groups, self._size), samples)
         filled[bucket[order], position] = order
         self._sample = filled.reshape(nodes, groups, self._size)
@@ -396,7 +396,7 @@ class NodeSampler(Sampler[list[int]]):
     def _rows(self, chosen: Int64Array, nodes: Int64Array, node: Int64Array, group: Int64Array) -> BatchRows:
         counts = self._offsets[chosen + 1] - self._offsets[chosen]
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        at = np.repeat(self._offsets[chosen] - offsets[:-1], counts) + np.arange(offsets[-1])
+        at = places_of_runs(self._offsets[chosen], counts)
         rows = self._keys[at]
         row_bytes = self._row_bytes[np.searchsorted(self._first_keys, rows, side="right") - 1]
         return BatchRows(offsets, rows, row_bytes, nodes[at], node, group)

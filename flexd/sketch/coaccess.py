@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core import tap_counts
-from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowArray, UInt32Array
+from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowArray, UInt32Array, places_of_runs
 from flexd.core.errors import SketchError
 from flexd.core.tap_counts import GAMMA
 from flexd.sketch.kernel_parts import finalise
@@ -275,7 +275,7 @@ class CoAccessSample:
         sorted_parts = np.argsort(sample, kind="stable")
         order, sample = order[sorted_parts], sample[sorted_parts]
         offsets = np.concatenate([[0], np.cumsum(sizes[order])]).astype(np.int64)
-        at = np.repeat(places[order] + HEADER - offsets[:-1], sizes[order]) + np.arange(int(offsets[-1]))
+        at = places_of_runs(places[order] + HEADER, sizes[order])
         rows = self._words[at].astype(np.int64)
         return CoAccess(tuple(tables), sample, table[order], offsets, rows, earliest[by_time], owner[by_time])
 

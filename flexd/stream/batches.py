@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexd.core.arrays import Float64Array, Int64Array, first_of_run
+from flexd.core.arrays import Float64Array, Int64Array, first_of_run, places_of_runs
 from flexd.core.errors import StreamError
 from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 from flexd.stream.trace import Trace
@@ -130,17 +130,13 @@ class Batches:
         step."""
         steps = slice(first_step, end_step)
         first, lengths = self._first[steps].reshape(-1), self._length[steps].reshape(-1)
-        ends = np.cumsum(lengths)
-        total = int(ends[-1]) if len(ends) else 0
-        events = self._samples.events[np.repeat(first - (ends - lengths), lengths) + np.arange(total)]
+        events = self._samples.events[places_of_runs(first, lengths)]
         numbers = np.repeat(np.arange(len(lengths)), lengths)
         return numbers, self.trace.table[events].astype(np.int64), self.trace.row[events].astype(np.int64)
 
     def batch(self, step: int, rank: int, micro_batch: int = 0) -> Batch:
         first, lengths = self._first[step, micro_batch, :, rank], self._length[step, micro_batch, :, rank]
-        ends = np.cumsum(lengths)
-        elements = np.repeat(first - (ends - lengths), lengths) + np.arange(ends[-1])
-        events = self._samples.events[elements]
+        events = self._samples.events[places_of_runs(first, lengths)]
         table, row = self.trace.table[events], self.trace.row[events]
         sample = np.repeat(np.arange(len(lengths)), lengths)
         by_table = np.argsort(table, kind="stable")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexd.core.arrays import Float32Array, Int64Array, first_of_run
+from flexd.core.arrays import Float32Array, Int64Array, first_of_run, places_of_runs
 
 _SWEEPS = 3
 
@@ -94,4 +94,4 @@ def _exchange(costs: Float32Array, groups: Int64Array, to: Int64Array, first: in
 def _position_in_runs(values: Int64Array) -> Int64Array:
     """Return the position of each of the sorted values in its run of equal ones."""
     starts = np.flatnonzero(first_of_run(values))
-    return np.arange(len(values)) - np.repeat(starts, np.diff(np.concatenate([starts, [len(values)]])))
+    return places_of_runs(0, np.diff(starts, append=len(values)))

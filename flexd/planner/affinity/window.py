@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexd.core.arrays import Float32Array, Int32Array, Int64Array, first_of_run
+from flexd.core.arrays import Float32Array, Int32Array, Int64Array, first_of_run, places_of_runs
 from flexd.core.keyspace import KeySpace
 from flexd.core.sharding_types import ROW_WISE
 from flexd.sketch.coaccess import CoAccess
@@ -88,7 +88,7 @@ class SampleRows:
         """Return the chosen samples, in that order, over the same keys."""
         lengths = self.lengths[chosen]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        at = np.repeat(self.offsets[chosen] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        at = places_of_runs(self.offsets[chosen], lengths)
         return SampleRows(self.keys, offsets, self.rows[at])
 
     def compact(self) -> SampleRows:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.arrays import Int64Array, UInt8Array, UInt64Array
+from flexd.core.arrays import Int64Array, UInt8Array, UInt64Array, places_of_runs
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow.cold_rows import ColdRows, FreshRows
 
@@ -370,9 +370,9 @@ def _runs(blocks: Int64Array, most: int) -> tuple[Int64Array, Int64Array]:
     joins = np.diff(blocks) == 1
     starts = np.flatnonzero(np.concatenate([[True], ~joins]))
     # A long run is cut: every ``most``-th block of it begins another.
-    within = np.arange(len(blocks)) - np.repeat(starts, np.diff(np.append(starts, len(blocks))))
+    within = places_of_runs(0, np.diff(starts, append=len(blocks)))
     starts = np.flatnonzero(within % most == 0)
-    return blocks[starts], np.diff(np.append(starts, len(blocks)))
+    return blocks[starts], np.diff(starts, append=len(blocks))
 
 
 class BlockRows(ColdRows):
