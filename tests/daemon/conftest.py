@@ -8,35 +8,49 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from flexd.config.load import parse_config
+from flexd.config.load import load_config, parse_config
 from flexd.config.model import Config
 from flexd.daemon import Daemon
+from flexd.daemon.config_file import ConfigFile
 from tests.support.until import until
 
 SHUTDOWN_SECONDS = 20.0
 
 
+def settings(directory: Path) -> dict[str, Any]:
+    """Return the usual configuration of a test, with its state in a directory."""
+    return {
+        "job": "j",
+        "tables": [{"name": "item", "rows": 3_000, "dim": 4}],
+        "stream": {"source": {"kind": "synthetic", "accesses_per_second": 20_000}, "poll_seconds": 0.05},
+        "sketch": {"memory_bytes": 2**22},
+        "control": {"listen_port": 0},
+        "server": {"port": 0},
+        "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 3600.0},
+        "shutdown_seconds": SHUTDOWN_SECONDS,
+    }
+
+
 @pytest.fixture
 def make_config(tmp_path: Path) -> Callable[..., Config]:
     """Return a function that makes a configuration; its sections replace the usual ones."""
+    return lambda **sections: parse_config(settings(tmp_path) | sections)
 
-    def make(**sections: Any) -> Config:
-        return parse_config(
-            {
-                "job": "j",
-                "tables": [{"name": "item", "rows": 3_000, "dim": 4}],
-                "stream": {"source": {"kind": "synthetic", "accesses_per_second": 20_000}, "poll_seconds": 0.05},
-                "sketch": {"memory_bytes": 2**22},
-                "control": {"listen_port": 0},
-                "server": {"port": 0},
-                "state": {"dir": str(tmp_path / "state"), "snapshot_interval_seconds": 3600.0},
-                "shutdown_seconds": SHUTDOWN_SECONDS,
-                **sections,
-            }
-        )
 
-    return make
+class DaemonOnFile:
+    """A daemon, not started, on a file that the test changes."""
+
+    def __init__(self, directory: Path, **sections: Any) -> None:
+        self.path = directory / "flexd.yaml"
+        self.settings = settings(directory) | sections
+        self.write()
+        config = load_config(self.path, {})
+        self.daemon = Daemon(config, ConfigFile(config, self.path, {}))
+
+    def write(self, **sections: Any) -> None:
+        self.path.write_text(yaml.safe_dump(self.settings | sections))
 
 
 class Running:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from flexd.config.load import parse_config
+from flexd.config.model import Config
 from flexd.control.protocol.report import PhasesReport, SentBytes, SlowMemoryReport, SlowTableReport, StepReport
 from flexd.daemon import Daemon
 from tests.support.api_requests import COMMAND_HEADERS
@@ -25,22 +24,8 @@ SECONDS = 30.0
 class Observed:
     """A daemon and four ranks that train."""
 
-    def __init__(self, directory: Path) -> None:
-        self.daemon = Daemon(
-            parse_config({
-                "job": "job",
-                "tables": [{"name": "item", "rows": 50_000, "dim": 8}, {"name": "shop", "rows": 1_000, "dim": 16}],
-                "stream": {"source": {"kind": "synthetic", "accesses_per_second": 50_000}, "poll_seconds": 0.05},
-                "control": {"listen_port": 0},
-                "server": {"port": 0},
-                "planner": {"auto": False, "min_samples": 1_000, "min_coverage": 0.0},
-                "state": {"dir": str(directory / "state")},
-                "shutdown_seconds": 20.0,
-            })
-        )  # fmt: skip
-        self.daemon.start()
-        self._thread = threading.Thread(target=self.daemon.run_until_stopped, daemon=True)
-        self._thread.start()
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
         self.ranks = Ranks(self.daemon.components.coordinator.port, secret=None)
         self.sent: Callable[[StepReport], StepReport] = lambda report: report
         """Changes what rank 1 sends, behind everything that cleans it."""
@@ -52,7 +37,6 @@ class Observed:
             return None if report is None else self.sent(report)
 
         reports.drain = drain_and_change  # type: ignore[method-assign]
-        self.ranks.__enter__()
 
     def malformed(self) -> dict[str, int]:
         return self.daemon.status().topology.channel.malformed_reports
@@ -77,21 +61,17 @@ class Observed:
     def reported(self) -> int:
         return self.ranks.ranks[1].agent.counters.get("reports", 0)
 
-    def stop(self) -> None:
-        self.ranks.stop()
-        self.daemon.request_stop()
-        self._thread.join(30.0)
-        assert not self._thread.is_alive()
-
 
 @pytest.fixture
-def observed(tmp_path: Path) -> Iterator[Observed]:
-    made = Observed(tmp_path)
-    try:
+def observed(start: Callable[..., Any], make_config: Callable[..., Config]) -> Iterator[Observed]:
+    config = make_config(
+        job="job", tables=[{"name": "item", "rows": 50_000, "dim": 8}, {"name": "shop", "rows": 1_000, "dim": 16}],
+        planner={"auto": False, "min_samples": 1_000, "min_coverage": 0.0},
+    )  # fmt: skip
+    made = Observed(start(config).daemon)
+    with made.ranks:
         until(made.ready, SECONDS, made.state)
         yield made
-    finally:
-        made.stop()
 
 
 IMPOSSIBLE: dict[str, Callable[[StepReport], StepReport]] = {

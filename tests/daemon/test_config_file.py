@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +13,17 @@ import yaml
 
 from flexd.config.load import load_config
 from flexd.core.errors import ConfigError, FlexdError
-from flexd.daemon import Daemon
 from flexd.daemon.config_file import ConfigFile
+from tests.daemon.conftest import DaemonOnFile, settings
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.until import until
 
-SETTINGS: dict[str, Any] = {
-    "job": "j",
-    "tables": [{"name": "item", "rows": 3_000, "dim": 4}],
-    "stream": {"source": {"kind": "synthetic", "accesses_per_second": 20_000}, "poll_seconds": 0.05},
-    "sketch": {"memory_bytes": 2**22},
-    "control": {"listen_port": 0},
-    "server": {"port": 0},
-}
-
-
-class DaemonOnFile:
-    """A daemon in this process, on a file that the test changes."""
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "flexd.yaml"
-        self.settings = {**SETTINGS, "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 3600.0}}
-        self.write()
-        config = load_config(self.path, {})
-        self.daemon = Daemon(config, file=ConfigFile(config, self.path, {}))
-        self.daemon.start()
-        self._thread = threading.Thread(target=self.daemon.run_until_stopped, daemon=True)
-        self._thread.start()
-
-    def write(self, **sections: Any) -> None:
-        self.path.write_text(yaml.safe_dump({**self.settings, **sections}))
-
-    def stop(self) -> None:
-        self.daemon.request_stop()
-        self._thread.join(30)
-
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[DaemonOnFile]:
+def job(tmp_path: Path, start: Callable[..., Any]) -> DaemonOnFile:
     job = DaemonOnFile(tmp_path)
-    yield job
-    job.stop()
+    start(job.daemon)
+    return job
 
 
 @pytest.fixture(autouse=True)
@@ -154,23 +123,18 @@ def test_a_bad_file_is_rejected_and_the_old_one_kept(job: DaemonOnFile, change: 
     assert job.daemon.status().config.reloads["rejected"] == 3
 
 
-def _written(directory: Path) -> Path:
-    path = directory / "flexd.yaml"
-    path.write_text(yaml.safe_dump(SETTINGS))
-    return path
-
-
 def test_a_refused_reload_keeps_the_running_configuration(tmp_path: Path) -> None:
     """Hot keys may fit the rest of their file and contradict keys that are still running."""
     applied: list[object] = []
-    path = _written(tmp_path)
+    path = tmp_path / "flexd.yaml"
+    path.write_text(yaml.safe_dump(settings(tmp_path)))
     file = ConfigFile(load_config(path, {}), path, {})
 
     def refuse(config: object) -> None:
         applied.append(config)
         raise ConfigError("no")
 
-    path.write_text(yaml.safe_dump({**SETTINGS, "shutdown_seconds": 3.0}))
+    path.write_text(yaml.safe_dump({**settings(tmp_path), "shutdown_seconds": 3.0}))
     before = file.config
     with pytest.raises(ConfigError, match="no"):
         file.reload(refuse)

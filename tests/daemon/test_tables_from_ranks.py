@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from flexd.config.load import load_config
 from flexd.config.model import Config
 from flexd.control.daemon.membership import ProposedTables
 from flexd.control.protocol.report import RankIdentity
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.daemon import Daemon
-from flexd.daemon.config_file import ConfigFile, save_tables, with_known_tables
+from flexd.daemon.config_file import save_tables, with_known_tables
 from flexd.demo.processes import free_ports
 from flexd.operations.state_database import NAME, StateDatabase
+from tests.daemon.conftest import DaemonOnFile
 from tests.support.ranks_in_threads import SECRET, TABLES, Ranks
 from tests.support.until import until
 
@@ -93,20 +91,13 @@ def test_tables_come_from_the_ranks_and_stay(
 def test_a_configuration_that_contradicts_the_tables_is_named_on_ranks_and_in_the_status(
     start: Callable[..., Any], config: Config, tmp_path: Path
 ) -> None:
-    path, document = tmp_path / "flexd.yaml", config.document()
-
-    def write(table: str) -> None:
-        pins = [{"table": table, "tier": "HOME"}]
-        path.write_text(yaml.safe_dump(document | {"planner": document["planner"] | {"pins": pins}}))
-
-    write("itme")
-    wrong = load_config(path, {})
-    running = start(Daemon(wrong, ConfigFile(wrong, path, {})))
+    job = DaemonOnFile(tmp_path, **(config.document() | {"planner": {"pins": [{"table": "itme", "tier": "HOME"}]}}))
+    running = start(job.daemon)
     with ranks_of(config, TABLES) as ranks:
         cause = "planner.pins[0].table: no table in tables is named 'itme'; did you mean 'item'?"
         until(lambda: cause in running.daemon.ready().reasons[0], 20, running.daemon.ready)
         until(lambda: cause in ranks.ranks[1].agent.state, 20, lambda: ranks.ranks[1].agent.state)
-        write("item")
+        job.write(planner={"pins": [{"table": "item", "tier": "HOME"}]})
         running.daemon.request_reload()
         joined(ranks, running)
 

@@ -12,40 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from flexd.config.load import load_config
 from flexd.control.daemon.membership import ProposedTables
 from flexd.core.errors import ControlError
 from flexd.core.keyspace import TableSpec
 from flexd.daemon import Daemon, run
 from flexd.daemon import daemon as daemon_module
 from flexd.daemon.components import DaemonComponents
-from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.state_directory import StateLock
+from tests.daemon.conftest import DaemonOnFile
 from tests.support.until import until
 
 TABLES = ProposedTables("a1", (TableSpec("item", 10, 4),))
 
 
-class Job:
-    """A daemon without tables whose loop the test ticks, on a file that the test changes."""
+class Job(DaemonOnFile):
+    """A daemon without tables whose loop the test ticks."""
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
-        self.path = directory / "flexd.yaml"
-        self.state = directory / "state"
+        state = {"dir": str(directory / "state"), "on_unusable": "wait"}
+        super().__init__(directory, tables=[], stream={"source": {"kind": "tap"}}, state=state)
         self.patch = patch
-        self.write()
-        config = load_config(self.path, {})
-        self.daemon = Daemon(config, ConfigFile(config, self.path, {}))
         self.daemon.start()
-
-    def write(self, **sections: Any) -> None:
-        settings = {
-            "job": "laptop", "stream": {"source": {"kind": "tap"}}, "control": {"listen_port": 0},
-            "server": {"port": 0}, "state": {"dir": str(self.state), "on_unusable": "wait"}, **sections,
-        }  # fmt: skip
-        self.path.write_text(yaml.safe_dump(settings))
 
     def propose(self) -> Any:
         """Let the ranks propose tables in the next tick."""
@@ -111,7 +99,7 @@ def test_a_waiting_daemon_whose_parts_cannot_be_started_frees_the_state_and_trie
         job.daemon.tick()
     assert job.daemon.ready().reasons[0] == "state: RuntimeError: can't start new thread"
     assert job.daemon.supervisor.faults()["loop"] == 1
-    StateLock(job.state).release()
+    StateLock(tmp_path / "state").release()
     until(lambda: job.daemon.tick() or "no rank has registered" in job.daemon.ready().reasons[0], 20, job.daemon.ready)
     assert job.daemon.stop(20.0)
 
