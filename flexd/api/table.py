@@ -210,7 +210,7 @@ def hot_row_page(
     spec, profile = keyspace.tables[index], ingestor.table_profile(table)
     rows = profile.hot_rows[offset : offset + limit]
     keys = keyspace.keys(index, rows)
-    tiers = _tiers_of(placement.copies, keys)
+    tiers = placement.copies.tiers_of(keys)
     ranks = None if live is None else homes_of(keyspace, live.layout).home_rank(keys)
     shown = tuple(
         HotRow(
@@ -250,17 +250,3 @@ def _placed_rows(keyspace: KeySpace, placement: Placement) -> Int64Array:
 def _by_tier(rows: int, placed: Int64Array) -> RowsByTier:
     node, device = int(placed[0]), int(placed[1])
     return {"HOME": rows - node - device, "NODE": node, "DEVICE": device}
-
-
-def _tiers_of(placement: Placement, keys: Int64Array) -> npt.NDArray[np.uint8]:
-    """Return uint8[n], the tiers of int64[n] keys."""
-    import numpy as np
-
-    from flexd.core.layout import Tier
-
-    tiers = np.full(len(keys), int(Tier.HOME), dtype=np.uint8)
-    if len(placement):
-        at = np.minimum(np.searchsorted(placement.keys, keys), len(placement) - 1)
-        listed = placement.keys[at] == keys
-        tiers[listed] = placement.tiers[at[listed]]
-    return tiers

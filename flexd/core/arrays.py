@@ -31,6 +31,15 @@ def first_of_run(ordered: npt.NDArray[Any]) -> BoolArray:
     return first
 
 
+def matches(ordered: Int64Array, wanted: npt.NDArray[np.integer[Any]]) -> tuple[Int64Array, Int64Array]:
+    """Return int64[m] twice: places of the wanted values that are among ascending ones, and their places there."""
+    if not len(ordered):
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    at = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
+    found = np.flatnonzero(ordered[at] == wanted)
+    return found, at[found]
+
+
 def places_of_runs(first: Int64Array | int, lengths: npt.NDArray[np.integer[Any]]) -> Int64Array:
     """Return int64[sum of lengths]: first, first + 1, ... of each run, one run behind another."""
     ends = np.cumsum(lengths, dtype=np.int64)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.arrays import Int64Array, read_arrays
+from flexd.core.arrays import Int64Array, matches, read_arrays
 from flexd.core.errors import ConfigError
 
 _FORMAT = "flexd node map 1"
@@ -49,11 +49,10 @@ class NodeMap:
     def node_of(self, ids: npt.ArrayLike) -> Int64Array:
         """Return int64 [n]: the node of each user of any integers [n]; of an unknown one ``id % nodes``."""
         wanted = np.asarray(ids).astype(np.int64)
-        unknown = wanted % self.nodes
-        if not len(self.ids):
-            return unknown
-        at = np.minimum(np.searchsorted(self.ids, wanted), len(self.ids) - 1)
-        return np.where(self.ids[at] == wanted, self.nodes_of[at], unknown)
+        nodes = wanted % self.nodes
+        found, at = matches(self.ids, wanted)
+        nodes[found] = self.nodes_of[at]
+        return nodes
 
     def save(self, path: str | Path) -> None:
         """Write an npz file. A file of that name is replaced at once: a reader has the old one or the new one.

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from flexd.core.arrays import Int64Array, UInt8Array, UInt64Array, first_of_run
+from flexd.core.arrays import Int64Array, UInt8Array, UInt64Array, first_of_run, matches
 from flexd.core.errors import PlacementError
 from flexd.core.layout import Tier, is_rehomed
 
@@ -109,10 +109,8 @@ class Placement:
     def tiers_of(self, keys: Int64Array) -> UInt8Array:
         """Map int64[n] keys in any order to uint8[n] tiers."""
         tiers = np.zeros(len(keys), dtype=np.uint8)
-        if len(self.keys):
-            at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-            found = self.keys[at] == keys
-            tiers[found] = self.tiers[at[found]]
+        found, at = matches(self.keys, keys)
+        tiers[found] = self.tiers[at]
         return tiers
 
     def digest(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from flexd.core.arrays import Arrays, Float64Array, Int64Array, RowArray, UInt32Array
+from flexd.core.arrays import Arrays, Float64Array, Int64Array, RowArray, UInt32Array, matches
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
@@ -200,9 +200,8 @@ class DenseTable(TableSketch):
     def row_units(self, rows: Int64Array) -> Int64Array:
         self._apply_pending()
         units = self._low[rows].astype(np.int64)
-        if len(self._high_rows):
-            at = np.minimum(np.searchsorted(self._high_rows, rows), len(self._high_rows) - 1)
-            units += np.where(self._high_rows[at] == rows, self._high_carries[at] << CARRY_BITS, 0)
+        found, at = matches(self._high_rows, rows)
+        units[found] += self._high_carries[at] << CARRY_BITS
         return units
 
     def rescale(self, bits: int) -> None:

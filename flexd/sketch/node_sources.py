@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexd.core.arrays import Float32Array, Float64Array, Int32Array, Int64Array
+from flexd.core.arrays import Float32Array, Float64Array, Int32Array, Int64Array, matches
 from flexd.core.layout import RankLayout
 
 _LEAST_AFFINITY = 1e-4
@@ -61,11 +61,9 @@ class TableSources:
     def _counts(self, positions: Int64Array) -> Float32Array:
         wanted, where = np.unique(positions, return_inverse=True)
         counts = np.zeros((len(wanted), self.nodes), dtype=np.float32)
-        if len(wanted):
-            at = np.minimum(np.searchsorted(wanted, self.hot_position), len(wanted) - 1)
-            found = wanted[at] == self.hot_position
-            # Assignment is enough, because (row, node) pairs do not repeat.
-            counts[at[found], self.hot_node[found]] = self.hot_accesses[found]
+        found, at = matches(wanted, self.hot_position)
+        # Assignment is enough, because (row, node) pairs do not repeat.
+        counts[at, self.hot_node[found]] = self.hot_accesses[found]
         result: Float32Array = counts[where.reshape(-1)]
         return result
 
@@ -104,11 +102,9 @@ def read_sources(rows: Int64Array, ranks: Int32Array, hot_rows: Int64Array, layo
 def _positions(seen: Int64Array, hot_rows: Int64Array) -> Int64Array:
     """Return the index in ``hot_rows`` of each of int64[s] ascending rows, -1 if it is not listed."""
     position = np.full(len(seen), -1, dtype=np.int64)
-    if len(seen) and len(hot_rows):
-        # The sample is shorter: searching the listed rows in it avoids sorting a million rows.
-        at = np.minimum(np.searchsorted(seen, hot_rows), len(seen) - 1)
-        found = np.flatnonzero(seen[at] == hot_rows)
-        position[at[found]] = found
+    # The sample is shorter: searching the listed rows in it avoids sorting a million rows.
+    found, at = matches(seen, hot_rows)
+    position[at] = found
     return position
 
 

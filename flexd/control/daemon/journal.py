@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.core.arrays import matches
 from flexd.core.durable import quarantine_file, sync_directory
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.fault_points import fault_point
@@ -291,10 +292,8 @@ class PlacementJournal:
             self._overlay, self._overlaid, recent = _latest(chunks), len(chunks), []
         tiers = self._base.tiers_of(keys)
         for changed, latest in (self._overlay, _latest(recent)):
-            if len(changed):
-                at = np.minimum(np.searchsorted(changed, keys), len(changed) - 1)
-                found = changed[at] == keys
-                tiers[found] = latest[at[found]]
+            found, at = matches(changed, keys)
+            tiers[found] = latest[at]
         return tiers
 
     def _rewrite(self, segment: Segment, base: Placement, chunks: list[Chunk]) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from flexd.control.agent.inbox import Prepared
-from flexd.core.arrays import BoolArray, Int32Array, Int64Array, UInt8Array, first_of_run
+from flexd.core.arrays import BoolArray, Int32Array, Int64Array, UInt8Array, first_of_run, matches
 from flexd.core.errors import PlacementError
 from flexd.core.homes import Homes
 from flexd.core.layout import Tier, is_rehomed, without_moves
@@ -324,10 +324,8 @@ class Migrator:
             after = after.after
         tiers, slots = self._directory.read(addresses)
         for one in reversed(waiting):
-            listed = one.addresses
-            at = np.searchsorted(listed, addresses).clip(max=max(len(listed) - 1, 0))
-            changed = listed[at] == addresses if len(listed) else np.zeros(len(addresses), dtype=np.bool_)
-            tiers[changed], slots[changed] = one.tiers[at[changed]], one.slots[at[changed]]
+            changed, at = matches(one.addresses, addresses)
+            tiers[changed], slots[changed] = one.tiers[at], one.slots[at]
         return tiers, slots
 
     def _next(self, chunk: Delta, delta: Delta, after: NextPlacement | None) -> NextPlacement:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexd.core.arrays import BoolArray, Float32Array, Float64Array, Int64Array
+from flexd.core.arrays import BoolArray, Float32Array, Float64Array, Int64Array, matches
 from flexd.planner.affinity.dealing import deal
 from flexd.planner.affinity.window import RowCosts, SampleRows
 
@@ -191,21 +191,18 @@ class NodeHomes:
 
     def home_of(self, keys: Int64Array, by_rule: Int64Array) -> Int64Array:
         """Return int64 [n]: the node of each key's home, ``by_rule`` where the key is not known."""
-        at, known = self._find(keys)
-        return np.where(known, self.home[at], by_rule) if len(self.keys) else by_rule
+        home = by_rule.copy()
+        known, at = matches(self.keys, keys)
+        home[known] = self.home[at]
+        return home
 
     def row_costs(self, keys: Int64Array, by_rule: Int64Array) -> Float32Array:
         """Return float32 [n, nodes]: rows that cross if one more sample with that key is trained in a node."""
         costs = np.ones((len(keys), self.nodes), dtype=np.float32)
-        if len(self.keys):
-            at, known = self._find(keys)
-            costs[known] = self.absent[at[known]]
+        known, at = matches(self.keys, keys)
+        costs[known] = self.absent[at]
         costs[np.arange(len(keys)), self.home_of(keys, by_rule)] = 0
         return costs
-
-    def _find(self, keys: Int64Array) -> tuple[Int64Array, BoolArray]:
-        at = np.minimum(np.searchsorted(self.keys, keys), max(0, len(self.keys) - 1))
-        return at, self.keys[at] == keys if len(self.keys) else np.zeros(len(keys), dtype=np.bool_)
 
 
 def learn_homes(
