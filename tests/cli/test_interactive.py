@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import re
+
 import pexpect
 import pytest
 
@@ -41,29 +44,27 @@ def test_yes_is_yes_whether_typed_or_given(terminal, daemon):
 
 
 QUESTIONS = {
-    "reload": (["reload"], r"applied.*log\.level.*Reload\?", "reload"),
-    "throttle": (["throttle", "--bytes-per-step", "0"], r"1\.049 MB.*Change these limits\?", "set_throttle"),
-    "abort": (["abort"], r"rows pushed.*2,000.*Abort\?", "abort"),
-    "apply": (["apply", "latest"], r"p7.*Apply p7\?", "apply"),
-}
-"""By name: the command, what it asks, and what of the daemon it calls after a yes."""
-
-
-@pytest.mark.parametrize(("name", "answer"), [("reload", "y"), ("throttle", "n"), ("abort", "n"), ("apply", "y")])
-def test_the_question_describes_the_effect_of_a_yes(terminal, daemon, name, answer):
-    command, question, verb = QUESTIONS[name]
-    process = terminal(*command)
-    process.expect(rf"(?s){question} \[y/N\]")
-    asked = [call[0] for call in daemon.calls]
-    assert verb not in asked
-    process.sendline(answer)
-    text, status = ended(process)
-    after = [call[:2] for call in daemon.calls[len(asked) :]]
-    if answer == "n":
-        assert (status, after) == (ExitCode.FAILED, [])
-        assert "nothing was changed" in text
-        return
-    assert status == 0
-    assert after[0][0] == verb
+    "reload": (r"applied.*log\.level.*Reload\?", "preview_reload", "reload"),
+    "throttle --bytes-per-step 0": (r"1\.049 MB.*Change these limits\?", "throttle", "set_throttle"),
+    "abort": (r"rows pushed.*2,000.*Abort\?", "preview_abort", "abort"),
     # Not "latest": that may be another plan by now.
-    assert name != "apply" or after[0] == ("apply", "p7")
+    "apply latest": (r"p7.*Apply p7\?", "proposal", "apply"),
+}
+"""By command: what it asks, and what it calls of the daemon before the question and after a yes."""
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+@pytest.mark.parametrize("command", QUESTIONS)
+def test_the_question_describes_the_effect_of_a_yes(flexd_command, url, daemon, monkeypatch, command, answer):
+    question, before, after = QUESTIONS[command]
+    for module in ("options", "change_commands"):
+        monkeypatch.setattr(f"flexd.cli.{module}.must_ask", lambda yes: not yes)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{answer}\n"))
+    done = flexd_command(*command.split(), "--url", url)
+    assert re.search(rf"(?s){question} \[y/N\]", done.stderr), done.stderr
+    assert ("nothing was changed" in done.stderr) is (answer == "n")
+    assert done.returncode == (0 if answer == "y" else ExitCode.FAILED)
+    called = [call[0] for call in daemon.calls]
+    assert called[: 1 + (answer == "y")] == ([before, after] if answer == "y" else [before])
+    assert (after in called) is (answer == "y")
+    assert command != "apply latest" or answer == "n" or daemon.calls[1][:2] == ("apply", "p7")
