@@ -58,30 +58,20 @@ def sharded(optimizer: str, world_size: int, columns: bool = False, kind: type[R
     )
 
 
-def train_sharded(model: Any, rank: int, first: int, steps: int) -> list[float]:
-    """Train under ``DistributedModelParallel``, whose fused optimizer updates the rows in ``backward``."""
-    tables = set(model.fused_optimizer.params)
-    dense = torch.optim.SGD([p for name, p in model.named_parameters() if name not in tables], lr=0.1)
-    losses = []
-    for step in range(first, first + steps):
-        loss = model(*batch(step, rank, weighted=False))
-        dense.zero_grad()
-        loss.backward()
-        dense.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def train_moved(model: Any, tables: Any, rank: int, first: int, steps: int) -> list[float]:
-    parallel = DistributedDataParallel(model)
-    dense = torch.optim.SGD(parallel.parameters(), lr=0.1)
+def train(model: Any, rank: int, first: int, steps: int, tables: Any = None) -> list[float]:
+    """Train under ``DistributedModelParallel``, whose fused optimizer updates the rows in ``backward``, or with
+    replaced ``tables``."""
+    fused = set() if tables else set(model.fused_optimizer.params)
+    parallel = DistributedDataParallel(model) if tables else model
+    dense = torch.optim.SGD([p for name, p in model.named_parameters() if name not in fused], lr=0.1)
     losses = []
     for step in range(first, first + steps):
         loss = parallel(*batch(step, rank, weighted=False))
         dense.zero_grad()
         loss.backward()
         dense.step()
-        tables.optimizer.step()
+        if tables:
+            tables.optimizer.step()
         losses.append(float(loss.detach()))
     return losses
 
@@ -92,10 +82,10 @@ def there_and_back(rank: int, layout: RankLayout, optimizer: str, steps: int, fo
     Each part begins from other values than those it loads.
     """
     stayed = sharded(optimizer, layout.world_size)
-    expected = train_sharded(stayed, rank, 0, 3 * steps)
+    expected = train(stayed, rank, 0, 3 * steps)
 
     before = sharded(optimizer, layout.world_size)
-    losses = train_sharded(before, rank, 0, steps)
+    losses = train(before, rank, 0, steps)
     dcp.save({"model": before, "optimizer": before.fused_optimizer}, checkpoint_id=f"{folder}/before")
 
     model = make(optimizer, weighted=False)
@@ -103,15 +93,15 @@ def there_and_back(rank: int, layout: RankLayout, optimizer: str, steps: int, fo
     for name in ROWS:
         tables.load_rows(name, 0, torch.zeros_like(tables.gather_table(name)))
     tables.engine.inbox.offer(1, every_second_row())
-    train_moved(model, tables, rank, 90, 2)
+    train(model, rank, 90, 2, tables)
     state = {"model": ModelState(model, tables), "optimizer": FusedOptimizerState(tables)}
     dcp.load(state, checkpoint_id=f"{folder}/before")
-    losses += train_moved(model, tables, rank, steps, steps)
+    losses += train(model, rank, steps, steps, tables)
     equal = tables.replicas_bit_equal()
     dcp.save(state, checkpoint_id=f"{folder}/moved")
 
     after = sharded(optimizer, layout.world_size, columns=optimizer != "rowwise_adagrad")
-    train_sharded(after, rank, 95, 1)
+    train(after, rank, 95, 1)
     back = {"model": after.state_dict(), "optimizer": after.fused_optimizer.state_dict()}
     if optimizer == "sgd":  # torch.distributed.checkpoint does not load a dictionary without any tensor
         del back["optimizer"]
@@ -119,7 +109,7 @@ def there_and_back(rank: int, layout: RankLayout, optimizer: str, steps: int, fo
     after.load_state_dict(back["model"])
     if optimizer != "sgd":
         after.fused_optimizer.load_state_dict(back["optimizer"])
-    losses += train_sharded(after, rank, 2 * steps, steps)
+    losses += train(after, rank, 2 * steps, steps)
     return {"expected": expected, "losses": losses, "replicas_equal": equal}
 
 

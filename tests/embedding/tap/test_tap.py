@@ -64,6 +64,13 @@ class Job:
                 totals[table.table][table.rows] += table.counts
         return totals
 
+    def finish(self, deltas: list[TapCounts]) -> None:
+        """Hand over what was counted since the last hand-over, drain and check."""
+        while self.tap._counting.steps and not self.tap._swap():
+            time.sleep(0.002)
+        self.drain(deltas)
+        self.check(deltas)
+
     def check(self, deltas: list[TapCounts]) -> None:
         for name, rows in self.totals(deltas).items():
             assert np.array_equal(rows, self.exact[name]), name
@@ -96,10 +103,7 @@ def test_without_acknowledgements_counts_add_up_in_bounded_memory_and_no_step_wa
     held = sum(tap_counts.value_count([table]) for table in job.tap._pending.values())
     assert held <= 2 * (20_000 + 50) + 4 * 4097, "pending counts are bounded by the tables' rows"
     deltas: list[TapCounts] = []
-    while job.tap._counting.steps and not job.tap._swap():
-        time.sleep(0.002)
-    job.drain(deltas)
-    job.check(deltas)
+    job.finish(deltas)
     assert len(deltas) < 10, "pending intervals are merged"
 
 
@@ -133,9 +137,6 @@ def test_counts_too_large_for_one_message_are_split(monkeypatch):
     for _ in range(4):
         job.step()
     # The thread may not have been done with the first interval when the second one ended.
-    while job.tap._counting.steps and not job.tap._swap():
-        time.sleep(0.002)
-    job.drain(deltas)
-    job.check(deltas)
+    job.finish(deltas)
     assert len(deltas) > 2
     assert max(tap_counts.value_count(batch.tables) for batch in deltas) <= 40
