@@ -242,7 +242,8 @@ class BlockFile:
     def close(self) -> None:
         """Close the file and remove it; twice is fine."""
         if self._file >= 0:
-            self.path.unlink(missing_ok=True)
+            if os.fstat(self._file).st_nlink:  # else the file of that name is another's
+                self.path.unlink(missing_ok=True)
             for lane in (self._reads, self._writes):
                 lane.close(wait=not self._late)
             if not self._late:  # a late call must not find another file under its number

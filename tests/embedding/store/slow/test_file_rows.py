@@ -85,7 +85,10 @@ def test_a_file_that_was_cut_or_removed(tmp_path: Path) -> None:
     (tmp_path / "rows").unlink()
     with pytest.raises(SlowMemoryError, match="rows: was removed while in use - start again from the checkpoint"):
         slow.read(SLOTS)
+    following = rows_in(tmp_path / "rows")
     slow.close()
+    assert not following.read(SLOTS).any(), "the file of another job stays"
+    following.close()
     with pytest.raises(SlowMemoryError, match="closed"):
         slow.read(SLOTS)
 
