@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from flexd.api.base import CommandRequest, ProbeResult, RequestBody
@@ -59,14 +60,14 @@ class Operation(Generic[Answer]):
     slow: bool = False
     missing: str = ""
 
-    @property
+    @cached_property
     def parameters(self) -> list[str]:
         """The names in the path."""
         return re.findall(r"{(\w+)}", self.path)
 
-    @property
+    @cached_property
     def waits(self) -> bool:
-        """Return True if a request says how long it waits for what it has started; status 202 if that goes on."""
+        """True if a request says how long it waits for what it has started; status 202 if that goes on."""
         return self.request is not None and "wait_seconds" in self.request.model_fields
 
 
