@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from flexd.control.daemon.coordinator_types import LiveTopology
+    from flexd.control.daemon.epoch_manager import LiveTopology
     from flexd.core.keyspace import KeySpace
     from flexd.core.placement import Placement
     from flexd.sketch.ingestor import Ingestor

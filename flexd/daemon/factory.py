@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexd.config.model import Config
 from flexd.config.stream import FileLogSourceConfig, KafkaSourceConfig, TapSourceConfig
-from flexd.control.daemon.coordinator_types import ControlOptions
+from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.pusher import ChunkLimits
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.core.secrets import KeyFile

@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from zoneinfo import ZoneInfo
 
 from flexd.config.planner import PlannerConfig, WindowConfig
-from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import MigrationState
 from flexd.core.errors import FlexdError

@@ -12,7 +12,7 @@ from enum import Enum
 from itertools import count
 
 from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import Migration, MigrationEvent
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 from flexd.core.errors import ApiError, FlexdError, SnapshotError

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase, StepReport, TrainerSettings
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from flexd.config.model import Config
 from flexd.config.planner import MinSavingConfig, PlanGatesConfig
 from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.errors import ApiError, PlanError

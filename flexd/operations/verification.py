@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import MigrationState, VerificationReport
 from flexd.control.protocol.report import ExchangeReason, StepReport

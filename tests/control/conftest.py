@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.coordinator_types import ControlOptions
+from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.throttle import Throttle
 from flexd.stream.tap_source import TapSource

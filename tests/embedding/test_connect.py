@@ -14,7 +14,7 @@ import torch
 
 import flexd
 from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.coordinator_types import ControlOptions
+from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 from flexd.control.daemon.pusher import ChunkLimits

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import flexd
 from flexd.api.training import training_status
 from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.coordinator_types import ControlOptions
+from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, TableSpec

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flexd.config.load import parse_config
-from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.protocol.report import TrainerSettings
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement

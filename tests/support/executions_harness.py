@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from flexd.api.migration_commands import MigrationCommands
 from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.coordinator_types import ControlOptions
+from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration import Migration, MigrationEvent
 from flexd.control.daemon.pusher import ChunkLimits

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from flexd.control.daemon.channel_events import ChannelCounters
-from flexd.control.daemon.coordinator_types import ControlStatus, LiveTopology
+from flexd.control.daemon.epoch_manager import ControlStatus, LiveTopology
 from flexd.control.daemon.membership import RankPresence
 from flexd.control.daemon.migration import Migration, MigrationEvent
 from flexd.control.daemon.migration_record import MigrationRecord, TransitionEvent

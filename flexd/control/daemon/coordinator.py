@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from flexd.control.daemon.channel_events import ChannelCounters, ChannelOptions
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
-from flexd.control.daemon.epoch_manager import EpochManager, OnReport
+from flexd.control.daemon.epoch_manager import ControlOptions, ControlStatus, EpochManager, LiveTopology, OnReport
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.membership import Membership, ProposedTables
 from flexd.control.daemon.migration import Migration, MigrationEvent

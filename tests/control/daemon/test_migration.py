@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.coordinator_types import ControlOptions
+from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration import Migration, MigrationEvent
 from flexd.control.daemon.migration_record import (

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.coordinator_types import ControlOptions
+from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 from flexd.core.keyspace import KeySpace
