@@ -39,9 +39,12 @@ def configured(tmp_path: Path, source: dict[str, object]) -> Path:
 
 
 def test_a_trace(flexd_command, trace: Path):
-    done = flexd_command("advise", "--step-ms", 50, "--trace", trace, *SMALL, "-o", "json", "--now", "dedup")
+    measured = ("--step-ms", 50, "--computing-ms", 20, "--now", "dedup")
+    done = flexd_command("advise", *measured, "--trace", trace, *SMALL, "-o", "json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
+    assert found["exchange_seconds"] == pytest.approx(0.03)
+    assert any("The prices were multiplied by" in line for line in found["messages"])
     assert set(found["options"]) == {
         "row_wise", "two_hops", "dedup_prefetch_pipeline", "two_hops_prefetch_pipeline", "copies",
         "copies_prefetch_pipeline",
@@ -108,17 +111,3 @@ def test_the_answer_says_not_here_where_nothing_is_won(flexd_command, trace: Pat
     assert "GPU-hours" in done.stdout
     wins = flexd_command("advise", "--step-ms", 30, "--trace", trace, "--scale", 100_000, *SMALL)
     assert wins.stdout.startswith("answer:\n  Worth it: "), wins.stdout
-
-
-def test_a_measured_computing_time_corrects_the_prices_and_the_answer_says_so(flexd_command, trace: Path):
-    found = {
-        given: json.loads(
-            flexd_command("advise", "--step-ms", 50, "--trace", trace, *SMALL, "-o", "json", *given).stdout
-        )
-        for given in ((), ("--computing-ms", 20))
-    }
-    assert found[()]["price_correction"] == 1.0
-    corrected = found["--computing-ms", 20]
-    assert corrected["exchange_seconds"] == pytest.approx(0.03)
-    assert any("The prices were multiplied by" in line for line in corrected["messages"])
-    assert not any("multiplied" in line for line in found[()]["messages"])
