@@ -6,7 +6,7 @@ from flexd.config.model import Config
 from flexd.config.stream import FileLogSourceConfig, KafkaSourceConfig, TapSourceConfig
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.pusher import ChunkLimits
-from flexd.control.protocol.credentials import TlsContext, TlsFiles
+from flexd.control.protocol.network import TlsContext, TlsFiles
 from flexd.core.secrets import KeyFile
 from flexd.sketch.types import SketchSettings
 from flexd.stream.offsets_in_work import OffsetsInWork

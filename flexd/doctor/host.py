@@ -16,7 +16,7 @@ from pathlib import Path
 import flexd
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSourceConfig
-from flexd.control.protocol.credentials import TlsContext, TlsFiles
+from flexd.control.protocol.network import TlsContext, TlsFiles
 from flexd.core import units
 from flexd.core.secrets import read_keys
 from flexd.doctor.finding import Finding, fault, ok, skipped, warning

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexd.control.agent.agent import Agent
-from flexd.control.protocol.credentials import TlsContext, TlsFiles
+from flexd.control.protocol.network import TlsContext, TlsFiles
 from flexd.control.protocol.report import (
     BatchReport,
     PhasesReport,

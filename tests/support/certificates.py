@@ -7,7 +7,7 @@ from pathlib import Path
 
 import trustme
 
-from flexd.control.protocol.credentials import TlsFiles
+from flexd.control.protocol.network import TlsFiles
 
 
 class Authority:

@@ -15,8 +15,8 @@ from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.membership import Topology
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.control.protocol.credentials import TlsFiles
 from flexd.control.protocol.messages import Hello
+from flexd.control.protocol.network import TlsFiles
 from flexd.control.protocol.report import PlacementState, RankIdentity, SentBytes, StepReport
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec

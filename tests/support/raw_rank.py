@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 
 from flexd.control.agent.channel_client import ChannelClient
-from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.messages import ControlMessage, DaemonNotice, decode, encode
+from flexd.control.protocol.network import ChannelCredentials
 from flexd.core.secrets import Secret
 from tests.support.ranks_in_threads import SECRET
 

@@ -14,8 +14,14 @@ import time
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.agent.rank_connection import AgentContext, PlacementLists, RankConnection
 from flexd.control.agent.tap_outbox import TapOutbox
-from flexd.control.protocol.credentials import ChannelCredentials, TlsFiles
-from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, parse_address, reconnect_backoff
+from flexd.control.protocol.network import (
+    CHANNEL_ERRORS,
+    ChannelCredentials,
+    TlsFiles,
+    first_line,
+    parse_address,
+    reconnect_backoff,
+)
 from flexd.control.protocol.report import RankIdentity, StepReport
 from flexd.core.errors import AuthenticationError, StaleMessageError, TopologyError
 from flexd.core.keyspace import TableSpec

@@ -8,7 +8,6 @@ import socket
 import ssl
 import time
 
-from flexd.control.protocol.credentials import ChannelCredentials, TlsContext
 from flexd.control.protocol.frames import (
     READ_BYTES,
     Body,
@@ -20,6 +19,7 @@ from flexd.control.protocol.frames import (
     SealedPayload,
 )
 from flexd.control.protocol.handshake import OWN, Session, Steps, client_steps
+from flexd.control.protocol.network import ChannelCredentials, TlsContext
 from flexd.core.errors import AuthenticationError, ControlError
 from flexd.core.secrets import accepted_keys
 

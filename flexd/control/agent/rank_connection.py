@@ -26,7 +26,6 @@ import numpy.typing as npt
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.inbox import ChunkInbox, cannot_prepare
 from flexd.control.agent.tap_outbox import TapOutbox, TapSender
-from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.frames import Frame
 from flexd.control.protocol.messages import (
     Bytes,
@@ -55,7 +54,7 @@ from flexd.control.protocol.messages import (
     pieces_of,
     rows_body,
 )
-from flexd.control.protocol.network import CHANNEL_ERRORS, named_error, new_token
+from flexd.control.protocol.network import CHANNEL_ERRORS, ChannelCredentials, named_error, new_token
 from flexd.control.protocol.report import PendingReports, PlacementState, RankIdentity
 from flexd.control.protocol.table_list import tables_body
 from flexd.core.errors import (

@@ -25,9 +25,8 @@ from flexd.control.daemon.migration import Migration, MigrationEvent
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.rank_channels import RankChannels, RankDisconnected
 from flexd.control.daemon.throttle import Throttle
-from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.messages import DaemonNotice
-from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, new_token
+from flexd.control.protocol.network import CHANNEL_ERRORS, ChannelCredentials, first_line, new_token
 from flexd.core.errors import ControlError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace

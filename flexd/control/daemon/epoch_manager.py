@@ -26,7 +26,6 @@ from flexd.control.daemon.pusher import ChunkLimits, ChunkPusher
 from flexd.control.daemon.rank_channels import REFUSED_KINDS, RankChannels, RankDisconnected, Received
 from flexd.control.daemon.tap_receiver import NO_TAP, TapReceiver
 from flexd.control.daemon.throttle import Throttle
-from flexd.control.protocol.credentials import TlsFiles
 from flexd.control.protocol.messages import (
     Bytes,
     ChunkRefused,
@@ -40,7 +39,7 @@ from flexd.control.protocol.messages import (
     TapPiece,
     TapState,
 )
-from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, new_token, reconnect_backoff
+from flexd.control.protocol.network import CHANNEL_ERRORS, TlsFiles, first_line, new_token, reconnect_backoff
 from flexd.control.protocol.report import StepReport, TrainerSettings
 from flexd.core.errors import ControlError, SnapshotError
 from flexd.core.fault_points import fault_point

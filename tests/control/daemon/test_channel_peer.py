@@ -12,7 +12,6 @@ import pytest
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.daemon.channel_events import EVENT_BYTES, ChannelOptions, Closed
 from flexd.control.daemon.channel_peer import OutputTotal, PeerOutput
-from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.frames import (
     HEAD,
     MAX_BODY_BYTES,
@@ -20,6 +19,7 @@ from flexd.control.protocol.frames import (
     FrameKey,
     SealedPayload,
 )
+from flexd.control.protocol.network import ChannelCredentials
 from flexd.core.errors import ControlError
 from flexd.core.secrets import KeyFile
 from tests.support.channel import (
