@@ -1,4 +1,4 @@
-"""What both ends need to connect: addresses, credentials, listening sockets, retry waits, errors that end connections."""
+"""What both ends need to connect: addresses, credentials, listening sockets, waits, errors that end connections."""
 
 from __future__ import annotations
 

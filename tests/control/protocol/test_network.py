@@ -1,4 +1,4 @@
-"""Addresses of the channel, and TLS 1.3: both ends show a certificate of the CA, and files are replaced while it runs."""
+"""Addresses of the channel, and TLS 1.3: both ends show a certificate, and files are replaced while it runs."""
 
 from __future__ import annotations
 
