@@ -19,7 +19,7 @@ from flexd.control.daemon.membership import Topology
 from flexd.control.daemon.migration import Migration, MigrationEvent
 from flexd.control.daemon.migration_record import MigrationState, TransitionEvent
 from flexd.control.daemon.throttle import Throttle
-from flexd.core.errors import FlexdError, IllegalTransitionError
+from flexd.core.errors import ControlError, FlexdError, IllegalTransitionError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
 from flexd.planner.plan import moved_bytes, plan_delta
@@ -76,6 +76,8 @@ class ChunkPusher:
         self.limits = limits
         self._lock = threading.Lock()
         self._next: Migration | None = None
+        self._stopped = ""
+        """Why no migration can be submitted any more; empty before ``stop``."""
         self._active: Migration | None = None
         self._outstanding: deque[_Outstanding] = deque()
         self._digests: dict[int, int] = {}
@@ -97,8 +99,14 @@ class ChunkPusher:
         return len(self._outstanding)
 
     def submit(self, migration: Migration) -> None:
-        """Set the next migration; a waiting one is superseded immediately, a running one at its next chunk."""
+        """Set the next migration; a waiting one is superseded immediately, a running one at its next chunk.
+
+        Raises:
+            ControlError: after ``stop``; it would wait for ever.
+        """
         with self._lock:
+            if self._stopped:
+                raise ControlError(self._stopped, remedy="start the daemon again")
             migration.observe(self._events.append)
             older, self._next = self._next, migration
             if older is not None and not older.done:
@@ -154,7 +162,7 @@ class ChunkPusher:
         """Fail the running and the waiting migration; no further chunk is pushed."""
         self._drop_outstanding(reason)
         with self._lock:
-            waiting, self._next = self._next, None
+            waiting, self._next, self._stopped = self._next, None, reason
         if waiting is not None and not waiting.done:
             self._fire(waiting, TransitionEvent.FAIL, reason)
 

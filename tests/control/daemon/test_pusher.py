@@ -12,7 +12,7 @@ from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState, TransitionEvent
 from flexd.control.daemon.pusher import ChunkLimits, ChunkPusher
 from flexd.control.daemon.throttle import Throttle
-from flexd.core.errors import IllegalTransitionError
+from flexd.core.errors import ControlError, IllegalTransitionError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import TABLES, target, topology_of
@@ -170,3 +170,16 @@ def test_void_chunks_of_an_aborted_migration_are_not_pushed_again(tmp_path: Path
     assert (progress.rows_pushed, progress.rows_applied, progress.last_version) == (10 * agreed, 10 * agreed, agreed)
     assert f"stopped at version {agreed}, {10 * agreed} of 50 rows applied" in migration.record.problem
     assert harness.pusher.drain_events()[-1].transition is None
+
+
+def test_no_migration_is_left_waiting_by_a_stop(tmp_path: Path) -> None:
+    harness = PusherHarness(tmp_path)
+    running, waiting = planned("p", target(1, 50)), planned("q", target(2, 50))
+    harness.pusher.submit(running)
+    assert harness.push_all() == [1, 2, 3]
+    harness.pusher.submit(waiting)
+    harness.pusher.stop("the daemon is stopping")
+    assert (running.state, waiting.state) == (MigrationState.FAILED, MigrationState.FAILED)
+    late = planned("r", target(3, 50))
+    with pytest.raises(ControlError, match="the daemon is stopping"):
+        harness.pusher.submit(late)
