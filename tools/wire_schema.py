@@ -32,7 +32,7 @@ FOLDER = Path(__file__).parents[1] / "tests" / "control" / "protocol" / "wire"
 OPTIONAL = " (optional)"
 _PARTS = (
     messages.Fence, parts.RankIdentity, parts.TrainerSettings, parts.PlacementState, parts.StepReport, parts.SentBytes,
-    parts.BatchReport, parts.UsedExchange, parts.PhasesReport, parts.PhaseReport,
+    parts.BatchReport, parts.UsedExchange, parts.ArmReport, parts.PhasesReport, parts.PhaseReport,
 )  # fmt: skip
 
 Fields = dict[str, str]

@@ -24,7 +24,7 @@ from flexd.core.model import (
 from flexd.core.usage_warnings import UsageWarningKind
 
 if TYPE_CHECKING:
-    from flexd.control.protocol.report import StepReport
+    from flexd.control.protocol.report import StepReport, UsedExchange
     from flexd.core.keyspace import TableSpec
     from flexd.core.layout import RankLayout
     from flexd.operations.step_times import PhaseAverages
@@ -174,6 +174,58 @@ class PrefetchStatus(Model):
     )
 
 
+class ArmStatus(Model):
+    """A typical step with one choice of exchange and prefetch pipeline, as the ranks have measured it."""
+
+    arm: str
+    """``chain`` or ``direct``, ``with prefetch`` where batches are located ahead."""
+    step_seconds: float
+    """Wall time of a step."""
+    in_use: bool = False
+    """True for the one that the ranks use."""
+
+
+class TuningStatus(Model):
+    """Exchange and prefetch pipeline that the ranks use, and what they have measured of the others."""
+
+    exchange: str = ""
+    """``chain`` or ``direct``; several while it changes, empty until a rank has reported."""
+    arm: str = ""
+    """The same, ``with prefetch`` where batches are located ahead."""
+    reason: str = ""
+    """Why: ``configured`` by the trainer; or chosen by it: ``start``, ``priced`` by the daemon, ``measured``, or in a
+    ``trial``; empty until a rank has reported."""
+    measured_at_step: int = 0
+    """Step of the newest measurement; 0 before any."""
+    arms: tuple[ArmStatus, ...] = ()
+    """Choices by measured step; empty before any."""
+
+    FAMILIES = (
+        gauge(
+            "flexd_training_arm_step_seconds",
+            "A typical step with each choice of exchange and prefetch pipeline, as the ranks have measured it.",
+            lambda tuning: {each.arm: each.step_seconds for each in tuning.arms}, ("arm",),
+        ),
+    )  # fmt: skip
+
+
+def tuning_status(used: Sequence[UsedExchange]) -> TuningStatus:
+    """Return what the ranks use, from their newest reports."""
+    from flexd.control.protocol.report import UsedExchange
+
+    decides = next((each for each in used if each.reason), UsedExchange())
+    return TuningStatus(
+        exchange=", ".join(sorted({each.name for each in used if each.name})),
+        arm=decides.arm,
+        reason=decides.reason,
+        measured_at_step=decides.measured_at_step,
+        arms=tuple(
+            ArmStatus(arm=each.arm, step_seconds=each.seconds, in_use=each.arm == decides.arm)
+            for each in sorted(decides.arms, key=lambda each: each.seconds)
+        ),
+    )
+
+
 class TrainingStatus(Model):
     """Sums over all ranks since the daemon started."""
 
@@ -194,11 +246,8 @@ class TrainingStatus(Model):
     """Batches that were located ahead."""
     usage_warnings: tuple[UsageWarningStatus, ...] = ()
     """Usage warnings of the trainers by kind, the newest first."""
-    exchange: str = ""
-    """The exchange that the ranks use; several while it changes, empty until a rank has reported."""
-    exchange_reason: str = ""
-    """Why: ``configured`` by the trainer; or chosen by it (``auto``): ``start``, ``priced`` by the daemon,
-    ``measured``, or in a ``trial``; empty until a rank has reported."""
+    tuning: TuningStatus = TuningStatus()
+    """Exchange and prefetch pipeline."""
     phases: tuple[PhaseStatus, ...] = ()
     """A step by phase; empty until a rank has reported."""
     cover_seconds: FiniteOrNone = None
@@ -279,8 +328,7 @@ def training_status(
             kind: {link: getattr(totals.sent, f"{kind}_{link}_bytes") for link in LINKS} for kind in TRAFFIC_KINDS
         },
         newest_step=totals.step,
-        exchange=", ".join(sorted({rank.exchange for rank in ranks.values() if rank.exchange})),
-        exchange_reason=next((rank.exchange_reason for rank in ranks.values() if rank.exchange_reason), ""),
+        tuning=tuning_status([rank.used for rank in ranks.values()]),
         cover_seconds=None if phases is None else phases.cover_seconds,
         phases=()
         if phases is None

@@ -22,7 +22,6 @@ from flexd.control.protocol.report import (
     SlowMemoryReport,
     StepReport,
     TrainerSettings,
-    UsedExchange,
     with_pooling,
 )
 from flexd.core.errors import ConfigError
@@ -84,7 +83,7 @@ class Connection(StepMoments):
 
     def _report_usage_warning(self) -> None:
         """Report at once: the step of a mistake may not end."""
-        exchange = UsedExchange(self._collection.exchange)
+        exchange = self._collection.engine.used_arm()
         self.agent.report(
             StepReport(
                 self._collection.steps, 0, self._placement(), 0.0, 0.0, (0, 0, 0), exchange=exchange,
@@ -130,7 +129,7 @@ class Connection(StepMoments):
                 accesses_by_tier=(home, node, device),
                 sent=SentBytes(**{name: since[name] for name in _SENT}),
                 batches=BatchReport(**{name: since[name] for name in _BATCHES}),
-                exchange=UsedExchange(collection.exchange, collection.engine.arm.reason or ""),
+                exchange=collection.engine.used_arm(),
                 phases=phases,
                 slow_memory=slow_memory,
                 usage_warnings=USAGE_WARNINGS.reports(),

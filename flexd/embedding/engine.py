@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from flexd.control.agent.inbox import ChunkInbox, Prepared
-from flexd.control.protocol.report import ExchangeReason, StepPhase
+from flexd.control.protocol.report import ExchangeReason, StepPhase, UsedExchange
 from flexd.core.errors import EmbeddingError
 from flexd.core.homes import homes_of
 from flexd.core.keyspace import KeySpace
@@ -111,6 +111,7 @@ class RowEngine:
         self.inbox = ChunkInbox(
             homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
         )
+        self._tuner: StepTuner | None = None
         if chooses:
             self.tuner()
         if tiered_storage is not None:
@@ -150,14 +151,21 @@ class RowEngine:
 
     def tuner(self) -> StepTuner | None:
         """Return what chooses the arm of the steps; None on ranks that follow the one that does."""
-        if self.groups.rank != 0:
-            return None
-        from flexd.embedding.tuning import StepTuner  # loaded where a job has a choice
+        if self._tuner is None and self.groups.rank == 0:
+            from flexd.embedding.tuning import StepTuner  # loaded where a job has a choice
 
-        inbox = self.inbox
-        return self.join(
-            StepTuner, self.arm, self._exchanges, lambda: inbox.priced_exchange, lambda: inbox.applied_version
-        )
+            inbox = self.inbox
+            self._tuner = StepTuner(
+                self.arm, self._exchanges, lambda: inbox.priced_exchange, lambda: inbox.applied_version
+            )
+            self.joined.append(self._tuner)
+        return self._tuner
+
+    def used_arm(self) -> UsedExchange:
+        """Return what the rank reports of its arm."""
+        if self._tuner is not None:
+            return self._tuner.used()
+        return UsedExchange(self.arm.exchange, self.arm.reason or "", str(self.arm.in_use))
 
     def _rows_changed(self, parts: Sequence[tuple[int, torch.Tensor]], *, all_rows: bool = False) -> None:
         for each in self.joined:

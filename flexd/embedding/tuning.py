@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexd.control.protocol.report import ExchangeReason
+from flexd.control.protocol.report import ArmReport, ExchangeReason, UsedExchange
 from flexd.embedding.exchange.arms import AgreedArm, Arm
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import StepMoments
@@ -73,6 +73,7 @@ class StepTuner(StepMoments):
         self._newest_version, self._changed_at = version(), -math.inf
         self._tuner = Tuner(choice.next)
         self._priced = ""
+        self._measured: tuple[ArmReport, ...] = ()
         self.prefetch: tuple[bool, ...] = (False,)
         """Settings of the prefetch pipeline that the running loop lets the tuner choose from."""
 
@@ -94,6 +95,7 @@ class StepTuner(StepMoments):
             self._newest_version, self._changed_at = version, now
         alone = now - self._changed_at >= QUIET_SECONDS
         if tuner.step(now - last, choice.in_use, self.arms, version=version, may_begin=alone):
+            self._measured = tuple(ArmReport(str(one.arm), one.seconds) for one in tuner.times)
             self._log()
         if tuner.trial is not None:
             choice.reason = ExchangeReason.TRIAL
@@ -118,7 +120,15 @@ class StepTuner(StepMoments):
         )
         logger.info("steps use %s, measured at step %d: %s", tuner.chosen, tuner.measured_at_step, times)
 
+    def used(self) -> UsedExchange:
+        """Return what the rank reports."""
+        return UsedExchange(
+            self._choice.exchange, self._choice.reason or "", str(self._choice.in_use), self._measured,
+            self._tuner.measured_at_step,
+        )  # fmt: skip
+
     def tuning(self) -> Tuning:
+        """Return the arm in use, and what was measured."""
         tuner = self._tuner
         return Tuning(
             str(self._choice.in_use), str(self._choice.reason or ""), tuner.trial is not None, tuner.measured_at_step,

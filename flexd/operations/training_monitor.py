@@ -19,6 +19,7 @@ from flexd.control.protocol.report import (
     PlacementState,
     SentBytes,
     StepReport,
+    UsedExchange,
 )
 from flexd.core.usage_warnings import MAX_TEXT, UsageWarningKind, UsageWarningReport
 from flexd.operations.step_times import PHASE_STEPS, PhaseAverages, StepTimes, mean_phases
@@ -237,7 +238,7 @@ class RankAverages:
         intra_bytes: bytes of all kinds sent inside its node per step.
         inter_bytes: bytes of all kinds sent to other nodes per step.
         heard_at: time of its newest report, in monotonic seconds.
-        exchange, exchange_reason: used after its newest step, and why (``ExchangeReason``).
+        used: its arm after its newest step.
         phases: its steps by phase; None before it has reported any.
     """
 
@@ -250,8 +251,7 @@ class RankAverages:
     intra_bytes: float
     inter_bytes: float
     heard_at: float
-    exchange: str = ""
-    exchange_reason: str = ""
+    used: UsedExchange
     phases: PhaseAverages | None = None
 
     @staticmethod
@@ -277,10 +277,13 @@ class RankAverages:
             intra_bytes=average(intra, known.intra_bytes if known else 0.0),
             inter_bytes=average(inter, known.inter_bytes if known else 0.0),
             heard_at=time.monotonic(),
-            exchange=report.exchange.name,
-            exchange_reason=report.exchange.reason,
+            used=report.exchange,
             phases=PhaseAverages.of(report, known.phases if known else None),
         )
+
+    @property
+    def exchange(self) -> str:
+        return self.used.name
 
     @property
     def computed_seconds(self) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flexd.api.training import training_status
-from flexd.control.protocol.report import PhaseReport, PhasesReport, UsedExchange
+from flexd.control.protocol.report import ArmReport, PhaseReport, PhasesReport, UsedExchange
 from flexd.operations.training_monitor import TrainingMonitor
 from tests.support.components import report
 
@@ -28,6 +28,9 @@ def test_sums_are_by_tier_kind_and_link() -> None:
     assert (sent["all_to_all", "inter"], sent["sync", "intra"], len(sent)) == (110, 2, 6)
 
 
+MEASURED = (ArmReport("direct", 0.52), ArmReport("chain with prefetch", 0.44))
+
+
 def test_phases_are_the_mean_over_the_ranks_and_unknown_before_any_report() -> None:
     monitor = TrainingMonitor()
     monitor.add(0, report(1))
@@ -39,13 +42,25 @@ def test_phases_are_the_mean_over_the_ranks_and_unknown_before_any_report() -> N
             replace(
                 report(3, steps=2),
                 phases=PhasesReport((rows,), 2),
-                exchange=UsedExchange("chain", "" if rank else "priced"),
+                exchange=UsedExchange(
+                    "chain",
+                    "" if rank else "measured",
+                    "chain with prefetch",
+                    () if rank else MEASURED,
+                    0 if rank else 90,
+                ),
             ),
         )
     shown = training_status(monitor.totals(), monitor.ranks(), monitor.phases())
     (rows_phase,) = (phase for phase in shown.phases if phase.phase == "rows")
     assert (rows_phase.exposed_seconds, rows_phase.inter_bytes, rows_phase.inter_collectives) == (0.2, 500, 2)
-    assert (shown.exchange, shown.exchange_reason) == ("chain", "priced")
+    tuning = shown.tuning
+    assert (tuning.exchange, tuning.arm, tuning.reason, tuning.measured_at_step) == (
+        "chain", "chain with prefetch", "measured", 90,
+    )  # fmt: skip
+    assert [(one.arm, one.step_seconds, one.in_use) for one in tuning.arms] == [
+        ("chain with prefetch", 0.44, True), ("direct", 0.52, False),
+    ]  # fmt: skip
     sample = {
         tuple(sample.labels.values()): sample.value
         for family in shown.metrics()

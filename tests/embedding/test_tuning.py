@@ -10,7 +10,6 @@ import torch
 
 import flexd
 from flexd.core.layout import RankLayout
-from flexd.embedding.tuning import StepTuner
 from tests.support.rank_pool import RankPool
 
 SECONDS = {"chain": 1.0, "direct": 0.8, "chain with prefetch": 0.9, "direct with prefetch": 0.6}
@@ -25,9 +24,8 @@ def trained(rank: int, layout: RankLayout, fixed: dict[str, Any], seconds: dict[
         **({} if exchange is None else {"exchange": exchange}),
     )  # fmt: skip
     now = [0.0]
-    for each in collection.engine.joined:
-        if isinstance(each, StepTuner):
-            each._clock = lambda: now[0]
+    if (tuner := collection.engine.tuner()) is not None:
+        tuner._clock = lambda: now[0]
     draw = np.random.default_rng([5, rank])
     batches = [
         {"item": flexd.Jagged(torch.from_numpy(draw.integers(0, 200, 12)), torch.tensor([12]))} for _ in range(STEPS)

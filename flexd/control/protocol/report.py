@@ -267,15 +267,30 @@ class BatchReport:
 
 
 @dataclass(frozen=True)
+class ArmReport:
+    """A typical step with one arm, in the newest measurement of the rank that decides."""
+
+    arm: Name
+    seconds: Seconds = 0.0
+
+
+@dataclass(frozen=True)
 class UsedExchange:
-    """The exchange that a rank uses.
+    """The arm that a rank uses.
 
     Attributes:
+        name: its exchange.
         reason: value of ``ExchangeReason``; empty on ranks that follow the one which decides.
+        arm: with the prefetch pipeline, as in ``ArmReport``.
+        arms: what was measured; empty on other ranks, and before.
+        measured_at_step: step of the measurement.
     """
 
     name: Name = ""
     reason: Name = ""
+    arm: Name = ""
+    arms: Annotated[tuple[ArmReport, ...], Longest(16)] = ()
+    measured_at_step: Count = 0
 
 
 @dataclass(frozen=True)
