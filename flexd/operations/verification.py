@@ -226,11 +226,15 @@ class Verifier:
             self._blocks.add(rank, report)
 
     def tick(self, live: LiveTopology) -> bool:
-        """Advance the verification; begin one if a plan has been executed. Returns whether one is running.
+        """Advance the verification; begin one if a plan has been executed. Returns whether one is running, or waits for
+        ranks that measure arms of their own: one measures at a time.
 
         Args:
             live: the ranks, all ready.
         """
+        migration = self._executions.last
+        if self._run is None and migration is not None and self._is_due(migration, live) and self._ranks_measure():
+            return True
         run = self._run or self._begin(live)
         if run is None:
             return False
@@ -248,12 +252,8 @@ class Verifier:
         plan, migration = self._executions.last_plan, self._executions.last
         if migration is None or migration is self._seen or not migration.done:
             return None
-        if any(tuple(self._tuning.values())):
-            return None  # one measures at a time
-        self._seen = migration
-        if plan is None or migration.state is not MigrationState.COMMITTED or migration.base is None:
-            return None
-        if not self.budget_steps or self._maker.settings.pins or migration.record.generation != live.generation:
+        due, self._seen = self._is_due(migration, live), migration
+        if plan is None or migration.base is None or not due:
             return None
         placement, base = self._coordinator.placement(), migration.base
         if placement.version != migration.record.last_version:
@@ -273,6 +273,15 @@ class Verifier:
         logger.info("verification of %s: begun, at most %d steps", migration.migration_id, self.budget_steps)
         self._next_block(run, live)
         return run
+
+    def _is_due(self, migration: Migration, live: LiveTopology) -> bool:
+        """Return whether a plan has been carried out that is to be measured."""
+        unseen = migration is not self._seen and migration.state is MigrationState.COMMITTED
+        measured = self.budget_steps > 0 and not self._maker.settings.pins and migration.base is not None
+        return unseen and measured and migration.record.generation == live.generation
+
+    def _ranks_measure(self) -> bool:
+        return any(tuple(self._tuning.values()))
 
     def _problem(self, run: _Run, live: LiveTopology) -> str:
         if self._executions.last is not run.newest:

@@ -165,10 +165,10 @@ def test_a_faster_plan_stays(tmp_path: Path) -> None:
 
 
 def test_a_plan_waits_for_ranks_that_measure_arms_of_their_own(tmp_path: Path) -> None:
-    job = VerifiedJob(tmp_path, effect=-0.05)
+    job = VerifiedJob(tmp_path, effect=-0.05, planner={"interval_seconds": 0.001})
     job.reason = "trial"
     job.tick(100)
-    assert (job.verifier.newest, len(job.it.coordinator.migrations)) == (None, 1)
+    assert (job.verifier.newest, len(job.it.coordinator.migrations)) == (None, 1), "nor is there another plan"
     job.reason = "measured"
     assert job.verdict().state == VerificationState.FASTER
 
