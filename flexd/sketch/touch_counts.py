@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.arrays import Arrays, Float64Array, Int64Array, first_of_run
+from flexd.core.arrays import Arrays, Float64Array, Int64Array
 from flexd.core.errors import SketchError
 from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import is_sampled
@@ -151,7 +151,7 @@ class TableTouches:
             return
         distinct = np.sort(rows)
         inside = distinct[np.searchsorted(distinct, 0) : np.searchsorted(distinct, self._table_rows)]
-        distinct = inside[first_of_run(inside)].astype(np.int64)
+        distinct = inside[np.append(inside[:1] >= 0, inside[1:] != inside[:-1])].astype(np.int64)
         if step is None:
             self._count_batch(distinct, len(inside), event_time_seconds, decay)
         else:
@@ -326,17 +326,16 @@ class TableTouches:
         row = np.concatenate(step.rows)
         rank = np.repeat(np.array(step.ranks, dtype=np.int64), [len(part) for part in step.rows])
         width = int(max(step.ranks)) + 1
-        pair = np.sort(row * width + rank)
-        pair = pair[first_of_run(pair)]
+        pair = np.unique(row * width + rank)
         row, rank = pair // width, pair % width
-        starts = np.flatnonzero(first_of_run(row))
+        starts = np.unique(row, return_index=True)[1]
         if not len(starts):
             return
         counts = np.zeros((3, len(starts)))
         counts[0] = np.diff(starts, append=len(row))
         if complete and layout is not None:
             node = row * layout.nodes + rank // layout.local_ranks
-            counts[1] = np.add.reduceat(first_of_run(node).astype(np.float64), starts)
+            counts[1] = np.add.reduceat(np.append(True, node[1:] != node[:-1]), starts, dtype=np.float64)
             counts[2] = 1.0
         self._append(row[starts], weight * counts)
 
