@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from flexd.api.base import TIERS, RequestBody, RowsByTier, TierName
-from flexd.api.planning import GateReport, gate_report
+from flexd.control.daemon.migration_record import GateReport
 from flexd.core.model import DETAIL, FiniteOrNone, Model, Show
 
 if TYPE_CHECKING:
-    from flexd.operations.planning import Gate
     from flexd.planner.explain import RowExplanation, TableExplanation
 
 MAX_EXPLAINED_ROWS = 1000
@@ -148,7 +147,7 @@ class Explanation(Model):
 
 def explanation(
     made: TableExplanation,
-    gates: Sequence[Gate],
+    gates: Sequence[GateReport],
     home_of: Callable[[int], tuple[int, float] | None] = lambda key: None,
 ) -> Explanation:
     """Return the planner's explanation.
@@ -164,7 +163,7 @@ def explanation(
         planned_rows=dict(zip(TIERS, made.planned_rows.tolist(), strict=True)),
         thresholds=tuple(ThresholdReport.from_object(each, tier=each.tier.name) for each in made.thresholds),
         explained=tuple(_row(row, home_of(row.key)) for row in made.explained),
-        gates=tuple(gate_report(gate) for gate in gates),
+        gates=tuple(gates),
     )
 
 

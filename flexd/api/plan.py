@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from flexd.api.base import RequestBody, RowsByTier
-from flexd.api.planning import GateReport, TriggerName, gate_report, rows_above_home
+from flexd.api.planning import TriggerName, rows_above_home
+from flexd.control.daemon.migration_record import GateReport
 from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, gauge
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ def plan_report(plan: Plan, live: Placement, affinity: AffinityOutlook | None = 
 
 def proposal_report(proposal: Proposal) -> PlanReport:
     """Return a kept plan with its trigger and the gates of its profile."""
-    trigger, gates = proposal.trigger, tuple(gate_report(gate) for gate in proposal.gates)
+    trigger, gates = proposal.trigger, proposal.gates
     return plan_report(proposal.plan, proposal.live, proposal.affinity).model_copy(
         update={"trigger": trigger.kind.value, "requested_by": trigger.requested_by, "gates": gates}
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from flexd.api.base import RowsByTier
-from flexd.control.daemon.migration_record import VerificationReport
+from flexd.control.daemon.migration_record import GateReport, VerificationReport
 from flexd.core.model import DETAIL, FiniteOrNone, Model, by_table, counter, gauge, summary, with_zeros
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flexd.operations.autoplan import AutoPlanner
     from flexd.operations.drift import DriftMonitor
     from flexd.operations.live_plan import LivePrices
-    from flexd.operations.planning import Gate, Planning, Proposal
+    from flexd.operations.planning import Planning, Proposal
     from flexd.operations.verification import Verifier
 
 
@@ -277,25 +277,6 @@ def verification_status(verifier: Verifier | None) -> VerificationStatus:
 TriggerName = Literal["interval", "drift", "topology", "manual", "verify"]
 
 
-class GateReport(Model):
-    """One measure that must be good enough before a plan is made."""
-
-    gate: str
-    """``samples``, ``coverage``, ``lag`` or ``saving`` (of the plan itself)."""
-    key: str
-    """Key of the configuration."""
-    measured: FiniteOrNone = None
-    """Accesses, share, messages or seconds per step, by the gate."""
-    required: FiniteOrNone = None
-    """The bound."""
-    at_most: bool = False
-    """True for an upper bound."""
-    open: bool = True
-    """True if this gate allows a plan."""
-    message: str = ""
-    """The fault, if the gate is closed."""
-
-
 class ProposalReport(Model):
     """A plan that is kept for ``flexd apply``."""
 
@@ -386,11 +367,6 @@ class PlanningStatus(Model):
     )  # fmt: skip
 
 
-def gate_report(gate: Gate) -> GateReport:
-    """Return a gate as measured on a profile."""
-    return GateReport.from_object(gate, gate=gate.name, message="" if gate.open else gate.problem)
-
-
 def proposal_list(planning: Planning) -> ProposalList:
     """Return the kept plans, newest first."""
     kept = reversed(planning.proposals.all())
@@ -414,7 +390,7 @@ def planning_status(planning: Planning, auto: AutoPlanner) -> PlanningStatus:
         waiting_for_window=None if waiting is None else waiting.reason,
         refused=auto.refusal or None,
         withheld=planning.withheld or None,
-        gates=tuple(gate_report(gate) for gate in planning.last_gates),
+        gates=planning.last_gates,
         gates_overridden=with_zeros(GATE_NAMES, planning.overridden),
         triggers={kind.value: triggers.fired[kind] for kind in TriggerKind},
         plans=with_zeros(PLAN_OUTCOMES, planning.outcomes),
@@ -431,7 +407,7 @@ def _proposal_report(proposal: Proposal, outdated: str) -> ProposalReport:
             "trigger": proposal.trigger.kind.value,
             "reason": proposal.trigger.reason,
             "dry_run": proposal.dry_run,
-            "closed_gates": tuple(gate.name for gate in proposal.closed_gates),
+            "closed_gates": tuple(gate.gate for gate in proposal.closed_gates),
             "outdated": outdated or None,
         }
     )

@@ -19,7 +19,7 @@ from flexd.config.planner import MinSavingConfig, PlanGatesConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration_record import GateReport, MigrationRecord
 from flexd.core.errors import ApiError, PlanError
 from flexd.core.placement import Placement
 from flexd.operations.affinity import AffinityMonitor
@@ -32,62 +32,48 @@ from flexd.sketch.profile import Profile
 
 SAVING = "saving"
 """The gate that is measured on the plan; the others are measured on its profile."""
-GATE_NAMES = ("samples", "coverage", "lag", SAVING)
+_REMEDIES = {
+    "samples": "wait for more of the stream, or lower planner.min_samples",
+    "coverage": "raise sketch.memory_bytes or sketch.max_hot_rows, or lower planner.min_coverage",
+    "lag": "wait until the daemon has caught up, lower stream.source.share, or raise planner.max_lag_messages",
+    SAVING: "nothing to do: the live placement stays; lower planner.min_saving to move rows for less",
+}
+"""By gate: how to open it."""
+GATE_NAMES = tuple(_REMEDIES)
 
 
-@dataclass(frozen=True)
-class Gate:
-    """One measure of a profile and the bound that the configuration sets.
-
-    Attributes:
-        name: one of ``GATE_NAMES``.
-        key: configuration key of the bound.
-        measured: accesses, share, messages or seconds, in the order of ``GATE_NAMES``.
-        required: the bound.
-        at_most: whether the bound is an upper one.
-        problem: description of the fault if the gate is closed.
-        remedy: how to open a closed gate.
-    """
-
-    name: str
-    key: str
-    measured: float
-    required: float
-    at_most: bool
-    problem: str
-    remedy: str
-
-    @property
-    def open(self) -> bool:
-        return self.measured <= self.required if self.at_most else self.measured >= self.required
+def _gate(name: str, key: str, measured: float, required: float, problem: str, at_most: bool = False) -> GateReport:
+    is_open = measured <= required if at_most else measured >= required
+    return GateReport(
+        gate=name, key=key, measured=measured, required=required, at_most=at_most, open=is_open,
+        message="" if is_open else problem,
+    )  # fmt: skip
 
 
-def evaluate_gates(profile: Profile, settings: PlanGatesConfig) -> tuple[Gate, ...]:
+def evaluate_gates(profile: Profile, settings: PlanGatesConfig) -> tuple[GateReport, ...]:
     """Return the gates of a profile, open and closed, in the order of ``GATE_NAMES``."""
     seen = [table for table in profile.tables if table.weight > 0]
     weight = sum(table.weight for table in seen)
     coverage = sum(table.coverage * table.weight for table in seen) / weight if weight else 0.0
     return (
-        Gate(
-            "samples", "planner.min_samples", profile.samples, settings.min_samples, False,
+        _gate(
+            "samples", "planner.min_samples", profile.samples, settings.min_samples,
             f"the profile is thin: {profile.samples} accesses seen, planner.min_samples is {settings.min_samples}",
-            "wait for more of the stream, or lower planner.min_samples",
         ),
-        Gate(
-            "coverage", "planner.min_coverage", coverage, settings.min_coverage, False,
+        _gate(
+            "coverage", "planner.min_coverage", coverage, settings.min_coverage,
             f"the profile explains {coverage:.0%} of the accesses, planner.min_coverage is {settings.min_coverage:.0%}",
-            "raise sketch.memory_bytes or sketch.max_hot_rows, or lower planner.min_coverage",
         ),
-        Gate(
-            "lag", "planner.max_lag_messages", profile.lag_messages, settings.max_lag_messages, True,
+        _gate(
+            "lag", "planner.max_lag_messages", profile.lag_messages, settings.max_lag_messages,
             f"{profile.lag_messages} messages of the stream are not read yet, planner.max_lag_messages is "
             f"{settings.max_lag_messages}",
-            "wait until the daemon has caught up, lower stream.source.share, or raise planner.max_lag_messages",
+            at_most=True,
         ),
     )  # fmt: skip
 
 
-def saving_gate(plan: Plan, settings: MinSavingConfig) -> Gate:
+def saving_gate(plan: Plan, settings: MinSavingConfig) -> GateReport:
     """Return the gate of ``planner.min_saving``.
 
     Open for a plan that changes nothing, and for one that is needed because the live placement breaks a limit."""
@@ -95,19 +81,19 @@ def saving_gate(plan: Plan, settings: MinSavingConfig) -> Gate:
     if len(plan.delta) == 0 or not plan.live_fits:
         required = min(required, plan.saved_seconds)
     share = "" if plan.saved_share is None else f" ({plan.saved_share:.3%} of it)"
-    return Gate(
-        SAVING, "planner.min_saving", plan.saved_seconds, required, False,
+    return _gate(
+        SAVING, "planner.min_saving", plan.saved_seconds, required,
         f"the plan would save {1e6 * plan.saved_seconds:.3f} us per step{share}, planner.min_saving asks for "
         f"{1e6 * required:.3f} us",
-        "nothing to do: the live placement stays; lower planner.min_saving to move rows for less",
     )  # fmt: skip
 
 
-def require_open(checked: Sequence[Gate]) -> None:
+def require_open(checked: Sequence[GateReport]) -> None:
     """Raise PlanError naming every closed gate, if there is one."""
     closed = [gate for gate in checked if not gate.open]
     if closed:
-        raise PlanError("; ".join(gate.problem for gate in closed), remedy="; ".join(gate.remedy for gate in closed))
+        remedies = "; ".join(_REMEDIES[gate.gate] for gate in closed)
+        raise PlanError("; ".join(gate.message for gate in closed), remedy=remedies)
 
 
 LATEST = "latest"
@@ -131,19 +117,19 @@ class Proposal:
 
     plan: Plan
     live: Placement
-    gates: tuple[Gate, ...]
+    gates: tuple[GateReport, ...]
     trigger: Trigger
     dry_run: bool = False
     affinity: AffinityOutlook | None = None
 
     @property
-    def closed_gates(self) -> tuple[Gate, ...]:
+    def closed_gates(self) -> tuple[GateReport, ...]:
         return tuple(gate for gate in self.gates if not gate.open)
 
     @property
     def withheld(self) -> str:
         """Why the plan saves too little to be executed; empty if it does not."""
-        return next((gate.problem for gate in self.closed_gates if gate.name == SAVING), "")
+        return next((gate.message for gate in self.closed_gates if gate.gate == SAVING), "")
 
     def record(self, trigger: Trigger) -> MigrationRecord:
         """Return the record of the migration that carries the plan out because of ``trigger``."""
@@ -151,7 +137,7 @@ class Proposal:
         record = trigger.record(plan.plan_id, plan.origin.parent_id, plan.origin.topology_generation)
         return record.model_copy(
             update={
-                "overridden_gates": tuple(gate.name for gate in self.closed_gates), "rows": len(plan.delta),
+                "overridden_gates": tuple(gate.gate for gate in self.closed_gates), "rows": len(plan.delta),
                 "bytes_to_copy": plan.migration_bytes, "promotions": plan.promotions, "demotions": plan.demotions,
                 "why": tuple(plan.costs.messages()), "predicted_saving_seconds": plan.saved_seconds,
             }
@@ -268,7 +254,7 @@ class Planning:
         self.outcomes: Counter[str] = Counter()
         self.overridden: Counter[str] = Counter()
         self.proposals = Proposals()
-        self.last_gates: tuple[Gate, ...] = ()
+        self.last_gates: tuple[GateReport, ...] = ()
         self.seconds = 0.0
         self._profiled_at = math.nan
         self.executions = executions
@@ -349,7 +335,7 @@ class Planning:
         beyond = basis.drift(plan.target, proposal.plan.target).reason_to_plan(threshold)
         return "" if beyond is None else f"the accesses have moved on since it was made: {beyond}"
 
-    def explain(self, table: str, row: int | None, hottest: int) -> tuple[TableExplanation, tuple[Gate, ...]]:
+    def explain(self, table: str, row: int | None, hottest: int) -> tuple[TableExplanation, tuple[GateReport, ...]]:
         """Explain a plan made now for one row of a table, or for its hottest rows, and return it with the gates.
 
         The plan is made even if gates are closed, is not recorded, and moves nothing.

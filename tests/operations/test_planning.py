@@ -235,7 +235,7 @@ def test_a_plan_from_a_thin_profile_can_be_shown_and_applied_only_with_force(tmp
     with pytest.raises(PlanError, match="500 accesses seen"):
         it.propose("by hand")
     seen = it.propose("look", dry_run=True)
-    assert [gate.name for gate in seen.closed_gates] == ["samples"]
+    assert [gate.gate for gate in seen.closed_gates] == ["samples"]
     with pytest.raises(PlanError, match="the profile is thin"):
         it.planning.apply(seen.plan.plan_id, ANN)
     _, execution = it.planning.apply(seen.plan.plan_id, ANN, force=True)
@@ -269,7 +269,7 @@ OPEN = {
 def test_each_gate_closes_by_its_own_key(closed: str, bound: dict[str, float], said: str) -> None:
     require_open(evaluate_gates(profile(), PlannerConfig(**OPEN)))
     checked = evaluate_gates(profile(), PlannerConfig(**{**OPEN, **bound}))
-    assert [gate.name for gate in checked if not gate.open] == [closed]
+    assert [gate.gate for gate in checked if not gate.open] == [closed]
     with pytest.raises(PlanError, match=said) as error:
         require_open(checked)
     key = next(gate.key for gate in checked if not gate.open)
@@ -282,7 +282,7 @@ def test_tables_count_by_their_accesses_in_coverage() -> None:
     (table,) = profile().tables
     exact = replace(table, table="exact", weight=900.0, hot_share=np.array([0.3, 0.2]), hot_bounds=None)
     both = profile(tables=(table, exact))
-    measured = {gate.name: gate.measured for gate in evaluate_gates(both, PlannerConfig(**OPEN))}
+    measured = {gate.gate: gate.measured for gate in evaluate_gates(both, PlannerConfig(**OPEN))}
     assert measured["coverage"] == pytest.approx(0.54)
 
 

@@ -11,7 +11,7 @@ from flexd.api.base import ProbeResult
 from flexd.api.explanation import AccessRange, Explanation, RowReport, ThresholdReport
 from flexd.api.migration import AbortPreview, AbortResult, MigrationList, ReplanResult, RollbackPreview, ThrottleStatus
 from flexd.api.plan import PlanReport, ReplicationReport, ShareRangeReport, UserNodePage
-from flexd.api.planning import GateReport, ProposalList, ProposalReport
+from flexd.api.planning import ProposalList, ProposalReport
 from flexd.api.rank import RankPage, RankReport
 from flexd.api.status import ConfigReport, DaemonStatus, KeyChange, PauseState, ReloadReport
 from flexd.api.stream import StreamStatus
@@ -19,6 +19,7 @@ from flexd.api.table import HotRow, HotRowPage, TableOrder, TablePage, TableRepo
 from flexd.api.training import Timeline, TrafficSample
 from flexd.control.daemon.migration_record import (
     ActionRecord,
+    GateReport,
     MigrationRecord,
     MigrationState,
     Transition,

@@ -1,4 +1,4 @@
-"""The record of a migration, and the table of the transitions between its states.
+"""The record of a migration, the table of the transitions between its states, and the gates that let a plan begin one.
 
 Whoever changes a migration writes its record; history, API and metrics have the same.
 
@@ -263,6 +263,25 @@ class MigrationRecord(Model):
             stopped = self.state is MigrationState.ABORTED
             parts["stop"] = 1.0 if stopped else self.rows_applied / max(1, self.rows_pushed)
         return parts
+
+
+class GateReport(Model):
+    """One measure that must be good enough before a plan is made."""
+
+    gate: str
+    """``samples``, ``coverage``, ``lag`` or ``saving`` (of the plan itself)."""
+    key: str
+    """Key of the configuration."""
+    measured: FiniteOrNone = None
+    """Accesses, share, messages or seconds per step, by the gate."""
+    required: FiniteOrNone = None
+    """The bound."""
+    at_most: bool = False
+    """True for an upper bound."""
+    open: bool = True
+    """True if this gate allows a plan."""
+    message: str = ""
+    """The fault, if the gate is closed."""
 
 
 class ActionRecord(Model):
