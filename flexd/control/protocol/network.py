@@ -1,4 +1,4 @@
-"""What both ends need to connect: addresses, credentials, listening sockets, waits, errors that end connections."""
+"""The needs of both ends of a connection: addresses, credentials, listening sockets, waits, errors that end it."""
 
 from __future__ import annotations
 
