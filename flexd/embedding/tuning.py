@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ logger = logging.getLogger("flexd")
 QUIET_SECONDS = 10.0
 """Time without a change of the placement before arms are measured. A daemon that verifies a plan changes it with every
 block, which takes a few reports or 16 steps: one measures at a time, and the daemon waits for a rank that does."""
+_TUNERS: weakref.WeakSet[StepTuner] = weakref.WeakSet()
+"""Those of all collections of the process: they measure in turns."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class StepTuner(StepMoments):
         self._tuner = Tuner(choice.next)
         self._priced = ""
         self._measured: tuple[ArmReport, ...] = ()
+        _TUNERS.add(self)
         self.prefetch: tuple[bool, ...] = (False,)
         """Settings of the prefetch pipeline that the running loop lets the tuner choose from."""
 
@@ -93,7 +97,8 @@ class StepTuner(StepMoments):
         version = self._version()
         if version != self._newest_version:
             self._newest_version, self._changed_at = version, now
-        alone = now - self._changed_at >= QUIET_SECONDS
+        busy = any(other.measures_at(now) for other in _TUNERS if other is not self)
+        alone = now - self._changed_at >= QUIET_SECONDS and not busy
         if tuner.step(now - last, choice.in_use, self.arms, version=version, may_begin=alone):
             self._measured = tuple(ArmReport(str(one.arm), one.seconds) for one in tuner.times)
             self._log()
@@ -119,6 +124,10 @@ class StepTuner(StepMoments):
             f"{one.arm} {1000 * one.seconds:.1f} ms" for one in sorted(tuner.times, key=lambda one: one.seconds)
         )
         logger.info("steps use %s, measured at step %d: %s", tuner.chosen, tuner.measured_at_step, times)
+
+    def measures_at(self, now: float) -> bool:
+        """Return whether arms are being measured, by steps that still come."""
+        return self._tuner.trial is not None and self._last is not None and 0 <= now - self._last < QUIET_SECONDS
 
     def used(self) -> UsedExchange:
         """Return what the rank reports."""

@@ -10,6 +10,9 @@ import torch
 
 import flexd
 from flexd.core.layout import RankLayout
+from flexd.embedding.exchange.arms import AgreedArm
+from flexd.embedding.row_optimizers import SGD
+from flexd.embedding.tuning import StepTuner
 from tests.support.rank_pool import RankPool
 
 SECONDS = {"chain": 1.0, "direct": 0.8, "chain with prefetch": 0.9, "direct with prefetch": 0.6}
@@ -63,3 +66,19 @@ def test_a_node_of_one_rank_has_no_exchange_to_choose_but_the_pipeline(ranks: Ca
     results = ranks(2).run(trained, RankLayout(2, 1), {}, SECONDS | {"chain": 0.5})
     assert [set(result["used"]) for result in results] == [{"chain", "chain with prefetch"}] * 2
     assert results[0]["used"][-100:] == results[1]["used"][-100:] == ["chain"] * 100
+
+
+def test_two_collections_of_a_process_measure_in_turns() -> None:
+    now = [0.0]
+    tuners = [StepTuner(AgreedArm("chain"), ("chain", "direct"), clock=lambda: now[0]) for _ in range(2)]
+    measured = [0, 0]
+    for _ in range(600):
+        now[0] += 1.0
+        for tuner in tuners:
+            tuner.updated(SGD(), 0)
+            tuner._choice.agreed(tuner._choice.proposed)
+            tuner._choice.exchange = tuner._choice.next.exchange
+        measuring = [tuner.tuning().measuring for tuner in tuners]
+        assert not all(measuring)
+        measured = [before + each for before, each in zip(measured, measuring, strict=True)]
+    assert min(measured) > 100
