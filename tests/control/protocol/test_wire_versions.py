@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire_schema import FOLDER, OPTIONAL, Schema, differences, schema
 
 from flexd.control.protocol.handshake import VERSION
 from tests.support.repository import ROOT, child_environment
 from tests.support.second_tree import ADDED, write_second_tree
+from tests.support.wire_schema import FOLDER, OPTIONAL, Schema, differences, schema
 
 _HOW = (
-    "what travels differs from the schema of version {0}. If version {0} is not released yet, run "
-    "tools/wire_schema.py --write. Otherwise raise VERSION in flexd/control/protocol/handshake.py, run it, and add the "
-    "version and its changes to docs/upgrading.md"
+    "what travels differs from the schema of version {0}. If version {0} is not released yet, run this test with "
+    "RECORD_GOLDEN=1. Otherwise raise VERSION in flexd/control/protocol/handshake.py, do so, and add the version and "
+    "its changes to docs/upgrading.md"
 )
 
 
@@ -31,6 +32,9 @@ def recorded(version: int) -> Schema:
 
 
 def test_the_schema_of_this_version_is_recorded() -> None:
+    if os.environ.get("RECORD_GOLDEN"):
+        text = json.dumps(schema(), indent=1, sort_keys=True)
+        (FOLDER / f"version-{VERSION}.json").write_text(f"{text}\n")
     assert json.loads(json.dumps(schema())) == recorded(VERSION), _HOW.format(VERSION)
 
 
@@ -48,8 +52,9 @@ def test_every_version_is_in_the_docs() -> None:
 
 def test_the_second_version_of_the_upgrade_tests_follows_the_policy(tmp_path: Path) -> None:
     tree = write_second_tree(tmp_path)
+    code = "import json; from tests.support.wire_schema import schema; print(json.dumps(schema()))"
     done = subprocess.run(
-        [sys.executable, "-c", "import json, wire_schema; print(json.dumps(wire_schema.schema()))"],
+        [sys.executable, "-c", code],
         capture_output=True, text=True, timeout=60, cwd=tree, env=child_environment(tree=tree), check=True,
     )  # fmt: skip
     following = json.loads(done.stdout)

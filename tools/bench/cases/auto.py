@@ -18,6 +18,8 @@ of which only is checked that arms are measured, and few simulated jobs.
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -32,8 +34,8 @@ from tools.bench.workloads import Setting
 
 AUTO, PEER, FORMER = "flexd", "TorchRec row-wise", "chain"
 FIXED = ("chain", "direct, dedup", "chain, prefetch pipeline", "direct, dedup, prefetch pipeline")
-ARMS = dict(zip(("chain", "direct", "chain with prefetch", "direct with prefetch"), FIXED, strict=True))
-"""By arm of the tuner, the strategy that has it fixed."""
+ARMS = dict(zip(FIXED, ("chain", "direct", "chain with prefetch", "direct with prefetch"), strict=True))
+"""Arms of the tuner by the strategies that have them fixed."""
 SOON_STEPS, MOST_STEPS, TURN_STEPS = 500, 1_000, 6
 NEAR_BEST, NEVER_SLOWER = 1.03, 1.02
 FOLLOWS_STEPS = 1_500
@@ -52,41 +54,24 @@ def arguments(parser: ArgumentParser) -> None:
 class Job:
     """The default settings and the fixed arms in one cluster."""
 
-    def __init__(self, bench: Bench, cluster: Any) -> None:
-        self._bench, self._cluster = bench, cluster
-        self._seconds: list[float] = []
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        bench.ask(60, "make", strategy=AUTO)  # anew: what it measured elsewhere does not count
 
-    def begin(self) -> None:
-        """Make the job with default settings anew: what it measured elsewhere does not count."""
-        self._bench.ask(60, "make", strategy=AUTO)
-
-    def settle(self, *, dense: bool, most_steps: int = MOST_STEPS) -> dict[str, Any]:
-        """Train until the tuner has measured. Return what it says, and the steps."""
-        steps = 0
-        told: dict[str, Any] = {"step": 0}
-        while steps < most_steps and not told["step"]:
+    def train_until(self, done: Callable[[dict[str, Any]], bool], most_steps: int, *, dense: bool) -> dict[str, Any]:
+        """Train the job with default settings; return the steps, and its tuning."""
+        steps, told = 0, self.tuning()
+        while steps < most_steps and not done(told):
             self._bench.train(AUTO, dense=dense, steps=20)
-            steps += 20
-            told = self.tuning()
-        return {"arm": told["arm"], "steps": steps, "explored_steps": told["explored_steps"]}
-
-    def follow(self, best: str, *, dense: bool) -> int:
-        """Return the steps until the arm is ``best`` and nothing is measured."""
-        steps = 0
-        while steps < FOLLOWS_STEPS:
-            self._bench.train(AUTO, dense=dense, steps=20)
-            steps += 20
-            told = self.tuning()
-            if told["arm"] == best and not told["measuring"]:
-                break
-        return steps
+            steps, told = steps + 20, self.tuning()
+        return {"steps": steps, **{name: told[name] for name in ("arm", "explored_steps", "measuring")}}
 
     def tuning(self) -> dict[str, Any]:
         found: dict[str, Any] = self._bench.ask(60, "tuning", strategy=AUTO)[0]
         return found
 
     def compare(self, rounds: int, *, dense: bool) -> dict[str, Any]:
-        """Return the seconds of a step of each strategy, and ratios, all in turns."""
+        """Return the milliseconds of a step of each strategy, and ratios, all in turns."""
         names = [name for name in (AUTO, *FIXED, PEER) if name in self._bench.chosen]
         turns: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(rounds):
@@ -95,75 +80,66 @@ class Job:
                 seconds, _ = self._bench.train(name, dense=dense, steps=TURN_STEPS + 2)
                 turns[name].append(median(seconds[2:]))
             names.reverse()
-        typical = {name: median(seconds) for name, seconds in turns.items()}
-        best = min(FIXED, key=lambda name: typical[name])
-        low, high = interval([mine / other for mine, other in zip(turns[AUTO], turns[best], strict=True)])
-        found = {
-            "step_ms": {name: 1000 * seconds for name, seconds in typical.items()},
-            "best": best,
-            "over_best": median([mine / other for mine, other in zip(turns[AUTO], turns[best], strict=True)]),
-            "over_best_low": low,
-            "over_best_high": high,
-            "over_former_default": median(
-                [mine / other for mine, other in zip(turns[AUTO], turns[FORMER], strict=True)]
-            ),
-        }
-        if PEER in turns:
-            found["peer_over_it"] = median([other / mine for mine, other in zip(turns[AUTO], turns[PEER], strict=True)])
-        return found
+
+        def over(other: str) -> list[float]:
+            return [mine / its for mine, its in zip(turns[AUTO], turns[other], strict=True)]
+
+        best = min(FIXED, key=lambda name: median(turns[name]))
+        low, high = interval(over(best))
+        return {
+            "step_ms": {name: 1000 * median(seconds) for name, seconds in turns.items()}, "best": best,
+            "over_best": median(over(best)), "over_best_low": low, "over_best_high": high,
+            "over_former_default": median(over(FORMER)),
+            **({"peer_over_it": 1 / median(over(PEER))} if PEER in turns else {}),
+        }  # fmt: skip
 
 
 def cells(options: Namespace) -> Outcome:
     figures: dict[str, Any] = {}
     checks = []
-    zipfs, rates = options.zipf[: 1 if options.quick else None], options.rates[: 1 if options.quick else None]
-    for zipf in zipfs:
+    few = 1 if options.quick else None
+    for zipf in options.zipf[:few]:
         setting = Setting(zipf=zipf, samples=64, batches=4) if options.quick else Setting(zipf=zipf)
         with training_ranks("tools.bench.programs.cluster", setting) as (cluster, ranks):
             bench = Bench(cluster, ranks, 200.0, [AUTO] if options.quick else [AUTO, *FIXED, PEER])
-            job = Job(bench, cluster)
-            for rate in rates:
+            for rate, dense in product(options.rates[:few], (False, True)[:few]):
                 cluster.limit(rate or None)
-                for dense in (False, True)[: 1 if options.quick else None]:
-                    cell = f"zipf {zipf:g}, {f'{rate:g} Mbit/s' if rate else 'no limit'}{', dense part' * dense}"
-                    job.begin()
-                    settled = job.settle(dense=dense, most_steps=40 if options.quick else MOST_STEPS)
-                    if options.quick:
-                        told = job.tuning()
-                        figures[cell] = settled
-                        checks.append(check(f"{cell}: measures", 1, "1", told["measuring"] or told["step"] > 0))
-                        continue
-                    found = figures[cell] = settled | job.compare(options.rounds, dense=dense)
-                    print(cell, settled, {name: round(ms) for name, ms in found["step_ms"].items()}, flush=True)
-                    checks.append(at_most(f"{cell}: it / the best fixed arm", found["over_best"], NEAR_BEST))
-                    checks.append(at_most(f"{cell}: steps until it has chosen", settled["steps"], SOON_STEPS))
-                    former = found["over_former_default"]
-                    checks.append(at_most(f"{cell}: it / the former default", former, NEVER_SLOWER))
-                    if rate == 200 and dense and "peer_over_it" in found and zipf in PEER_TARGETS:
-                        peer = found["peer_over_it"]
-                        checks.append(at_least(f"{cell}: TorchRec / it", peer, PEER_TARGETS[zipf]))
+                cell = f"zipf {zipf:g}, {f'{rate:g} Mbit/s' if rate else 'no limit'}{', dense part' * dense}"
+                job = Job(bench)
+                settled = job.train_until(
+                    lambda told: told["step"] > 0, 40 if options.quick else MOST_STEPS, dense=dense
+                )
+                figures[cell] = settled
+                if options.quick:
+                    checks.append(check(f"{cell}: measures", 1, "1", settled["measuring"]))
+                    continue
+                found = figures[cell] = settled | job.compare(options.rounds, dense=dense)
+                print(cell, settled, {name: round(ms) for name, ms in found["step_ms"].items()}, flush=True)
+                checks.append(at_most(f"{cell}: it / the best fixed arm", found["over_best"], NEAR_BEST))
+                checks.append(at_most(f"{cell}: it / the former default", found["over_former_default"], NEVER_SLOWER))
+                checks.append(at_most(f"{cell}: steps until it has chosen", settled["steps"], SOON_STEPS))
+                if rate == 200 and dense and "peer_over_it" in found and zipf in PEER_TARGETS:
+                    checks.append(at_least(f"{cell}: TorchRec / it", found["peer_over_it"], PEER_TARGETS[zipf]))
     return Outcome(figures, checks)
 
 
 def changes(options: Namespace) -> Outcome:
     """The fixed arms, in short turns, say which arm is best after each change."""
-    if options.quick:
-        return Outcome({}, [])
     figures: dict[str, Any] = {}
     checks = []
-    setting = Setting(zipf=options.zipf[-1])
-    with training_ranks("tools.bench.programs.cluster", setting) as (cluster, ranks):
-        bench = Bench(cluster, ranks, 200.0, [AUTO, *FIXED])
-        job = Job(bench, cluster)
-        job.begin()
+    if options.quick:
+        return Outcome(figures, checks)
+    with training_ranks("tools.bench.programs.cluster", Setting(zipf=options.zipf[-1])) as (cluster, ranks):
+        job = Job(Bench(cluster, ranks, 200.0, [AUTO, *FIXED]))
         for rate in (200.0, 50.0, None):
             cluster.limit(rate)
-            compared = job.compare(3, dense=False)
-            best = next(arm for arm, name in ARMS.items() if name == compared["best"])
-            steps = job.follow(best, dense=False)
+            best = ARMS[job.compare(3, dense=False)["best"]]
+            found = job.train_until(
+                lambda told, best=best: told["arm"] == best and not told["measuring"], FOLLOWS_STEPS, dense=False  # type: ignore[misc]
+            )  # fmt: skip
             what = "no limit" if rate is None else f"{rate:g} Mbit/s"
-            figures[what] = {"best": best, "steps": steps, "over_best": compared["over_best"]}
-            checks.append(at_most(f"{what}: steps until the best arm is used", steps, FOLLOWS_STEPS - 1))
+            figures[what] = {"best": best, "steps": found["steps"]}
+            checks.append(at_most(f"{what}: steps until the best arm is used", found["steps"], FOLLOWS_STEPS - 1))
     return Outcome(figures, checks)
 
 

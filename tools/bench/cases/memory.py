@@ -15,8 +15,8 @@ of "flexd, prefetch pipeline" without one; with the prefetch pipeline the rows o
 Needs root and a version 1 memory cgroup; says so and goes on without. Checks: at Zipf 1.05 without a dense part at
 least 20 times faster than the memory map; with a dense part the prefetch pipeline at most 1.10 of all fast.
 
-misses: which rows fast memory should hold (``sections.cache_slots``). billion: a table of 10^9 rows
-(``sections.billion_rows``). recshard: many tables, beside RecShard's split (``sections.recshard``).
+billion: a table of 10^9 rows (``sections.billion_rows``). recshard: many tables, beside RecShard's split
+(``sections.recshard``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.harness import ROOT, Outcome, Skipped, at_least, at_most
-from tools.bench.sections import billion_rows, cache_slots, recshard
+from tools.bench.sections import billion_rows, recshard
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
 OF_FLEXD = ("flexd, prefetch pipeline", "flexd")
@@ -140,7 +140,6 @@ def ways_section(options: Namespace) -> Outcome:
 
 SECTIONS = {
     "ways": ways_section,
-    "misses": cache_slots.misses_section,
     "billion": billion_rows.section,
     "recshard": recshard.section,
 }

@@ -1,7 +1,5 @@
-"""Print what travels between the parts of flexd: every field of every message, with its type, and what is optional.
-
-    python tools/wire_schema.py            # of this source tree
-    python tools/wire_schema.py --write    # to tests/control/protocol/wire, as the schema of this protocol version
+"""The schema of what travels between the parts of flexd: every field of every message, with its type, and what is
+optional.
 
 A version's schema is written once, when the version is released, and never changed afterwards; its tests fail when the
 source tree differs from it. ``differences`` states what may change from one version to the next (docs/upgrading.md).
@@ -9,13 +7,10 @@ source tree differs from it. ``differences`` states what may change from one ver
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
-import json
 import pkgutil
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +23,7 @@ from flexd.control.protocol.wire_json import wire_fields
 from flexd.core import tap_counts
 from flexd.core.model import Model, build_models
 
-FOLDER = Path(__file__).parents[1] / "tests" / "control" / "protocol" / "wire"
+FOLDER = Path(__file__).parents[1] / "control" / "protocol" / "wire"
 OPTIONAL = " (optional)"
 _PARTS = (
     messages.Fence, parts.RankIdentity, parts.TrainerSettings, parts.PlacementState, parts.StepReport, parts.SentBytes,
@@ -133,20 +128,3 @@ def _subclasses(base: Any) -> Iterator[Any]:
 def _text(hint: Any) -> str:
     name = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
     return name.replace("typing.", "").replace("NoneType", "None")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the schema of this version to the tests")
-    arguments = parser.parse_args()
-    text = json.dumps(schema(), indent=1, sort_keys=True) + "\n"
-    if arguments.write:
-        FOLDER.mkdir(exist_ok=True)
-        (FOLDER / f"version-{handshake.VERSION}.json").write_text(text)
-    else:
-        print(text, end="")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

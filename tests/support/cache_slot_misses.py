@@ -1,19 +1,14 @@
-"""Which rows fast memory should hold: misses of flexd's cache slots, counted on steps; nothing here depends on the
-clock.
+"""Misses of cache slots, counted on steps.
 
 A step uses each distinct row of its batch once, so a distinct row is the unit. Misses are counted over the last three
-quarters of the steps, fast memory holds a share of the rows that are ever used. ``ahead K`` knows the K batches after
-the present one; with all of them it is Belady's choice, which nothing beats.
-
-Batches are of Zipf's law. Checks: fewer misses than LRU; with four batches known at most 1.25 times Belady's.
+quarters of the steps. Known are some batches after the present one; with all of them the choice is Belady's, which
+nothing beats.
 """
 
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +16,8 @@ import torch
 
 from flexd.embedding.store.slow.cache_slot_table import CacheSlotTable
 from flexd.embedding.store.slow.half_life import HalfLife
-from tools.bench.harness import Outcome, at_most, check
-from tools.bench.programs.memory import batches
 
 Int64Array = npt.NDArray[np.int64]
-ROWS_DIVIDED, IDS_DIVIDED = 100, 10
-"""Table and look-ups of a step are made smaller by these, so that some hundred steps fill the cache slots many times
-over: before that every policy misses alike."""
-SHARE = 0.05
-"""Of the rows, in cache slots."""
-AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -105,34 +92,3 @@ def missed_by_cache_slots(steps: Steps, cache_slots: int, half_life: float | Non
             missed += len(arrivals.missing)
     total = int(steps.starts[-1] - steps.starts[began])
     return missed / total
-
-
-def checks_of_misses(zipf: float, of: dict[str, float]) -> list[dict[str, Any]]:
-    ratio = of["flexd"] / of["LRU"]
-    known = of[f"flexd, {AHEAD} ahead"] / of["Belady"]
-    return [
-        check(f"Zipf {zipf:g}: misses / LRU's", ratio, "< 1", ratio < 1),
-        at_most(f"Zipf {zipf:g}: misses with {AHEAD} batches known / Belady's", known, 1.25),
-    ]
-
-
-def misses(rows: int, ids: int, zipf: float, steps: int) -> dict[str, float]:
-    """Return misses a distinct row with 5 % of the rows in cache slots, over the last three quarters of the steps."""
-    rows, ids = rows // ROWS_DIVIDED, ids // IDS_DIVIDED
-    drawn = batches(rows, ids, zipf, seed=2)
-    steps_of = Steps.of(np.concatenate([next(drawn).numpy() for _ in range(steps)]), ids)
-    cache_slots = max(int(np.diff(steps_of.starts).max()) + 1, int(rows * SHARE))
-    return {
-        "LRU": missed_by_cache_slots(steps_of, cache_slots, 1e-9, 0),
-        "flexd": missed_by_cache_slots(steps_of, cache_slots, None, 0),
-        f"flexd, {AHEAD} ahead": missed_by_cache_slots(steps_of, cache_slots, None, AHEAD),
-        "Belady": missed_by_cache_slots(steps_of, cache_slots, 1.0, len(steps_of) + 1),
-    }
-
-
-def misses_section(options: Namespace) -> Outcome:
-    torch.set_num_threads(1)
-    zipfs, rows, steps = ([1.05], 4_000_000, 200) if options.quick else (options.zipf, 25_200_000, 800)
-    figures = {f"Zipf {zipf:g}": misses(rows, 25_600, zipf, steps) for zipf in zipfs}
-    checks = [entry for zipf in zipfs for entry in checks_of_misses(zipf, figures[f"Zipf {zipf:g}"])]
-    return Outcome(figures, checks)

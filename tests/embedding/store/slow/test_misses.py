@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tools.bench.sections.cache_slots import Steps, missed_by_cache_slots
+from tests.support.cache_slot_misses import Steps, missed_by_cache_slots
+from tools.bench.programs.memory import batches
 
 KEYS = np.array([7, 7, 9, 5, 5, 9, 7, 8, 9, 9, 5, 7] * 20)
 
@@ -49,3 +50,14 @@ def test_misses_are_those_of_a_search(cache_slots: int) -> None:
         <= missed_by_cache_slots(steps, cache_slots, 20.0, 2)
         <= missed_by_cache_slots(steps, cache_slots, 20.0, 0)
     )
+
+
+def test_counts_miss_less_than_last_uses_and_four_known_batches_nearly_as_little_as_all() -> None:
+    rows, ids, steps = 40_000, 2_560, 200
+    drawn = batches(rows, ids, 1.05, seed=2)
+    known = Steps.of(np.concatenate([next(drawn).numpy() for _ in range(steps)]), ids)
+    cache_slots = max(int(np.diff(known.starts).max()) + 1, rows // 20)
+    counted = missed_by_cache_slots(known, cache_slots, None, 0)
+    assert counted < missed_by_cache_slots(known, cache_slots, 1e-9, 0)
+    belady = missed_by_cache_slots(known, cache_slots, 1.0, len(known) + 1)
+    assert missed_by_cache_slots(known, cache_slots, None, 4) <= 1.25 * belady
