@@ -205,7 +205,7 @@ scenarios = st.builds(
     nodes=st.sampled_from([1, 2, 3]),
     local_ranks=st.just(2),
     optimizer=st.sampled_from(["sgd", "rowwise_adagrad", "adam"]),
-    exchange=st.sampled_from(["chain", "chain", "direct"]),
+    exchange=st.sampled_from(["chain", "auto", "direct"]),
     seed=st.integers(0, 10_000),
     steps=st.just(10),
     replica_fraction=st.sampled_from([0.0, 0.3, 1.0]),
@@ -226,6 +226,7 @@ loops = st.builds(
     max_norm=st.sampled_from([0.0, 0.0, 0.05]),
     loops=st.integers(1, 2),
     break_at=st.sampled_from([-1, -1, 7]),
+    depth=st.sampled_from([0, 1]),
 )
 
 
