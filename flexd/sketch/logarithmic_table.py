@@ -23,6 +23,8 @@ CHECK_IDS = 8_192
 """Ids counted between two checks of the number of rows at the top level."""
 TOP_SHARE = 1 / 32
 """Share of the rows that may be at the top level before the step is doubled."""
+_MOST_CROWDS = 2
+"""Times that share: so many rows may have come to the top before the step doubled, and share what lay beyond it."""
 
 
 def relative_error(bits: int) -> float:
@@ -60,7 +62,7 @@ class LogTable(TableSketch):
     The levels are those of Morris's counter, times ``step`` units. The step doubles once more than ``TOP_SHARE`` of the
     rows have reached the top level; every counter is then rounded, up or down at random, to the new levels. Units of a
     row beyond the top level are not counted by row, but ``total_units`` is exact for all accesses; what lies beyond is
-    shared among the rows at the top level in proportion to the sample.
+    shared among the rows at the top level, or that were there until the step doubled, in proportion to the sample.
 
     Random numbers are a function of the number of draws made (``logarithmic_kernels``), which is saved: equal streams
     in equal order give equal bits, across a restart too.
@@ -226,10 +228,24 @@ class LogTable(TableSketch):
         """Return the estimated units of int64[n] rows as float64[n]: unbiased up to the top level."""
         levels, values = self.levels(rows), self.values
         units: Float64Array = values[levels]
-        at_top = np.flatnonzero(levels == len(values) - 1)
+        at_top = np.flatnonzero(levels >= self._top())
         if len(at_top):
             units[at_top] += self._beyond_top(rows[at_top])[0]
         return units
+
+    def _top(self) -> int:
+        """Return the lowest level whose rows share the units beyond the top level.
+
+        That is the top level; when the step has doubled and no row is there again, the one down to which lie as many
+        rows as made it double, which were at the top then. Errors of the levels alone are shared by no row.
+        """
+        last, beyond = len(self.level_rows) - 1, self.total_units - float(self.level_rows @ self.values)
+        if self.level_rows[last] or beyond <= relative_error(self.bits) * self.total_units:
+            return last
+        at_least = np.cumsum(self.level_rows[::-1])[::-1]
+        crowd = max(1, int(self.spec.rows * TOP_SHARE))
+        crowded = np.flatnonzero((at_least > crowd) & (at_least <= _MOST_CROWDS * crowd))
+        return max(1, int(crowded[-1])) if len(crowded) else last
 
     def _beyond_top(self, rows: Int64Array) -> tuple[Float64Array, Int64Array, float]:
         """Divide the units beyond the top level among its rows.
@@ -242,9 +258,9 @@ class LogTable(TableSketch):
         """
         beyond = max(0.0, float(self.total_units) - float(self.level_rows @ self.values))
         sampled = self._sample.rows()
-        seen, times = np.unique(sampled[self.levels(sampled) == len(self.level_rows) - 1], return_counts=True)
+        seen, times = np.unique(sampled[self.levels(sampled) >= self._top()], return_counts=True)
         accesses = max(1, int(times.sum()))
-        others = int(self.level_rows[-1]) - len(seen)
+        others = int(self.level_rows[self._top() :].sum()) - len(seen)
         unseen = (int((times == 1).sum()) / accesses if len(seen) else 1.0) if others else 0.0
         at = np.searchsorted(seen, rows)
         # No row is -1, which stands behind the last.
@@ -259,16 +275,16 @@ class LogTable(TableSketch):
         if total == 0:
             return self._empty_profile()
         histogram, values = self.level_rows, self.values
-        top = len(values) - 1
+        top = self._top()
         # All rows at the top level are read, because their order is only decided here.
         above = np.cumsum(histogram[::-1])[::-1] - histogram
         room = np.clip(max_hot_rows - above, 0, histogram)
-        room[0], room[top] = 0, histogram[top]
+        room[0], room[top:] = 0, histogram[top:]
         rows = self.rows_of_levels(room)
-        level = np.repeat(np.arange(top, -1, -1), room[::-1])
+        level = np.repeat(np.arange(len(values) - 1, -1, -1), room[::-1])
         units, half = values[level], QUARTILE * self._level_errors(decay)[level]
         lower, upper = units * np.exp(-half), units * np.exp(half)
-        first = int(histogram[top])
+        first = int(histogram[top:].sum())
         beyond, sampled, units_an_access = self._beyond_top(rows[:first])
         # Of counts with a power-law tail, a fifth to a quarter of those at the top level are lower in truth (Bayes,
         # prior 1 / x^2, errors of half an octave), so the top level is their lower quartile.

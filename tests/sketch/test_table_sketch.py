@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import SketchError
@@ -65,6 +65,8 @@ def same_state(a: TableSketch, b: TableSketch) -> bool:
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from([*BUDGETS]), st.sampled_from([None, 25.0, 3600.0]), st.integers(1, 25), st.integers(0, 2**30))
+@example("3 bits", 25.0, 21, 0).via("the step doubled with the last message")
+@example("4 bits", 25.0, 22, 0).via("the step doubled with the last message")
 def test_every_kind_counts_decays_and_continues_bit_by_bit(name: str, half_life: float | None, number: int, seed: int):
     decay, table = ForwardDecay(half_life, 1e9), make(name)
     assert table.profile(decay, 10).weight == 0

@@ -237,7 +237,7 @@ def checks_of(job: Job, found: dict[str, Any]) -> list[dict[str, Any]]:
 def section(options: Namespace) -> Outcome:
     effort, chosen = Effort(), jobs()
     if options.quick:
-        effort = Effort(20.0, 2, 4, 64)
+        effort = Effort(20.0, 2, 256)
         chosen = [Job("quick", Setting(samples=64, batches=4, zipf=1.2))]
     figures, checks = {}, []
     for job, found in run(chosen, effort):
