@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ from flexd.operations.state_database import NAME, StateDatabase
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, same_content, target
 from tests.support.until import until
+
+
+def _copied(source: str, target: str) -> None:
+    """Copy a file of live state, unless it has been renamed since it was listed."""
+    with suppress(FileNotFoundError):
+        shutil.copy2(source, target)
 
 
 class DaemonSequence:
@@ -37,7 +44,7 @@ class DaemonSequence:
         assert self.current.history.flush(SECONDS)
         before, self._count = self._directory / str(self._count), self._count + 1
         after = self._directory / str(self._count)
-        shutil.copytree(before, after)
+        shutil.copytree(before, after, copy_function=_copied)
         self.current.stop()
         between()
         self.current = self._start(after, self.port)
