@@ -266,7 +266,7 @@ class EmbeddingCollection(TableAccess):
         """Return the settings in use, and on rank 0 what was measured of the others. Not collective."""
         from flexd.embedding.tuning import Tuning
 
-        tuner, arm = self.engine.tuner(), self.engine.arm
+        tuner, arm = self.engine.step_tuner, self.engine.arm
         return Tuning(str(arm.in_use), str(arm.reason or "")) if tuner is None else tuner.tuning()
 
     @property

@@ -111,7 +111,8 @@ class RowEngine:
         self.inbox = ChunkInbox(
             homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
         )
-        self._tuner: StepTuner | None = None
+        self.step_tuner: StepTuner | None = None
+        """Made by ``tuner``; None before."""
         if chooses:
             self.tuner()
         if tiered_storage is not None:
@@ -151,20 +152,20 @@ class RowEngine:
 
     def tuner(self) -> StepTuner | None:
         """Return what chooses the arm of the steps; None on ranks that follow the one that does."""
-        if self._tuner is None and self.groups.rank == 0:
+        if self.step_tuner is None and self.groups.rank == 0:
             from flexd.embedding.tuning import StepTuner  # loaded where a job has a choice
 
             inbox = self.inbox
-            self._tuner = StepTuner(
+            self.step_tuner = StepTuner(
                 self.arm, self._exchanges, lambda: inbox.priced_exchange, lambda: inbox.applied_version
             )
-            self.joined.append(self._tuner)
-        return self._tuner
+            self.joined.append(self.step_tuner)
+        return self.step_tuner
 
     def used_arm(self) -> UsedExchange:
         """Return what the rank reports of its arm."""
-        if self._tuner is not None:
-            return self._tuner.used()
+        if self.step_tuner is not None:
+            return self.step_tuner.used()
         return UsedExchange(self.arm.exchange, self.arm.reason or "", str(self.arm.in_use))
 
     def _rows_changed(self, parts: Sequence[tuple[int, torch.Tensor]], *, all_rows: bool = False) -> None:

@@ -3,7 +3,7 @@
 Numbers only: who runs the tuner gives it the seconds of every step, and gets the arm to use from now on. Blocks of the
 arms are paired in rounds, so drift and load change all of them alike; a signed-rank interval on their ratios
 (``flexd.core.switchback``) drops an arm that is slower or that makes no difference, and one that is clearly slower
-leaves at once. Exploring is bounded by a share of all steps.
+leaves after two rounds. Exploring is bounded by a share of all steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ BLOCK_STEPS = 8
 SHORT_BLOCK_STEPS = 4
 """Steps after which a block ends early if all of them took much longer than steps of the best arm."""
 MUCH_SLOWER, CLEARLY_SLOWER = 1.25, 1.10
+"""Step times over those of the best arm."""
 CLEAR_ROUNDS, MOSTLY_CLEAR_ROUNDS = 2, 4
+"""Rounds after which an arm leaves that was clearly slower in every one, or slower in nearly every one."""
 RULE = SwitchbackRule(max_pairs=24, confidence=0.95, resolution=0.01)
 START_STEPS = 10
 """Steps that come before the first trial: their memory and connections are made."""
@@ -319,6 +321,7 @@ class Tuner(Generic[A]):
             self._end(trial)
             return True
         if self._waited > STUCK_STEPS or self._restarts > STUCK_STEPS:
+            self.explored_steps += trial.explored_steps
             self.trial = None
             self._begin_at = self.steps + self._pause
         return False

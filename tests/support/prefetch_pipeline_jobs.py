@@ -105,7 +105,7 @@ def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> Embeddin
     if scenario.exchange == "auto":
         engine = collection.engine
         engine.joined[:] = [each for each in engine.joined if not isinstance(each, StepTuner)]
-        engine._tuner = engine.join(RandomTuner, engine.arm, engine._exchanges)
+        engine.step_tuner = engine.join(RandomTuner, engine.arm, engine._exchanges)
     return collection
 
 

@@ -183,6 +183,15 @@ def test_inputs_that_change_after_they_were_announced_train_equally(
 
 
 @pytest.mark.parametrize("one_thread", [False, True])
+def test_inputs_that_change_as_the_pipeline_is_switched_train_equally(ranks: Ranks, one_thread: bool) -> None:
+    """The job after the last batch that is located ahead still tells all ranks whether its input has changed."""
+    for seed in range(3):
+        scenario = Scenario(2, 2, "rowwise_adagrad", exchange="auto", steps=12, seed=seed)
+        results = check(scenario, ranks, Loop(changes="any", one_thread=one_thread, depth=0))
+        assert set(results[0]["prefetched"]) == {True, False}
+
+
+@pytest.mark.parametrize("one_thread", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_a_loader_that_fills_one_buffer_again_is_named(ranks: Ranks, one_thread: bool, depth: int) -> None:
     """On the last rank alone; the buffers of the other are new."""
