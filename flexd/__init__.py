@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from flexd.core.layout import RankLayout
+    from flexd.core.placement import RankLayout
     from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
     from flexd.embedding.checkpoint.series import CheckpointSeries
     from flexd.embedding.checkpoint.sharded_state import ShardedState
@@ -40,7 +40,7 @@ _HOMES = {
     "Jagged": "flexd.embedding.jagged",
     "JoinedOptimizer": "flexd.embedding.joined_optimizer",
     "Publisher": "flexd.stream.publisher",
-    "RankLayout": "flexd.core.layout",
+    "RankLayout": "flexd.core.placement",
     "RowWiseAdagrad": "flexd.embedding.row_optimizers",
     "RowWiseAdam": "flexd.embedding.row_optimizers",
     "SGD": "flexd.embedding.row_optimizers",

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 import flexd
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout
 from tools.bench.ranks import on_ranks
 
 TOLERANCE = 1e-5

@@ -27,7 +27,7 @@ site without a permission, which the daemon never gives."""
 
 TierName = Literal["HOME", "NODE", "DEVICE"]
 TIERS: tuple[TierName, ...] = ("HOME", "NODE", "DEVICE")
-"""In the order of ``flexd.core.layout.Tier``."""
+"""In the order of ``flexd.core.placement.Tier``."""
 RowsByTier = dict[TierName, int]
 Reason = Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)]
 RequestedBy = Annotated[str, Field(max_length=MAX_REQUESTED_BY_CHARACTERS)]

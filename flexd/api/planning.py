@@ -59,7 +59,7 @@ def by_metric_tier(rows: RowsByTier) -> dict[str, int]:
 
 def rows_above_home(placement: Placement) -> RowsByTier:
     """Return the number of rows in each replicated tier; all other rows are HOME."""
-    from flexd.core.layout import Tier
+    from flexd.core.placement import Tier
 
     return {
         "NODE": int((placement.tiers == Tier.NODE).sum()),

@@ -12,7 +12,7 @@ from flexd.core.model import FiniteOrNone, Model, Show, counter, gauge, with_zer
 if TYPE_CHECKING:
     from flexd.control.daemon.channel_events import ChannelCounters
     from flexd.control.daemon.epoch_manager import ControlStatus, LiveTopology
-    from flexd.core.layout import RankLayout
+    from flexd.core.placement import RankLayout
     from flexd.operations.training_monitor import RankAverages
 
 

@@ -202,7 +202,7 @@ def hot_row_page(
 ) -> HotRowPage:
     """Return at most ``limit`` hot rows of a table from ``offset`` on. Raises ApiError (404) if it is not known."""
     from flexd.core.errors import ApiError
-    from flexd.core.homes import homes_of
+    from flexd.core.keyspace import homes_of
 
     index = keyspace.index.get(table)
     if index is None:
@@ -240,7 +240,7 @@ def _placed_rows(keyspace: KeySpace, placement: Placement) -> Int64Array:
     """Return int64[tables, 2]: rows at NODE and at DEVICE."""
     import numpy as np
 
-    from flexd.core.layout import Tier
+    from flexd.core.placement import Tier
 
     tables, placement = len(keyspace.tables), placement.copies
     cells = keyspace.table_of(placement.keys) * 2 + (placement.tiers.astype(np.int64) - int(Tier.NODE))

@@ -26,7 +26,7 @@ from flexd.core.usage_warnings import UsageWarningKind
 if TYPE_CHECKING:
     from flexd.control.protocol.report import StepReport, UsedExchange
     from flexd.core.keyspace import TableSpec
-    from flexd.core.layout import RankLayout
+    from flexd.core.placement import RankLayout
     from flexd.operations.step_times import PhaseAverages
     from flexd.operations.training_monitor import (
         RankAverages,

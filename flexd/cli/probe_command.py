@@ -88,7 +88,7 @@ def _run(
     import torch.distributed as dist
 
     from flexd.core.errors import TopologyError
-    from flexd.core.layout import RankLayout
+    from flexd.core.placement import RankLayout
     from flexd.embedding.exchange.process_groups import layout_from_environment
     from flexd.embedding.step_probe import measure_step_costs
     from flexd.topology.probe import probe as measure_links

@@ -16,7 +16,7 @@ from flexd.core.errors import ConfigError
 from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 
 if TYPE_CHECKING:
-    from flexd.core.layout import RankLayout
+    from flexd.core.placement import RankLayout
     from flexd.simulate.accesses import Accesses, RowFormat
     from flexd.topology.cluster import Cluster
 
@@ -67,7 +67,7 @@ class ClusterOptions:
     ] = None
 
     def layout(self) -> RankLayout:
-        from flexd.core.layout import RankLayout
+        from flexd.core.placement import RankLayout
 
         return RankLayout(self.nodes, self.local_ranks)
 

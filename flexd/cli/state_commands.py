@@ -25,10 +25,10 @@ app = typer.Typer(
 
 
 def _load(config: Path) -> Config:
-    from flexd.core import fault_points
+    from flexd.core import supervision
     from flexd.daemon.config_file import load_with_known_tables
 
-    fault_points.arm()
+    supervision.arm()
     return load_with_known_tables(config)
 
 

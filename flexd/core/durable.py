@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flexd.core.errors import SnapshotError
-from flexd.core.fault_points import fault_point
+from flexd.core.supervision import fault_point
 
 UNUSABLE = ".unusable"
 """Suffix of a quarantined file; the newest such file is kept."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flexd.core.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:  # it imports numpy, which would double the time of a client command
-    from flexd.core.layout import RankLayout
+    from flexd.core.placement import RankLayout
 
 DOCUMENT_FORMAT = 1
 """Of what ``flexd shard`` writes: table rules, and TorchRec's sharding plans."""

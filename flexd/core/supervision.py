@@ -8,20 +8,177 @@ An unexpected exception of a thread's work
 
 Work that cannot be repeated, because what it changed may be half changed, raises ``UnsafeStateError``: the daemon then
 stops all parts in order and exits with ``EXIT_UNSAFE_STATE``. docs/threads.md lists the rule of each thread.
+
+Log lines have an event's name and its fields, as ``key=value`` text and as data for the JSON format.
+
+Faults are tried out at *fault points*, at which a test kills or stops the process, or raises an exception. They have no
+effect in a process that was not armed: ``FLEXD_FAULT_POINT=name:count:action[,name:count:action]`` arms ``flexd run``.
+When the process passes point ``name`` for the ``count``-th time it sends itself a signal, ``kill`` (SIGKILL) or
+``stop`` (SIGSTOP, until it receives SIGCONT), or it raises ``InjectedFaultError`` there (``raise``). Each entry acts
+once. ``first-last`` in place of ``count`` stands for every passage from the one to the other.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import random
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
-from flexd.core.errors import FlexdError
-from flexd.core.log_fields import is_power_of_two
+from flexd.core.errors import ConfigError, FlexdError
+
+VARIABLE = "FLEXD_FAULT_POINT"
+
+POINTS = (
+    "hello.accepted", "epoch.begin", "epoch.announced", "epoch.settled", "epoch.go", "epoch.joined", "epoch.live",
+    "epoch.end", "epoch.ended", "migration.started", "journal.begin", "journal.renamed", "journal.begun",
+    "journal.append", "journal.appended", "chunk.announce", "chunk.announced", "chunk.half_sent", "chunk.sent",
+    "chunk.agreed", "chunk.applied", "migration.finished", "snapshot.begin", "snapshot.copied", "snapshot.written",
+    "snapshot.renamed", "snapshot.committed",
+    "reset.saved", "reset.moved",
+)  # fmt: skip
+"""In the order in which a daemon first passes them, except for snapshots. Those from ``reset.saved`` on are
+passed by ``flexd state reset``."""
+POINTS_OF_A_JOB = POINTS[: POINTS.index("reset.saved")]
+"""The points that the daemon of a training job passes again and again."""
+
+THREAD_POINTS = (
+    "thread.loop", "thread.planning", "thread.coordinator", "thread.channel", "thread.ingest", "thread.counting",
+    "thread.drift", "thread.history", "thread.http",
+)  # fmt: skip
+"""One in the work of every thread of the daemon, for ``raise``."""
+
+_ACTIONS: Mapping[str, signal.Signals | None] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": None}
+
+_MAX_PASSAGES = 10_000
+
+
+class InjectedFaultError(Exception):
+    """Raised by a fault point that was armed with ``raise``."""
+
+
+_armed: dict[str, dict[int, signal.Signals | None]] = {}
+"""Signal, or None to raise, by point and number of the passage (from 1)."""
+_passed: dict[str, int] = {}
+
+
+def fault_point(name: str) -> None:
+    """Record that the process passes point ``name``."""
+    if _armed:
+        _pass(name)
+
+
+def arm(environ: Mapping[str, str] = os.environ) -> None:
+    """Arm this process according to the environment; without the variable disarm it.
+
+    Raises:
+        ConfigError: the variable cannot be read, or names an unknown point or action.
+    """
+    _armed.clear()
+    _passed.clear()
+    for entry in filter(None, environ.get(VARIABLE, "").split(",")):
+        name, _, rest = entry.partition(":")
+        count, _, action = rest.partition(":")
+        first, _, last = count.partition("-")
+        last = last or first
+        passages = range(int(first), int(last) + 1) if first.isdecimal() and last.isdecimal() else range(0)
+        known = name in POINTS or name in THREAD_POINTS
+        if not known or action not in _ACTIONS or not 0 < len(passages) <= _MAX_PASSAGES or passages[0] < 1:
+            _armed.clear()
+            raise ConfigError(
+                f"{VARIABLE}: {entry!r} is not a fault point",
+                remedy="unset it, or give name:count:action (kill, stop, raise) with a point of core/supervision.py",
+            )
+        _armed.setdefault(name, {}).update(dict.fromkeys(passages, _ACTIONS[action]))
+
+
+def _pass(name: str) -> None:
+    passage = _passed[name] = _passed.get(name, 0) + 1
+    actions = _armed.get(name, {})
+    if passage not in actions:
+        return
+    signal_to_send = actions.pop(passage)
+    if signal_to_send is None:
+        raise InjectedFaultError(f"{name} was armed to raise")
+    os.kill(os.getpid(), signal_to_send)
+
+
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-+:/,@%")
+
+
+def log_event(logger: logging.Logger, level: int, event: str, fields: Mapping[str, object]) -> None:
+    """Log ``event key=value ...``. The record carries ``event`` and ``fields`` for formatters that keep structure."""
+    if logger.isEnabledFor(level):
+        text = " ".join([event, *format_fields(fields)])
+        logger.log(level, "%s", text, extra={"event": event, "fields": dict(fields)}, stacklevel=2)
+
+
+def format_fields(fields: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    """Yield one ``key=value`` a field. Nested mappings are flattened to ``outer.inner=value``, lists are JSON, and text
+    with spaces, quotes, equal signs or line breaks is quoted as JSON."""
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from format_fields(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={_format_value(value)}"
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, str):
+        return value if value and _PLAIN.issuperset(value) else json.dumps(value)
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    if isinstance(value, list | tuple | set | frozenset):
+        items = sorted(value, key=str) if isinstance(value, set | frozenset) else list(value)
+        return json.dumps(items, separators=(",", ":"), default=str)
+    return _format_value(str(value))
+
+
+def is_power_of_two(count: int) -> bool:
+    """Tell whether to log the ``count``-th time of the same event: at powers of two, the log stays bounded."""
+    return count & (count - 1) == 0
+
+
+class _JsonLines(logging.Formatter):
+    """Format a record as one JSON object, for log collectors. Fields of an event are an object under ``fields``."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__()
+        self._job = job
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "job": self._job,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        fields = getattr(record, "fields", None)
+        if fields is not None:
+            entry["fields"] = fields
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def set_up_logging(job: str, level: str, line_format: str) -> None:
+    """Log to stderr, as text or as one JSON object per line. May be called again when the configuration changes."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter(f"%(asctime)s %(levelname)s [{job}] %(name)s: %(message)s")
+    handler.setFormatter(_JsonLines(job) if line_format == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # kafka-python logs every attempt to reconnect to a broker that is down; the source reports that once.
+    logging.getLogger("kafka").setLevel(logging.ERROR)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 class Backoff:

@@ -17,8 +17,7 @@ from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration import MigrationEvent
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
-from flexd.core.fault_points import fault_point
-from flexd.core.supervision import Supervisor
+from flexd.core.supervision import Supervisor, fault_point
 from flexd.daemon import factory
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.autoplan import AutoPlanner

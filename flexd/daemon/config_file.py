@@ -27,7 +27,7 @@ from flexd.config.text import describe_faults
 from flexd.control.daemon.membership import ProposedTables
 from flexd.core.errors import ConfigError, FlexdError, SnapshotError
 from flexd.core.keyspace import TableSpec, table_from_document
-from flexd.core.log_fields import set_up_logging
+from flexd.core.supervision import set_up_logging
 from flexd.operations.state_database import NAME, StateDatabase
 
 logger = logging.getLogger("flexd")

@@ -8,10 +8,9 @@ import signal
 from pathlib import Path
 
 from flexd.config.model import Config
-from flexd.core import fault_points as faults
+from flexd.core import supervision as faults
 from flexd.core.fast_start import resume_garbage_collector
-from flexd.core.log_fields import set_up_logging
-from flexd.core.supervision import EXIT_UNSAFE_STATE
+from flexd.core.supervision import EXIT_UNSAFE_STATE, set_up_logging
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.daemon import Daemon
 

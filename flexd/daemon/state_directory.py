@@ -22,8 +22,8 @@ from flexd.control.daemon import journal
 from flexd.core import units
 from flexd.core.durable import UNUSABLE, replace_file, sync_directory
 from flexd.core.errors import SketchError, SnapshotError, StateLockedError, StateVersionError, UnusableStateError
-from flexd.core.fault_points import fault_point
 from flexd.core.model import ALWAYS, DETAIL, HIDDEN, Model, Show
+from flexd.core.supervision import fault_point
 from flexd.daemon import factory
 from flexd.operations import state_database
 from flexd.sketch import snapshot

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.demo.setup import LEARNING_RATE, RunSetup
 from flexd.demo.training import ADAGRAD_EPS, batches_of, dense_of, features_of, loss_of, tables_of
 from flexd.embedding.collection import EmbeddingCollection

@@ -15,7 +15,7 @@ import torch
 from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.core.sharding_types import OWNER, REQUESTER, ROW_WISE, PooledTables
 from flexd.embedding.devices import allocated_device
 from flexd.embedding.engine import RowEngine

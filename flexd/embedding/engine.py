@@ -15,8 +15,7 @@ import torch
 from flexd.control.agent.inbox import ChunkInbox, Prepared
 from flexd.control.protocol.report import ExchangeReason, StepPhase, UsedExchange
 from flexd.core.errors import EmbeddingError
-from flexd.core.homes import homes_of
-from flexd.core.keyspace import KeySpace
+from flexd.core.keyspace import KeySpace, homes_of
 from flexd.core.placement import Delta
 from flexd.core.sharding_types import NO_POOLED, PooledTables
 from flexd.embedding.exchange.arms import AgreedArm, bag_hops, row_hops

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from flexd.core.errors import TopologyError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.core.sharding_types import DATA_PARALLEL, ROW_WISE
 from flexd.embedding import devices
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable

@@ -11,7 +11,7 @@ from torch import nn
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import RankLayout, Tier
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flexd.core.errors import EmbeddingError, TopologyError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.core.sharding_types import DOCUMENT_FORMAT, ShardingType
 
 _AGAIN = "write it by flexd shard --for flexd"

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
 from flexd.core.node_map import NodeMap
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout
 from flexd.core.supervision import Supervisor
 from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.affinity.partition import NodeHomes

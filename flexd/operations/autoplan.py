@@ -20,9 +20,8 @@ from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_record import MigrationState
 from flexd.core.errors import FlexdError
-from flexd.core.fault_points import fault_point
-from flexd.core.layout import Tier
-from flexd.core.supervision import Backoff
+from flexd.core.placement import Tier
+from flexd.core.supervision import Backoff, fault_point
 from flexd.operations.drift import DriftMonitor
 from flexd.operations.executions import Trigger, TriggerKind
 from flexd.operations.planning import Planning

@@ -9,8 +9,7 @@ import time
 
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.core.errors import FlexdError
-from flexd.core.fault_points import fault_point
-from flexd.core.supervision import Supervisor
+from flexd.core.supervision import Supervisor, fault_point
 from flexd.operations.executions import Executions
 from flexd.operations.live_plan import PlanMaker
 from flexd.operations.planning import saving_gate

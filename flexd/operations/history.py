@@ -22,8 +22,7 @@ from flexd.control.daemon.migration_record import (
     VerificationReport,
 )
 from flexd.core.errors import SnapshotError
-from flexd.core.fault_points import fault_point
-from flexd.core.supervision import Supervisor
+from flexd.core.supervision import Supervisor, fault_point
 from flexd.operations.state_database import StateDatabase, Statement
 from flexd.operations.step_times import StepTimes
 

@@ -22,8 +22,7 @@ from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase, StepReport, TrainerSettings
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.step_times import PHASES, PhaseAverages, phase_values
 from flexd.operations.training_monitor import TrainingMonitor

@@ -35,8 +35,7 @@ from flexd.control.daemon.migration_record import MigrationState, VerificationRe
 from flexd.control.protocol.report import ExchangeReason, StepReport
 from flexd.core.errors import SnapshotError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import REHOMED, RankLayout, Tier, by_slots
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import REHOMED, Delta, Placement, RankLayout, Tier, by_slots
 from flexd.core.switchback import FIRST_LOOK, Effect, SwitchbackRule, Verdict, keeps_plan
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.executions import DAEMON_ACTOR, ROLLBACK, Executions, Trigger, TriggerKind, rollback_trigger

@@ -16,10 +16,8 @@ import numpy as np
 
 from flexd.core.arrays import BoolArray, Float64Array, Int64Array, UInt8Array
 from flexd.core.errors import PlanError
-from flexd.core.homes import Homes, homes_of
-from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout, Tier, nodes_of_rehomed
-from flexd.core.placement import Placement
+from flexd.core.keyspace import Homes, KeySpace, homes_of
+from flexd.core.placement import Placement, RankLayout, Tier, nodes_of_rehomed
 from flexd.planner.model.cost import migration_seconds, row_seconds, sync_latency, usable_tiers
 from flexd.planner.model.prices import linear_exposure
 from flexd.planner.model.touches import TouchRelation

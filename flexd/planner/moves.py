@@ -9,8 +9,7 @@ import numpy as np
 
 from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import MAX_REHOMED_NODES, REHOMED, RankLayout, is_rehomed
-from flexd.core.placement import Placement
+from flexd.core.placement import MAX_REHOMED_NODES, REHOMED, Placement, RankLayout, is_rehomed
 from flexd.core.sharding_types import ROW_WISE
 from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.affinity.traffic import rule_nodes

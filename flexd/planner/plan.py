@@ -14,8 +14,7 @@ from flexd.core import units
 from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout, Tier, by_slots, is_rehomed, without_moves
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import Delta, Placement, RankLayout, Tier, by_slots, is_rehomed, without_moves
 from flexd.planner.model.cost import CostBreakdown, canonical_tiers, joint_cost, migration_seconds
 from flexd.planner.model.row_bytes import Exchange, TrafficPhase
 from flexd.planner.model.workload import GroupLoad, TrainingShape, make_loads

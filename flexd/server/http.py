@@ -19,8 +19,7 @@ from flexd.api.routes import DaemonApi
 from flexd.config.base import is_loopback, split_address
 from flexd.config.server import ServerConfig
 from flexd.core.errors import ApiError
-from flexd.core.fault_points import fault_point
-from flexd.core.supervision import SupervisedThread, Supervisor, Watch
+from flexd.core.supervision import SupervisedThread, Supervisor, Watch, fault_point
 from flexd.server.access import AccessControl, Refusals, Tokens
 from flexd.server.app import Metrics, create_app, create_metrics_app
 from flexd.server.protocol import BoundedProtocol, ServerTls

@@ -11,7 +11,7 @@ import numpy as np
 from flexd.core.arrays import Int64Array
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.stream.batches import Batches
 from flexd.stream.sample_kinds import BatchOptions

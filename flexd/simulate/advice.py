@@ -18,8 +18,8 @@ from flexd.core import units
 from flexd.core.arrays import Float64Array
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
 from flexd.core.model import HIDDEN, Model, Show
+from flexd.core.placement import RankLayout
 from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.affinity.streaming import plan_affinity
 from flexd.planner.affinity.window import sampled_window

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexd.core.arrays import BoolArray, Int64Array, UInt8Array
-from flexd.core.homes import Homes
-from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Delta, Placement
+from flexd.core.keyspace import Homes, KeySpace
+from flexd.core.placement import Delta, Placement, RankLayout, Tier
 from flexd.planner.model.row_bytes import ID_BYTES, Exchange, TrafficPhase
 from flexd.planner.model.workload import TrainingShape
 from flexd.simulate.step_keys import StepKeys, StepPasses

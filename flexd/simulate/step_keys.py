@@ -12,7 +12,7 @@ import numpy as np
 from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.sketch.profile import Profile, RowTouches, TableProfile
 
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from flexd.core import tap_counts
 from flexd.core.errors import CodecError, FlexdError
-from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import TableSpec
-from flexd.core.layout import RankLayout
-from flexd.core.supervision import Backoff, Supervisor, UnsafeStateError
+from flexd.core.placement import RankLayout
+from flexd.core.supervision import Backoff, Supervisor, UnsafeStateError, fault_point
 from flexd.core.tap_counts import TapCounts
 from flexd.sketch.dead_letters import DeadLetterFile
 from flexd.sketch.profile import Profile, TableProfile

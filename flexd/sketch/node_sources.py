@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexd.core.arrays import Float32Array, Float64Array, Int32Array, Int64Array, matches
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 
 _LEAST_AFFINITY = 1e-4
 _LEAST_PRIOR_ACCESSES = 1e-2

@@ -15,7 +15,7 @@ import numpy as np
 from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowArray
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.core.tap_counts import TapCounts
 from flexd.sketch import budget
 from flexd.sketch.coaccess import MIN_BYTES, CoAccess, CoAccessSample

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from flexd.core.errors import SnapshotError
-from flexd.core.fault_points import fault_point
+from flexd.core.supervision import fault_point
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.types import Positions, Source

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowArray
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.core.tap_counts import GAMMA
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.kernel_parts import finalise

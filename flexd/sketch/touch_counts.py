@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from flexd.core.arrays import Arrays, Float64Array, Int64Array
 from flexd.core.errors import SketchError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.core.tap_counts import is_sampled
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.profile import RowTouches

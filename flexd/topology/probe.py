@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from flexd.core.arrays import Float64Array
 from flexd.core.errors import TopologyError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.topology.cluster import Cluster, Collective, CollectiveTimes, Link, LinkModel, WorldModel, fit_curve
 from flexd.topology.timing import ProbeGroups, make_collective
 

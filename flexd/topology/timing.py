@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from flexd.core.arrays import Float64Array
 from flexd.core.errors import TopologyError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.topology.cluster import Collective, Link
 
 _POLL_SECONDS = 1e-4

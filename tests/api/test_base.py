@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from flexd.api.base import TIERS, CommandRequest
-from flexd.core.layout import Tier
 from flexd.core.model import FiniteOrNone, Model
+from flexd.core.placement import Tier
 
 
 class Part(Model):

@@ -9,8 +9,7 @@ import pytest
 
 from flexd.api.plan import PlanReport
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.planner.plan import PlanOrigin, make_plan
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.files import load_preset

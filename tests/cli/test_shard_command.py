@@ -9,7 +9,7 @@ import numpy as np
 
 import flexd
 from flexd.cli.exit_codes import ExitCode
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 
 
 def test_a_list_becomes_a_plan(flexd_command, tmp_path: Path):

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
+import signal
 import threading
+from typing import Any
 
 import pytest
 
+from flexd.core import supervision as faults
+from flexd.core.errors import ConfigError
 from flexd.core.supervision import (
     FIRST_BACKOFF_SECONDS,
     MAX_BACKOFF_SECONDS,
     Backoff,
     Supervisor,
     UnsafeStateError,
+    format_fields,
+    log_event,
+    set_up_logging,
 )
 from tests.support.clock import Clock
+from tests.support.repository import ROOT
 from tests.support.until import until
 
 SECONDS = 20.0
@@ -127,3 +138,100 @@ def test_a_job_and_a_foreign_thread_are_counted(monkeypatch: pytest.MonkeyPatch)
     foreign.join(SECONDS)
     assert supervisor.faults() == {"one": 1, "other": 1}
     assert supervisor.problems() == ()
+
+
+@pytest.mark.parametrize(
+    "armed",
+    [
+        "nowhere:1:kill",
+        "chunk.sent:0:kill",
+        "chunk.sent:1:jump",
+        "chunk.sent",
+        ":::",
+        "chunk.sent:3-2:kill",
+        "chunk.sent:-:raise",
+    ],
+)
+def test_invalid_entries_are_refused(armed: str) -> None:
+    with pytest.raises(ConfigError, match="unset it"):
+        faults.arm({faults.VARIABLE: armed})
+    faults.fault_point("chunk.sent")
+
+
+def test_an_armed_passage_raises_or_sends_its_signal_and_others_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[object] = []
+    monkeypatch.setattr(faults, "_armed", {})
+    monkeypatch.setattr(faults, "_passed", {})
+    monkeypatch.setattr(os, "kill", lambda process, sent: outcomes.append(sent if process == os.getpid() else process))
+    faults.arm({faults.VARIABLE: "thread.drift:2-3:raise,chunk.sent:1:kill,chunk.agreed:2:stop,epoch.live:1:kill"})
+    for _ in range(4):
+        for point in ("thread.drift", "chunk.sent", "chunk.agreed"):
+            try:
+                faults.fault_point(point)
+            except faults.InjectedFaultError:
+                outcomes.append("raised")
+        outcomes.append("passed")
+    assert outcomes == [
+        signal.SIGKILL, "passed", "raised", signal.SIGSTOP, "passed", "raised", "passed", "passed"
+    ]  # fmt: skip
+
+
+def test_every_point_is_passed_at_exactly_one_place() -> None:
+    sources = [path.read_text() for path in (ROOT / "flexd").rglob("*.py")]
+    names = [name for source in sources for name in re.findall(r"fault_point\(\"([^\"]+)\"\)", source)]
+    # ``replace_file`` passes two points of the file's name.
+    for file in (name for source in sources for name in re.findall(r"replace_file\(.*, \"(\w+)\"\)", source)):
+        names += [f"{file}.written", f"{file}.renamed"]
+    assert sorted(names) == sorted((*faults.POINTS, *faults.THREAD_POINTS))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (5, "5"),
+        (0.25, "0.25"),
+        (True, "true"),
+        (None, "null"),
+        ("plan-1", "plan-1"),
+        ("", '""'),
+        ("two words", '"two words"'),
+        ('a="b"', '"a=\\"b\\""'),
+        ("two\nlines", '"two\\nlines"'),
+        ((1, 2), "[1,2]"),
+        ({3, 1}, "[1,3]"),
+        (ValueError("no disk"), '"no disk"'),
+    ],
+)
+def test_a_value_is_one_word_that_reads_back(value: object, text: str) -> None:
+    assert list(format_fields({"key": value})) == [f"key={text}"]
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging() -> Any:
+    root, levels = logging.getLogger(), {name: logging.getLogger(name).level for name in ("kafka", "uvicorn", "httpx")}
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    for name, before in levels.items():
+        logging.getLogger(name).setLevel(before)
+
+
+def test_a_text_line_of_an_event_holds_no_python_dict(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging("ads", "info", "text")
+    fields = {"epoch": 3, "ranks": 4, "layout": {"nodes": 2, "local": 2}, "reason": "a rank joined"}
+    log_event(logging.getLogger("flexd"), logging.INFO, "control channel: epoch_live", fields)
+    line = capsys.readouterr().err
+    assert line.endswith(
+        'control channel: epoch_live epoch=3 ranks=4 layout.nodes=2 layout.local=2 reason="a rank joined"\n'
+    )
+    assert "{" not in line
+
+
+def test_a_json_line_of_an_event_keeps_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging("ads", "info", "json")
+    fields = {"epoch": 3, "layout": {"nodes": 2}, "error": ValueError("x")}
+    log_event(logging.getLogger("flexd"), logging.INFO, "control channel: epoch_live", fields)
+    entry = json.loads(capsys.readouterr().err)
+    assert entry["message"] == "control channel: epoch_live epoch=3 layout.nodes=2 error=x"
+    assert (entry["job"], entry["level"]) == ("ads", "info")
+    assert entry["fields"] == {"epoch": 3, "layout": {"nodes": 2}, "error": "x"}

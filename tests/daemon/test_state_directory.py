@@ -19,10 +19,10 @@ import yaml
 from flexd.config.load import load_config
 from flexd.config.model import Config
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.core import fault_points
+from flexd.core import supervision
 from flexd.core.durable import UNUSABLE
 from flexd.core.errors import StateLockedError, StateVersionError, UnusableStateError
-from flexd.core.fault_points import POINTS, POINTS_OF_A_JOB, VARIABLE, InjectedFaultError
+from flexd.core.supervision import POINTS, POINTS_OF_A_JOB, VARIABLE, InjectedFaultError
 from flexd.daemon import factory, state_directory
 from flexd.daemon.state_directory import FILES, StateLock, check_files, mark_unusable
 from flexd.operations.decisions import DecisionFile
@@ -191,10 +191,10 @@ def test_a_copy_of_the_directory_is_a_backup(config: Config, tmp_path: Path) -> 
 @pytest.mark.parametrize(("point", "keep_positions"), [("reset.saved", True), ("reset.moved", False)])
 def test_a_reset_that_ends_halfway_is_run_again(config: Config, point: str, keep_positions: bool) -> None:
     assert {"reset.saved", "reset.moved"} == set(POINTS) - set(POINTS_OF_A_JOB)
-    fault_points.arm({VARIABLE: f"{point}:1:raise"})
+    supervision.arm({VARIABLE: f"{point}:1:raise"})
     with pytest.raises(InjectedFaultError):
         state_directory.reset(config, keep_positions=keep_positions)
-    fault_points.arm({})
+    supervision.arm({})
     started(config)
     state_directory.reset(config, keep_positions=keep_positions)
     assert started(config).sketches.samples == 0

@@ -15,7 +15,7 @@ from flexd.control.daemon.membership import ProposedTables
 from flexd.control.protocol.report import RankIdentity
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.daemon.config_file import save_tables, with_known_tables
 from flexd.demo.processes import free_ports
 from flexd.operations.state_database import NAME, StateDatabase

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from flexd.config.model import Config
-from flexd.core import fault_points as faults
+from flexd.core import supervision as faults
 from flexd.core.supervision import EXIT_UNSAFE_STATE
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink

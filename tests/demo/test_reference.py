@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.demo.reference import ID_BYTES, row_wise_bytes
 from flexd.demo.training import NextItem, right_aligned
 from flexd.stream.batches import Batch

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from tests.support import accelerator_jobs, bag_jobs, prefetch_pipeline_jobs
 from tests.support.exactness import Scenario, sharding_type, train_alone
 from tests.support.prefetch_pipeline_jobs import Loop

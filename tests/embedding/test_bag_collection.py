@@ -9,7 +9,7 @@ import torch
 
 import flexd
 import flexd.core.errors
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from tests.support.bag_jobs import ROWS, PoolingPlaces, loss_of, tables
 from tests.support.rank_pool import RankPool
 

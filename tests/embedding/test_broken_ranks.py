@@ -16,8 +16,7 @@ import torch
 
 import flexd
 from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout, Tier
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged

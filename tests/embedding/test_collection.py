@@ -10,8 +10,7 @@ import torch
 
 import flexd
 from flexd.core.errors import EmbeddingError, TopologyError
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout
 from tests.support.plain_tables import close, ids, pair
 
 

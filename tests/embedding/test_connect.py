@@ -21,7 +21,7 @@ from flexd.control.daemon.pusher import ChunkLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.connect import Connection, _agreed_attempt
 from flexd.embedding.exchange.collectives import Traffic, TrafficKind

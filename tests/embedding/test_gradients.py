@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import flexd
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout
 from flexd.core.usage_warnings import UsageWarningLog
 from flexd.embedding import gradients
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable

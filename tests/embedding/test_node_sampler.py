@@ -12,7 +12,7 @@ import torch
 
 import flexd
 from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.jagged import Jagged
 from tests.support.rank_pool import RankPool
 

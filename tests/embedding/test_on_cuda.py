@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import flexd
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout, Tier
 from flexd.embedding.checkpoint import sharded_state, table_rows
 from flexd.embedding.checkpoint.sharded_state import ShardedState
 from flexd.embedding.prefetch.worker_thread import WorkerThread

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import flexd
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from tests.support import pytorch_jobs
 from tests.support.pytorch_jobs import Model, Tower, collection_of, features, train
 from tests.support.rank_pool import RankPool

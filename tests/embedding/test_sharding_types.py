@@ -16,8 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import flexd
 from flexd.core.errors import ChunkRefusedError
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout
 from flexd.embedding.checkpoint import table_rows
 from tests.support.exactness import loss_of
 from tests.support.rank_pool import RankPool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from tests.embedding.test_on_cuda import job, placement
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding import step_probe
 from flexd.topology.cluster import StepCosts
 from tests.support.rank_pool import RankPool

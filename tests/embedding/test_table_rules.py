@@ -10,7 +10,7 @@ import pytest
 
 import flexd
 from flexd.core.errors import TopologyError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 
 TABLES = [
     flexd.EmbeddingBagTable("item", 61, 8, dtype="float64"),

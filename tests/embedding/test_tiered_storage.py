@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from flexd.core.errors import CollectiveError, FlexdError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.checkpoint.sharded_state import ShardedState
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.row_optimizers import SGD, Adam

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import flexd
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.exchange.arms import AgreedArm
 from flexd.embedding.row_optimizers import SGD
 from flexd.embedding.tuning import StepTuner

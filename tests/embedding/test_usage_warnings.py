@@ -17,7 +17,7 @@ from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.core.usage_warnings import USAGE_WARNINGS
 from flexd.embedding.jagged import Jagged
 from flexd.operations.training_monitor import TrainingMonitor

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 import flexd
-from flexd.core.layout import REHOMED, RankLayout, Tier
-from flexd.core.placement import Delta
+from flexd.core.placement import REHOMED, Delta, RankLayout, Tier
 from tests.support.statuses import STATUSES
 from tools.bench.sections import dispatch
 

@@ -16,7 +16,7 @@ from flexd.api.planning import placement_status
 from flexd.cli.render import OutputFormat, blocks_of, emit
 from flexd.cli.show_commands import plan_blocks
 from flexd.core.errors import ApiError
-from flexd.core.layout import RankLayout, nodes_of_rehomed
+from flexd.core.placement import RankLayout, nodes_of_rehomed
 from flexd.core.supervision import Supervisor
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.verification import plan_kind

@@ -14,8 +14,7 @@ import pytest
 from flexd.config.load import parse_config
 from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.protocol.report import TrainerSettings
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout
 from flexd.daemon import Daemon
 from flexd.operations.drift import DriftMonitor
 from flexd.planner.drift import LIVE

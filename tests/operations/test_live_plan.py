@@ -23,7 +23,7 @@ from flexd.control.protocol.report import (
     with_pooling,
 )
 from flexd.core.keyspace import TableSpec
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import RankLayout, Tier
 from flexd.operations.live_plan import MIN_STEPS, LivePrices, TrainingJob, plan_limits, price_samples, priced_by
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.planner.model.prices import MIN_REPORTS

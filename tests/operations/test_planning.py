@@ -19,8 +19,7 @@ from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration_record import MigrationState
 from flexd.control.protocol.report import TrainerSettings
 from flexd.core.errors import ApiError, PlanError
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.executions import Trigger, TriggerKind
 from flexd.operations.planning import MAX_PER_KIND, Planning, evaluate_gates, require_open

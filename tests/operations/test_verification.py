@@ -15,8 +15,7 @@ import pytest
 from flexd.config.planner import PinConfig
 from flexd.control.daemon.migration_record import VerificationReport
 from flexd.control.protocol.report import PlacementState, StepReport, UsedExchange
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import LONGEST_SECONDS, DecisionFile
 from flexd.operations.executions import Trigger, TriggerKind

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.planner.plan import delta_chunks, moved_bytes, plan_delta
 from flexd.planner.solver.limits import slots_used
 

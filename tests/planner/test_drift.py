@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout
 from flexd.planner.drift import LIVE, Drift, compare_placements
 from flexd.planner.model.prices import exposed_share
 from flexd.planner.model.row_bytes import Exchange

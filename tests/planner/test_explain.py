@@ -9,8 +9,7 @@ import pytest
 
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.planner.explain import TableExplanation, TierReason, explain
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.plan import Plan, make_plan

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import REHOMED, RankLayout, is_rehomed
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import REHOMED, Delta, Placement, RankLayout, is_rehomed
 from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.affinity.traffic import rule_nodes
 from flexd.planner.moves import MoveRoom, placed_homes, rehomed_placement, with_moves

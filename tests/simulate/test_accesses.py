@@ -7,7 +7,7 @@ import pytest
 
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.simulate.accesses import MAX_STEP_ACCESSES, RowFormat, profile_accesses, trace_accesses, zipf_accesses
 from flexd.simulate.step_keys import exact_profile
 from flexd.sketch.profile import Profile, TableProfile

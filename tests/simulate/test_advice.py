@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flexd.core.errors import ConfigError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.simulate.accesses import Accesses, RowFormat, zipf_accesses
 from flexd.simulate.advice import OPTIONS, Advice, AdviceSettings, advise, reused_share
 from flexd.simulate.simulation import DIRECT, ROW_WISE, TWO_HOP, Simulation, SimulationSettings, simulate

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import Delta, Placement, RankLayout
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from flexd.core.errors import ConfigError
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout
 from flexd.planner.model.row_bytes import SYNC_PHASES, TrafficPhase
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.plan import make_plan

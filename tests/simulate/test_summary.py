@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.model.row_bytes import TrafficPhase
 from flexd.simulate.accesses import Accesses
 from flexd.simulate.byte_counter import PHASES

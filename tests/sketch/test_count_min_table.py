@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.keyspace import TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.sketch.count_min_kernels import BLOCK_IDS, DEPTH, cell_positions
 from flexd.sketch.count_min_table import DISTINCT_ERROR, CountMinTable, error_share, tail_curve
 from flexd.sketch.sketch_set import SketchSet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.sketch.node_sources import read_sources
 
 LAYOUT = RankLayout(4, 2)

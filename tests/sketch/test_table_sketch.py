@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.core.tap_counts import TableCounts, TapCounts
 from flexd.sketch.budget import choose
 from flexd.sketch.decay import ForwardDecay

@@ -7,7 +7,7 @@ import pytest
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.core.tap_counts import PassRows, TapCounts, TapPasses
 from flexd.simulate.step_keys import exact_profile
 from flexd.sketch.decay import ForwardDecay

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flexd.core.homes import Homes
-from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
+from flexd.core.keyspace import Homes, KeySpace
+from flexd.core.placement import RankLayout
 from flexd.planner.model.row_bytes import Exchange
 
 IDS, SUMS, GRADIENTS = range(3)

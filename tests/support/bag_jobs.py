@@ -11,8 +11,7 @@ from torch import nn
 
 import flexd
 import flexd.core.errors
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout
 from tests.support.prefetch_pipeline_jobs import other_arm
 
 STEPS = 8

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from flexd.core.layout import REHOMED, RankLayout
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import REHOMED, Delta, Placement, RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 

@@ -11,8 +11,7 @@ from flexd.config.load import parse_config
 from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.protocol.report import PlacementState, SentBytes, StepReport
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings

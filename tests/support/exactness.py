@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flexd.core.layout import REHOMED, RankLayout
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import REHOMED, Delta, Placement, RankLayout
 from flexd.core.sharding_types import ROW_WISE, ShardingType
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable

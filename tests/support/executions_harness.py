@@ -20,8 +20,7 @@ from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration import Migration, MigrationEvent
 from flexd.control.daemon.pusher import ChunkLimits
 from flexd.control.daemon.throttle import Throttle
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.executions import Executions, RollbackRecovery, Trigger, TriggerKind
 from flexd.operations.history import EffectRecorder, MigrationHistory

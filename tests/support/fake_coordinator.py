@@ -12,8 +12,7 @@ from flexd.control.daemon.membership import RankPresence
 from flexd.control.daemon.migration import Migration, MigrationEvent
 from flexd.control.daemon.migration_record import MigrationRecord, TransitionEvent
 from flexd.core.errors import ControlError
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import Delta, Placement, RankLayout
 
 
 class FakeCoordinator:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from flexd.core import fault_points as faults
+from flexd.core import supervision as faults
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.types import SketchSettings

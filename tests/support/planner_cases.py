@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.model.cost import CostBreakdown, joint_cost
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.workload import GroupLoad, RowLoads, TrainingShape

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import flexd
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout
 
 ROWS, DIM, STEPS = 40, 8, 4
 

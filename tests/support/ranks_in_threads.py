@@ -18,10 +18,8 @@ from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.protocol.messages import Hello
 from flexd.control.protocol.network import TlsFiles
 from flexd.control.protocol.report import PlacementState, RankIdentity, SentBytes, StepReport
-from flexd.core.homes import Homes
-from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Placement
+from flexd.core.keyspace import Homes, KeySpace, TableSpec
+from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.core.secrets import Secret
 
 TABLES = KeySpace([TableSpec("item", 50_000, 8), TableSpec("shop", 1_000, 16)])

@@ -11,7 +11,7 @@ from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
 import flexd
 import flexd.core.errors
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.torchrec import FlexEmbeddingBagCollection, FlexEmbeddingCollection
 
 ROWS = {"item": 61, "shop": 17}

@@ -17,7 +17,7 @@ import pytest
 
 from flexd.cli.main import main
 from flexd.core.errors import TopologyError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.demo.processes import free_ports
 from flexd.topology.cluster import Cluster, Collective, Link
 from flexd.topology.files import dump_cluster, load_cluster, parse_cluster

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.topology import timing
 from flexd.topology.cluster import Collective, Link
 from flexd.topology.timing import ProbeGroups, make_collective

@@ -12,7 +12,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 import flexd
 import flexd.core.errors
 from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.torchrec import (
     FlexEmbeddingBagCollection,
 )

@@ -14,7 +14,7 @@ from torchrec import (
 from torchrec.types import DataType
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.torchrec import (
     FlexEmbeddingCollection,
 )

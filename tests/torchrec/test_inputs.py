@@ -7,7 +7,7 @@ from torchrec import KeyedJaggedTensor
 
 import flexd
 import flexd.core.errors
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from tests.support.rank_pool import RankPool
 from tests.support.torchrec_jobs import batch, loss_of, make
 

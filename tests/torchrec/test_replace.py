@@ -16,7 +16,7 @@ from torchrec.types import DataType
 
 import flexd
 from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.torchrec import FlexEmbeddingCollection, replace
 from tests.support.rank_pool import RankPool
 from tests.support.torchrec_models import OPTIMIZERS, ROWS, batch, collections, every_second_row, make, plain_tables

@@ -16,7 +16,7 @@ from torchrec.modules.embedding_modules import (
 )
 
 from flexd.core.errors import FlexdError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.torchrec import FlexEmbeddingCollection
 from tests.support.torchrec_jobs import batch, configs, make
 

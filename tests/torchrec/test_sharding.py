@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.tables.sharding import shard_tables, sharding_document
 from flexd.topology.files import load_preset
 from flexd.torchrec import sharding_plan

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.torchrec import FusedOptimizerState, ModelState, replace
 from tests.support.checkpoint_jobs import whole_state_dict
 from tests.support.rank_pool import RankPool

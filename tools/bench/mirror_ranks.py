@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.exchange import hop as hop_module
 from flexd.embedding.exchange.bag_exchange import BagExchange
 from flexd.embedding.exchange.collectives import Peers, Traffic

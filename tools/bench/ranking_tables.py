@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 import flexd
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.tables.table_list import ListedTable
 
 Int64Array = npt.NDArray[np.int64]

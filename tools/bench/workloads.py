@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingTable
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.stream.zipf import ZipfSampler

@@ -34,9 +34,8 @@ import numpy.typing as npt
 
 from flexd.control.protocol.network import named_error
 from flexd.core.errors import ChunkRefusedError, ControlError
-from flexd.core.homes import Homes
-from flexd.core.layout import REHOMED, is_rehomed, nodes_of_rehomed
-from flexd.core.placement import Delta
+from flexd.core.keyspace import Homes
+from flexd.core.placement import REHOMED, Delta, is_rehomed, nodes_of_rehomed
 
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]

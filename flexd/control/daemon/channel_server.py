@@ -29,9 +29,8 @@ from flexd.control.protocol.frames import Body, FrameError, FrameKind, SealedPay
 from flexd.control.protocol.handshake import OWN, HandshakeRefusedError, HandshakeStatus, Session, server_steps
 from flexd.control.protocol.network import ChannelCredentials, TlsContext, listen
 from flexd.core.errors import AuthenticationError
-from flexd.core.fault_points import fault_point
 from flexd.core.secrets import accepted_keys
-from flexd.core.supervision import Supervisor
+from flexd.core.supervision import Supervisor, fault_point
 
 _HANDSHAKES, _TLS_HANDSHAKES = 64, 8
 """Steps of handshakes between two looks at the proven connections: they wait for at most as many."""

@@ -28,11 +28,9 @@ from flexd.control.daemon.throttle import Throttle
 from flexd.control.protocol.messages import DaemonNotice
 from flexd.control.protocol.network import CHANNEL_ERRORS, ChannelCredentials, first_line, new_token
 from flexd.core.errors import ControlError
-from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
-from flexd.core.log_fields import log_event
 from flexd.core.placement import Delta, Placement
-from flexd.core.supervision import Supervisor
+from flexd.core.supervision import Supervisor, fault_point, log_event
 from flexd.stream.tap_source import TapSource
 
 logger = logging.getLogger(__name__)

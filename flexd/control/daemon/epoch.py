@@ -33,8 +33,8 @@ from flexd.control.protocol.messages import (
     rows_body,
 )
 from flexd.core.errors import ControlError, PlacementError, SnapshotError, StaleMessageError
-from flexd.core.fault_points import fault_point
 from flexd.core.placement import Placement
+from flexd.core.supervision import fault_point
 
 REPORT_SECONDS = 0.2
 """Shortest time between two reports of a rank."""

@@ -42,11 +42,10 @@ from flexd.control.protocol.messages import (
 from flexd.control.protocol.network import CHANNEL_ERRORS, TlsFiles, first_line, new_token, reconnect_backoff
 from flexd.control.protocol.report import StepReport, TrainerSettings
 from flexd.core.errors import ControlError, SnapshotError
-from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
-from flexd.core.log_fields import is_power_of_two
+from flexd.core.placement import RankLayout
 from flexd.core.secrets import Secret
+from flexd.core.supervision import fault_point, is_power_of_two
 from flexd.stream.tap_source import TapSource
 
 logger = logging.getLogger(__name__)

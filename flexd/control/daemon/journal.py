@@ -27,8 +27,8 @@ from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.arrays import matches
 from flexd.core.durable import quarantine_file, sync_directory
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
-from flexd.core.fault_points import fault_point
 from flexd.core.placement import Delta, Placement
+from flexd.core.supervision import fault_point
 
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]

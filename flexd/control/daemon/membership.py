@@ -23,7 +23,7 @@ from flexd.control.protocol.report import TrainerSettings
 from flexd.control.protocol.table_list import table_differences, tables_of_body
 from flexd.core.errors import TopologyError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 
 MAX_NAME_CHARACTERS = 200
 MAX_RANKS = 65_536

@@ -20,8 +20,8 @@ from flexd.control.daemon.migration import Migration, MigrationEvent
 from flexd.control.daemon.migration_record import MigrationState, TransitionEvent
 from flexd.control.daemon.throttle import Throttle
 from flexd.core.errors import ControlError, FlexdError, IllegalTransitionError
-from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
+from flexd.core.supervision import fault_point
 from flexd.planner.plan import moved_bytes, plan_delta
 
 logger = logging.getLogger(__name__)

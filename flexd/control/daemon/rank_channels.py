@@ -24,8 +24,7 @@ from flexd.control.protocol.messages import (
     encode,
 )
 from flexd.core.errors import ControlError, StaleMessageError, TopologyError, UnknownMessageError
-from flexd.core.fault_points import fault_point
-from flexd.core.log_fields import is_power_of_two
+from flexd.core.supervision import fault_point, is_power_of_two
 
 if TYPE_CHECKING:
     from flexd.control.daemon.epoch import Epoch

@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from flexd.core.arrays import Int64Array
 from flexd.core.errors import CheckpointError
-from flexd.core.homes import NO_KEY
-from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.keyspace import NO_KEY, KeySpace, TableSpec
 from flexd.core.sharding_types import ROW_WISE
 from flexd.embedding import devices
 from flexd.embedding.checkpoint import table_rows

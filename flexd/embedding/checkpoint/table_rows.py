@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexd.core.homes import HomeRun, Homes
+from flexd.core.keyspace import HomeRun, Homes
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.store.packing import packed, unpacked
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flexd.core.errors import CollectiveError, TopologyError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.exchange.fault_notice import FIRST_LOOK, FaultNotices
 from flexd.embedding.exchange.phase_meter import PhaseMeter
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.exchange.collectives import DEFAULT_TIMEOUT, DeviceWait, Peers, Traffic
 from flexd.embedding.exchange.fault_notice import FaultNotices

@@ -32,7 +32,7 @@ class BagIds:
 
 @dataclass(frozen=True)
 class FeatureKeys:
-    """Ids of a batch as addresses (``flexd.core.homes``), which of tables spread over all ranks are keys.
+    """Ids of a batch as addresses (``flexd.core.keyspace``), which of tables spread over all ranks are keys.
 
     Attributes:
         order: names of the features whose rows are fetched, dim-group by dim-group.

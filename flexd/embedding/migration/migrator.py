@@ -4,7 +4,8 @@ The values of promoted rows travel with the next fetch over the chain (``RowCarr
 none can carry them, collectives of their own copy them at once. Rows that move to another node travel over the rail,
 at once (``RowMover``): what serves them next must have them already.
 
-Chunks name keys. Directory, slots and messages go by addresses (``flexd.core.homes``), to which keys are mapped here.
+Chunks name keys. Directory, slots and messages go by addresses (``flexd.core.keyspace``), to which keys are mapped
+here.
 
 The agent's thread checks a chunk and prepares its slots and the rows to copy, from the directory as it is applied and
 the chunks that were prepared before. The training thread changes the directory, which takes time in proportion to the
@@ -23,9 +24,8 @@ import torch
 from flexd.control.agent.inbox import Prepared
 from flexd.core.arrays import BoolArray, Int32Array, Int64Array, UInt8Array, first_of_run, matches
 from flexd.core.errors import PlacementError
-from flexd.core.homes import Homes
-from flexd.core.layout import Tier, is_rehomed, without_moves
-from flexd.core.placement import Delta
+from flexd.core.keyspace import Homes
+from flexd.core.placement import Delta, Tier, is_rehomed, without_moves
 from flexd.embedding.devices import SideStream, receive
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.migration.row_carrier import ChangesHomeRows, RowCarrier, RowMover

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from flexd.core.arrays import Int32Array, Int64Array, UInt8Array
-from flexd.core.layout import is_rehomed, nodes_of_rehomed
+from flexd.core.placement import is_rehomed, nodes_of_rehomed
 from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows, copy_columns
 from flexd.embedding.exchange.hop import Hop

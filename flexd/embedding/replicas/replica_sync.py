@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexd.control.protocol.report import StepPhase
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding import devices
 from flexd.embedding.exchange.hop import PeerWords
 from flexd.embedding.exchange.phase_meter import in_phase

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from flexd.core.arrays import Int64Array
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.exchange.hop import Hop, PeerWords
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.entry_pool import BLOCK

@@ -11,7 +11,7 @@ import torch
 
 from flexd.core.arrays import Int32Array, Int64Array, UInt8Array
 from flexd.core.keyspace import DimGroup
-from flexd.core.layout import REHOMED, RankLayout, Tier, is_rehomed, nodes_of_rehomed
+from flexd.core.placement import REHOMED, RankLayout, Tier, is_rehomed, nodes_of_rehomed
 from flexd.embedding.store.bucket_table import MAX_LOAD, BucketTable
 from flexd.embedding.store.entry_pool import BLOCK, EntryPool
 

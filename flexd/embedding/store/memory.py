@@ -8,7 +8,7 @@ from dataclasses import dataclass, is_dataclass
 import torch
 
 from flexd.control.agent.inbox import PREPARED_BYTES, PREPARED_CHUNKS
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.store.directory import max_directory_bytes, max_listed_rows
 from flexd.embedding.store.entry_pool import BLOCK
 from flexd.embedding.store.store import GroupStore

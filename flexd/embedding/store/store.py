@@ -1,6 +1,6 @@
 """The rows of one dim-group that one rank holds: its home rows, then its replica pool.
 
-Rows are named by their addresses (``flexd.core.homes``), which of tables spread over all ranks are their keys.
+Rows are named by their addresses (``flexd.core.keyspace``), which of tables spread over all ranks are their keys.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexd.core.homes import NO_KEY, TURN_BITS, Homes
-from flexd.core.keyspace import state_columns
+from flexd.core.keyspace import NO_KEY, TURN_BITS, Homes, state_columns
 from flexd.embedding.devices import HALF_DTYPES
 from flexd.embedding.store.directory import NOT_REHOMED, Directory, max_listed_rows
 from flexd.embedding.store.packing import packed, unpacked

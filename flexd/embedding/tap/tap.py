@@ -12,7 +12,7 @@ import torch
 
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.core.errors import ConfigError
-from flexd.core.log_fields import is_power_of_two
+from flexd.core.supervision import is_power_of_two
 from flexd.core.tap_counts import (
     MAX_VALUES,
     PassRows,

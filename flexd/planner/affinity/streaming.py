@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 
 from flexd.core.arrays import Float64Array, Int64Array
-from flexd.core.layout import RankLayout
 from flexd.core.node_map import NodeMap
+from flexd.core.placement import RankLayout
 from flexd.planner.affinity.partition import FROM_HOMES, NodeHomes, learn_homes
 from flexd.planner.affinity.traffic import (
     MIN_SAVING,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from flexd.core.arrays import Float32Array, Float64Array, Int64Array
-from flexd.core.layout import RankLayout
 from flexd.core.node_map import NodeMap
+from flexd.core.placement import RankLayout
 from flexd.planner.affinity.dealing import deal
 from flexd.planner.affinity.partition import NodeHomes, level
 from flexd.planner.affinity.window import SampledWindow, SampleRows, sorted_distinct

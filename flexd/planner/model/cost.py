@@ -11,7 +11,7 @@ import numpy as np
 
 from flexd.core.arrays import Float64Array, UInt8Array
 from flexd.core.errors import PlanError
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import RankLayout, Tier
 from flexd.planner.model.prices import exposed_share, latencies, prices, slower_link_only
 from flexd.planner.model.row_bytes import (
     EXCHANGE_PHASES,

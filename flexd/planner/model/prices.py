@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flexd.core.arrays import Float64Array
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import RankLayout, Tier
 from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, TrafficPhase
 from flexd.topology.cluster import INTER, INTRA, Cluster, Collective, Exposed, Link
 

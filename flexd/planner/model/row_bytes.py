@@ -12,7 +12,7 @@ from enum import Enum, IntEnum
 import numpy as np
 
 from flexd.core.arrays import Float64Array
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import RankLayout, Tier
 from flexd.planner.model.workload import (
     ANYWHERE,
     BACK_PER_NODE,

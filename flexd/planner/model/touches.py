@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexd.core.arrays import Float64Array
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.sketch.profile import TableProfile
 
 BATCH_SIZE_FACTOR = 1.25

@@ -12,7 +12,7 @@ import numpy as np
 from flexd.core.arrays import Float64Array, Int64Array, UInt8Array
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import RankLayout, Tier
 from flexd.planner.model.touches import TouchRelation, independent, measured_touches, rescaled
 from flexd.sketch.profile import Profile, TableProfile
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from flexd.core.arrays import Float64Array, Int64Array, UInt8Array
 from flexd.core.errors import PlanError
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import RankLayout, Tier
 from flexd.planner.solver.exact import best_core, best_within_slots, core_rows
 from flexd.planner.solver.limits import FREE, GroupLimits
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from flexd.core.arrays import BoolArray, Float64Array, Int64Array, UInt8Array
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 
 
 def best_within_slots(gains: Float64Array, homes: Int64Array, slots: Int64Array) -> BoolArray:

@@ -9,7 +9,7 @@ import numpy as np
 from flexd.core.arrays import Int64Array, UInt8Array
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import RankLayout, Tier
 from flexd.core.sharding_types import ROW_WISE
 
 FREE = 255

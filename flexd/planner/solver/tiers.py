@@ -22,7 +22,7 @@ import numpy as np
 
 from flexd.core.arrays import BoolArray, Float64Array, UInt8Array
 from flexd.core.errors import PlanError
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import RankLayout, Tier
 from flexd.planner.model.cost import (
     CostBreakdown,
     canonical_tiers,

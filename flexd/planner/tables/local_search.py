@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexd.core.arrays import Float64Array
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.tables.options import Part, ShardingKind, TableOptions
 from flexd.planner.tables.rank_loads import GroupMaxima, RankLoads, ShardAssignment
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from flexd.core.arrays import BoolArray, Float64Array, Int64Array
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.core.sharding_types import DATA_PARALLEL as DATA_PARALLEL_TYPE
 from flexd.core.sharding_types import ROW_WISE as ROW_WISE_TYPE
 from flexd.planner.model.workload import ACCESSES, STATISTICS, TrainingShape, make_loads

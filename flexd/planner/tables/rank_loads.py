@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexd.core.arrays import Float64Array, Int64Array
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.tables.options import Part, ShardingKind, TableOption, TableOptions
 
 

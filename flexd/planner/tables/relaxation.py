@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flexd.core.arrays import BoolArray, Float64Array, Int64Array
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.tables.options import TableOptions
 
 _ROUNDS = 80

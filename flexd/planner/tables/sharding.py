@@ -11,7 +11,7 @@ import numpy as np
 
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.core.sharding_types import DOCUMENT_FORMAT
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.tables.costs import TORCHREC_OPTIONS, chain_options, torchrec_options

@@ -11,7 +11,7 @@ import numpy as np
 
 from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.errors import PlanError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.model.cost import missed_share
 from flexd.planner.tables.local_search import LocalSearch
 from flexd.planner.tables.options import Part, PoolingAt, ShardingKind, TableOption, TableOptions

@@ -20,10 +20,8 @@ from hypothesis.stateful import (
 
 from flexd.control.agent.inbox import PREPARED_BYTES, ChunkInbox
 from flexd.core.errors import ChunkRefusedError, ControlError
-from flexd.core.homes import Homes
-from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Delta, Placement
+from flexd.core.keyspace import Homes, KeySpace, TableSpec
+from flexd.core.placement import Delta, Placement, RankLayout, Tier
 
 pytestmark = pytest.mark.slow
 

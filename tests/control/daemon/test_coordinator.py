@@ -10,8 +10,7 @@ import pytest
 
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 from flexd.control.daemon.pusher import ChunkLimits
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import Delta, Placement, RankLayout
 from tests.support.certificates import Authority
 from tests.support.ranks_in_threads import Ranks, migrate, same_content, target
 from tests.support.until import until

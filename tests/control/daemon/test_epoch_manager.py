@@ -10,7 +10,7 @@ import pytest
 
 from flexd.control.daemon.migration_record import MigrationState
 from flexd.control.daemon.pusher import ChunkLimits
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from tests.support.ranks_in_threads import Ranks, migrate, same_content, target
 from tests.support.until import until
 

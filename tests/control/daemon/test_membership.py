@@ -12,7 +12,7 @@ from flexd.control.protocol.report import PlacementState, RankIdentity, TrainerS
 from flexd.control.protocol.table_list import tables_body
 from flexd.core.errors import TopologyError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 
 TABLES = KeySpace([TableSpec("items", 2_000, 8), TableSpec("users", 500, 16)])
 

@@ -13,8 +13,7 @@ from flexd.control.daemon.migration_record import MigrationRecord, MigrationStat
 from flexd.control.daemon.pusher import ChunkLimits, ChunkPusher
 from flexd.control.daemon.throttle import Throttle
 from flexd.core.errors import ControlError, IllegalTransitionError
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout
 from tests.support.ranks_in_threads import TABLES, target, topology_of
 
 TOPOLOGY = topology_of(RankLayout(2, 2))

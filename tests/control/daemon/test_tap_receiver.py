@@ -14,7 +14,7 @@ from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.daemon import tap_receiver
 from flexd.control.daemon.channel_events import ChannelOptions
 from flexd.control.protocol.messages import PIECE_BYTES, ControlMessage, TapPiece, encode
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.core.tap_counts import FORMAT
 from flexd.stream.tap_source import TapSource
 from tests.support.ranks_in_threads import Ranks

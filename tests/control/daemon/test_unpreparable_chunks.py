@@ -16,8 +16,7 @@ from flexd.control.daemon.migration_record import MigrationState
 from flexd.control.daemon.pusher import MAX_TRIES
 from flexd.control.protocol.messages import RowsAssembly
 from flexd.core.errors import ControlError
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout
 from tests.support.ranks_in_threads import Ranks, migrate, same_content, target
 from tests.support.until import until
 

@@ -21,7 +21,7 @@ from tansu_broker import TansuBroker
 from flexd.config.load import load_config
 from flexd.config.model import Config
 from flexd.core.errors import CodecError
-from flexd.core.fault_points import VARIABLE
+from flexd.core.supervision import VARIABLE
 from flexd.demo.processes import free_ports
 from flexd.stream.codec import decode
 from flexd.stream.types import AccessBatch

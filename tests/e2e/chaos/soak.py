@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flexd.core.fault_points import POINTS_OF_A_JOB as POINTS
+from flexd.core.supervision import POINTS_OF_A_JOB as POINTS
 from tests.e2e.chaos import chaos_operations, chaos_poison, chaos_upgrades
 from tests.e2e.chaos.chaos_faults import AT_A_POINT, LONG, Injection, kinds
 from tests.e2e.chaos.chaos_processes import ProcessServer

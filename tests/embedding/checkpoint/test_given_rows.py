@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.collection import EmbeddingCollection
 from tests.support.collection_jobs import tables

@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import CheckpointError
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout
 from flexd.embedding.checkpoint import saved_rows, series_directory, table_rows
 from flexd.embedding.checkpoint.series import CheckpointSeries
 from flexd.embedding.collection import EmbeddingCollection

@@ -12,8 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from flexd.core.errors import CheckpointError
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.sharded_state import ShardedState
 from flexd.embedding.collection import EmbeddingCollection

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flexd.core.errors import CollectiveError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.exchange.collectives import DeviceWait, Peers, Traffic
 from tests.support.pretended_cuda import DEVICE, PretendedCuda
 

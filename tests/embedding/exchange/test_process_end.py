@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import flexd
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.exchange.step_guard import ProcessEnd
 from tests.support.forked import Forked
 

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 import flexd
 from flexd.core.errors import EmbeddingError, FlexdError, TopologyError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.connect import connect
 from flexd.embedding.exchange import job_groups, process_groups

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 import flexd.embedding.exchange.collectives as collectives_module
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout
 from flexd.embedding.collection import EmbeddingCollection
 from tests.support.exchange_jobs import batch, make, step
 from tests.support.rank_pool import RankPool

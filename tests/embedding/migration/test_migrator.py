@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import ChunkRefusedError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import REHOMED, RankLayout, Tier
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import REHOMED, Delta, Placement, RankLayout, Tier
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.jagged import Jagged

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import Delta, Placement, RankLayout
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
 from tests.support import collection_jobs as jobs

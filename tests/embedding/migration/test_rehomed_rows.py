@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import flexd
-from flexd.core.layout import REHOMED, RankLayout
-from flexd.core.placement import Placement
+from flexd.core.placement import REHOMED, Placement, RankLayout
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
 from tests.support import prefetch_pipeline_jobs

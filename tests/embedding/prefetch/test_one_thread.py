@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import flexd
 from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding import devices
 from flexd.embedding.exchange import collectives, job_groups
 from tests.support.exactness import Scenario

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flexd
 from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.exchange.arms import Arm
 from flexd.embedding.jagged import Jagged

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flexd
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from tests.support.rank_pool import RankPool

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexd.core.homes import Homes
-from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.keyspace import Homes, KeySpace, TableSpec
+from flexd.core.placement import RankLayout
 from flexd.embedding.store.store import DeviceHomes
 
 RULES = ["row_wise", "table_row_wise:0", "table_row_wise:1", "table_wise:0", "table_wise:3"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.keyspace import DimGroup
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import RankLayout, Tier
 from flexd.embedding.store.directory import Directory, max_directory_bytes
 
 CPU = torch.device("cpu")

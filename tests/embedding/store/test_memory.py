@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexd
-from flexd.core.homes import Homes
-from flexd.core.keyspace import DimGroup, KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.keyspace import DimGroup, Homes, KeySpace, TableSpec
+from flexd.core.placement import RankLayout
 from flexd.embedding import devices
 from flexd.embedding.store.directory import max_listed_rows
 from flexd.embedding.store.memory import RankMemory, rank_memory

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.affinity import partition
 from flexd.planner.affinity.dealing import deal
 from flexd.planner.affinity.partition import learn_homes

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.affinity.streaming import FORGOTTEN_AFTER, plan_affinity
 from flexd.planner.affinity.traffic import rule_nodes, users_of_window

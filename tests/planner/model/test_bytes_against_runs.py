@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import Delta, Placement, RankLayout, Tier
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.planner.model.cost import CostBreakdown

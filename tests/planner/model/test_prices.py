@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.model.prices import DEAD_BAND, LARGEST_FACTOR, MIN_REPORTS, PriceCorrection, prices
 from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, TrafficPhase
 from flexd.topology.cluster import INTER, INTRA, Cluster, CollectiveCurve, Exposed, LinkModel

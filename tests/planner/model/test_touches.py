@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout
 from flexd.planner.model.row_bytes import EXCHANGE_PHASES, SYNC_PHASES, Exchange
 from flexd.planner.model.touches import TouchRelation, bounded, measured_touches, rescaled
 from flexd.planner.model.workload import (

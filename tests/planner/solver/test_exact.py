@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import RankLayout, Tier
 from flexd.planner.solver import exact
 from flexd.planner.solver.assign import Assignment, best_price, single_tier_bound
 from flexd.planner.solver.exact import best_core, best_within_slots

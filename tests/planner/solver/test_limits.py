@@ -12,8 +12,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.planner.model.cost import row_seconds, usable_tiers
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.workload import TrainingShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.model.workload import (
     ACCESSES,
     ANYWHERE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import RankLayout, Tier
 from flexd.planner.model.row_bytes import ID_BYTES, Exchange, TrafficPhase, byte_factors
 from flexd.planner.model.workload import (
     ACCESSES,

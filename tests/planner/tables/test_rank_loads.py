@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.tables.rank_loads import RankLoads, ShardAssignment
 from tests.planner.tables.cases import options_of
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flexd.core.errors import ConfigError, PlanError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.tables.costs import TORCHREC_OPTIONS, TORCHREC_PHASES, torchrec_options
 from flexd.planner.tables.options import Part, ShardingKind
 from flexd.planner.tables.sharding import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flexd
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.tables.sharding import flexd_sharding, plan_rules, rules_document
 from flexd.planner.tables.solve import TablePlacement
 from flexd.planner.tables.table_list import ListedTable

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import PlanError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.tables.costs import CHAIN_OPTIONS
 from flexd.planner.tables.options import PoolingAt, ShardingKind, TableOption, TableOptions
 from flexd.planner.tables.rank_loads import RankLoads

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.affinity.window import SampleRows
 from tools.bench.harness import Outcome, at_most
 from tools.bench.programs.affinity import WAYS, Job, Work

@@ -23,8 +23,7 @@ from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import Tier
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, Tier
 from flexd.demo.processes import free_ports
 from tools.bench.harness import Outcome, check
 from tools.bench.programs.control import JOB, big_keyspace, simulated_ranks

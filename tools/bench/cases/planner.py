@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout
 from flexd.planner.model.cost import CostBreakdown
 from flexd.planner.model.row_bytes import TrafficPhase
 from flexd.planner.model.workload import TrainingShape

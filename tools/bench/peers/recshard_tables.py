@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.planner.tables.table_list import ListedTable
 
 Float64Array = npt.NDArray[np.float64]

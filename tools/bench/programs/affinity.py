@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 import flexd
 from flexd.affinity import NodeSampler
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout
 from flexd.embedding.jagged import Jagged
 from flexd.planner.affinity.partition import learn_homes
 from flexd.planner.affinity.traffic import rule_nodes

@@ -15,9 +15,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.protocol.report import PlacementState, RankIdentity, StepReport
-from flexd.core.homes import Homes
-from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.keyspace import Homes, KeySpace, TableSpec
+from flexd.core.placement import RankLayout
 from tools.bench.harness import resident_bytes
 
 JOB, ATTEMPT = "bench", "a1"

@@ -22,8 +22,7 @@ import numpy.typing as npt
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
+from flexd.core.placement import Placement, RankLayout
 from flexd.planner.model.workload import TrainingShape, make_loads
 from flexd.planner.plan import PlanOrigin, make_plan, placement_cost
 from flexd.sketch.profile import Profile

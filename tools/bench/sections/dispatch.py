@@ -34,8 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexd
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout, Tier
 from tools.bench import mirror_ranks
 from tools.bench.harness import Outcome, at_most
 from tools.bench.mirror_ranks import mirrored

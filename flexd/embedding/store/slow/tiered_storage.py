@@ -14,7 +14,7 @@ import torch
 from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, named_tables
 from flexd.core.errors import EmbeddingError, SlowMemoryError
 from flexd.core.keyspace import DimGroup, state_columns
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.packing import packed

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.control.protocol.report import MAX_NAMED_TABLES, SlowTableReport, named_tables
-from flexd.core.homes import Homes
-from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.keyspace import Homes, KeySpace, TableSpec
+from flexd.core.placement import RankLayout
 from flexd.embedding.store.slow.tiered_rows import EVICTED, MISSED, USED, WRITTEN, CacheSlotCounts
 from flexd.embedding.store.slow.tiered_storage import first_home_slots
 from flexd.embedding.store.store import make_stores
