@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flexd.core.errors import ConfigError
-from flexd.planner.tables.table_list import ListedTable, read_tables
+from flexd.planner.tables.sharding import ListedTable, read_tables
 
 DTYPES = {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16"}
 """Names of TorchRec's DataType; others cannot be priced."""

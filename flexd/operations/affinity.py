@@ -12,10 +12,8 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.node_map import NodeMap
 from flexd.core.placement import Placement, RankLayout
 from flexd.core.supervision import Supervisor
-from flexd.planner.affinity.outlook import AffinityOutlook
+from flexd.planner.affinity.outlook import CONTINUE_WITHIN, MIN_SAVING, AffinityOutlook, AffinityPlan, plan_affinity
 from flexd.planner.affinity.partition import NodeHomes
-from flexd.planner.affinity.streaming import CONTINUE_WITHIN, AffinityPlan, plan_affinity
-from flexd.planner.affinity.traffic import MIN_SAVING
 from flexd.planner.affinity.window import sampled_window
 from flexd.planner.model.cost import PredictedRange
 from flexd.planner.moves import MoveRoom, placed_homes, rehomed_placement

@@ -28,8 +28,7 @@ from flexd.operations.step_times import PHASES, PhaseAverages, phase_values
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.drift import Drift, compare_placements
-from flexd.planner.model.prices import PriceCorrection
-from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.prices import Exchange, PriceCorrection
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.moves import MoveRoom, with_moves
 from flexd.planner.plan import Plan, PlanOrigin, make_plan

@@ -10,8 +10,7 @@ import numpy as np
 from flexd.core.arrays import Float64Array
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement, RankLayout
-from flexd.planner.model.prices import exposed_share
-from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.prices import Exchange, exposed_share
 from flexd.planner.model.workload import TrainingShape, make_loads
 from flexd.planner.plan import placement_cost
 from flexd.sketch.profile import Profile

@@ -20,8 +20,16 @@ from flexd.core.keyspace import Homes, KeySpace, homes_of
 from flexd.core.placement import Placement, RankLayout, Tier, nodes_of_rehomed
 from flexd.planner.model.cost import migration_seconds, row_seconds, sync_latency, usable_tiers
 from flexd.planner.model.prices import linear_exposure
-from flexd.planner.model.touches import TouchRelation
-from flexd.planner.model.workload import ANYWHERE, PER_NODE, PER_RANK, GroupLoad, RowLoads, TrainingShape, make_loads
+from flexd.planner.model.workload import (
+    ANYWHERE,
+    PER_NODE,
+    PER_RANK,
+    GroupLoad,
+    RowLoads,
+    TouchRelation,
+    TrainingShape,
+    make_loads,
+)
 from flexd.planner.plan import Plan
 from flexd.planner.solver.limits import FREE, PlanLimits, slots_used
 from flexd.sketch.profile import Profile, TableProfile

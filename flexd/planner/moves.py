@@ -11,8 +11,8 @@ from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import MAX_REHOMED_NODES, REHOMED, Placement, RankLayout, is_rehomed
 from flexd.core.sharding_types import ROW_WISE
+from flexd.planner.affinity.outlook import rule_nodes
 from flexd.planner.affinity.partition import NodeHomes
-from flexd.planner.affinity.traffic import rule_nodes
 from flexd.planner.plan import Plan, moved_bytes, plan_delta
 
 

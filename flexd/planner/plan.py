@@ -16,7 +16,7 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta, Placement, RankLayout, Tier, by_slots, is_rehomed, without_moves
 from flexd.planner.model.cost import CostBreakdown, canonical_tiers, joint_cost, migration_seconds
-from flexd.planner.model.row_bytes import Exchange, TrafficPhase
+from flexd.planner.model.prices import Exchange, TrafficPhase
 from flexd.planner.model.workload import GroupLoad, TrainingShape, make_loads
 from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, slots_used
 from flexd.planner.solver.tiers import Optimum, choose_jointly

@@ -20,11 +20,10 @@ from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace
 from flexd.core.model import HIDDEN, Model, Show
 from flexd.core.placement import RankLayout
-from flexd.planner.affinity.outlook import AffinityOutlook
-from flexd.planner.affinity.streaming import plan_affinity
+from flexd.planner.affinity.outlook import AffinityOutlook, plan_affinity
 from flexd.planner.affinity.window import sampled_window
 from flexd.planner.model.cost import PredictedRange
-from flexd.planner.model.row_bytes import EXCHANGE_PHASES, TrafficPhase
+from flexd.planner.model.prices import EXCHANGE_PHASES, TrafficPhase
 from flexd.simulate.accesses import Accesses
 from flexd.simulate.simulation import (
     DIRECT,

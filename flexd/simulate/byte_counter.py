@@ -17,7 +17,7 @@ import numpy as np
 from flexd.core.arrays import BoolArray, Int64Array, UInt8Array
 from flexd.core.keyspace import Homes, KeySpace
 from flexd.core.placement import Delta, Placement, RankLayout, Tier
-from flexd.planner.model.row_bytes import ID_BYTES, Exchange, TrafficPhase
+from flexd.planner.model.prices import ID_BYTES, Exchange, TrafficPhase
 from flexd.planner.model.workload import TrainingShape
 from flexd.simulate.step_keys import StepKeys, StepPasses
 from flexd.topology.cluster import INTER, INTRA, Collective

@@ -18,8 +18,7 @@ from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta, Placement, RankLayout
-from flexd.planner.model.prices import exposed_share
-from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.prices import Exchange, exposed_share
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.plan import PlanOrigin, delta_chunks, make_plan, moved_bytes
 from flexd.simulate.accesses import Accesses

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, Show
-from flexd.planner.model.row_bytes import EXCHANGE_PHASES, SYNC_PHASES, TrafficPhase
+from flexd.planner.model.prices import EXCHANGE_PHASES, SYNC_PHASES, TrafficPhase
 from flexd.simulate.byte_counter import MIGRATION
 from flexd.simulate.simulation import ORACLE, REPLANNED, ROW_WISE, STATIC, TWO_HOP, Simulation, StrategyRun
 from flexd.topology.cluster import INTER, Link

@@ -26,8 +26,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.core.placement import RankLayout, Tier
 from flexd.operations.live_plan import MIN_STEPS, LivePrices, TrainingJob, plan_limits, price_samples, priced_by
 from flexd.operations.training_monitor import TrainingMonitor
-from flexd.planner.model.prices import MIN_REPORTS
-from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.prices import MIN_REPORTS, Exchange
 from flexd.topology.cluster import INTER, INTRA, Cluster, Collective, Exposed, Link, WorldModel
 from tests.support.components import report
 from tests.support.fake_coordinator import FakeCoordinator

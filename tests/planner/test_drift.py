@@ -9,8 +9,7 @@ import pytest
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import Placement, RankLayout
 from flexd.planner.drift import LIVE, Drift, compare_placements
-from flexd.planner.model.prices import exposed_share
-from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.prices import Exchange, exposed_share
 from flexd.planner.model.workload import TrainingShape, make_loads
 from flexd.planner.plan import make_plan, placement_cost
 from flexd.sketch.profile import Profile

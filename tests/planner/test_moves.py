@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout, is_rehomed
+from flexd.planner.affinity.outlook import rule_nodes
 from flexd.planner.affinity.partition import NodeHomes
-from flexd.planner.affinity.traffic import rule_nodes
 from flexd.planner.moves import MoveRoom, placed_homes, rehomed_placement, with_moves
 from flexd.planner.plan import Plan
 from flexd.planner.solver.limits import slots_used

@@ -11,7 +11,7 @@ import pytest
 from flexd.core import units
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import Placement, RankLayout, Tier
-from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.prices import Exchange
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import Plan, PlanCosts, make_plan, placement_cost
 from flexd.sketch.profile import Profile

@@ -14,7 +14,7 @@ from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagT
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
-from flexd.planner.model.row_bytes import EXCHANGE_PHASES, SYNC_PHASES, Exchange, TrafficPhase
+from flexd.planner.model.prices import EXCHANGE_PHASES, SYNC_PHASES, Exchange, TrafficPhase
 from flexd.simulate.byte_counter import MIGRATION, BitWords, StepByteCounter, sent_bytes
 from flexd.simulate.step_keys import StepPasses
 from flexd.topology.cluster import INTER, INTRA

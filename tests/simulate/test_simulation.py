@@ -11,7 +11,7 @@ import pytest
 
 from flexd.core.errors import ConfigError
 from flexd.core.placement import Placement, RankLayout
-from flexd.planner.model.row_bytes import SYNC_PHASES, TrafficPhase
+from flexd.planner.model.prices import SYNC_PHASES, TrafficPhase
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.plan import make_plan
 from flexd.simulate.accesses import Accesses, RowFormat, zipf_accesses

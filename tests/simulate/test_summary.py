@@ -7,7 +7,7 @@ import pytest
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout
-from flexd.planner.model.row_bytes import TrafficPhase
+from flexd.planner.model.prices import TrafficPhase
 from flexd.simulate.accesses import Accesses
 from flexd.simulate.byte_counter import PHASES
 from flexd.simulate.simulation import (

@@ -8,7 +8,7 @@ import numpy as np
 
 from flexd.core.keyspace import Homes, KeySpace
 from flexd.core.placement import RankLayout
-from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.prices import Exchange
 
 IDS, SUMS, GRADIENTS = range(3)
 

@@ -9,7 +9,7 @@ import numpy as np
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout
 from flexd.planner.model.cost import CostBreakdown, joint_cost
-from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.prices import Exchange
 from flexd.planner.model.workload import GroupLoad, RowLoads, TrainingShape
 from flexd.planner.plan import PlanOrigin
 from flexd.planner.solver.limits import FREE, GroupLimits

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.planner.tables.table_list import ListedTable
+from flexd.planner.tables.sharding import ListedTable
 from flexd.sketch.profile import Profile, zipf_table
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 import flexd
 from flexd.core.placement import RankLayout
-from flexd.planner.tables.table_list import ListedTable
+from flexd.planner.tables.sharding import ListedTable
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -12,15 +12,18 @@ import numpy as np
 from flexd.core.arrays import Float64Array, UInt8Array
 from flexd.core.errors import PlanError
 from flexd.core.placement import RankLayout, Tier
-from flexd.planner.model.prices import exposed_share, latencies, prices, slower_link_only
-from flexd.planner.model.row_bytes import (
+from flexd.planner.model.prices import (
     EXCHANGE_PHASES,
     ID_BYTES,
     SYNC_PHASES,
     Exchange,
     TrafficPhase,
     byte_factors,
+    exposed_share,
+    latencies,
     migration_bytes,
+    prices,
+    slower_link_only,
 )
 from flexd.planner.model.workload import ROWS, STATISTICS, SYNCED, GroupLoad
 from flexd.topology.cluster import INTRA, Cluster, Collective, Exposed, Link

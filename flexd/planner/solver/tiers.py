@@ -1,7 +1,7 @@
 """The optimiser: the tier of every listed row that makes the step's exposed communication shortest.
 
 Time is linear in the rows once the price of a byte is known, so a row's *gain* at a tier (its time at HOME minus its
-time there) does not depend on the other rows; only the replica slots tie rows together (``assign``, ``exact``), and the
+time there) does not depend on the other rows; only the replica slots tie rows together (``assign``), and the
 fixed cost of synchronising a tier at all, which dim-groups share, ties the dim-groups together. There are four sets of
 tiers that may be synchronised; each is solved for all dim-groups, and the best is taken. The Lagrangian relaxation
 bounds what any tiers could gain.
@@ -32,8 +32,7 @@ from flexd.planner.model.cost import (
     sync_latency,
     usable_tiers,
 )
-from flexd.planner.model.prices import linear_exposure
-from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.prices import Exchange, linear_exposure
 from flexd.planner.model.workload import GroupLoad
 from flexd.planner.solver.assign import Assignment
 from flexd.planner.solver.limits import FREE, GroupLimits

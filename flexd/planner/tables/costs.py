@@ -24,8 +24,7 @@ import numpy as np
 
 from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.placement import RankLayout, Tier
-from flexd.planner.model.prices import exposed_share, latencies
-from flexd.planner.model.row_bytes import ID_BYTES, Exchange, TrafficPhase
+from flexd.planner.model.prices import ID_BYTES, Exchange, TrafficPhase, exposed_share, latencies
 from flexd.planner.model.workload import ACCESSES, ANYWHERE, BACK_PER_NODE, BACK_PER_RANK, PER_NODE, PER_RANK
 from flexd.planner.tables.options import Part, PoolingAt, ShardingKind, TableOption, TableOptions, TableWork
 from flexd.topology.cluster import INTER, INTRA, Cluster, Collective, Link

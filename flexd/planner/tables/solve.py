@@ -13,9 +13,8 @@ from flexd.core.arrays import Float64Array, Int64Array
 from flexd.core.errors import PlanError
 from flexd.core.placement import RankLayout
 from flexd.planner.model.cost import missed_share
-from flexd.planner.tables.local_search import LocalSearch
+from flexd.planner.tables.local_search import LocalSearch, RankLoads, ShardAssignment, add_piece
 from flexd.planner.tables.options import Part, PoolingAt, ShardingKind, TableOption, TableOptions
-from flexd.planner.tables.rank_loads import RankLoads, ShardAssignment, add_piece
 from flexd.planner.tables.relaxation import Relaxation, relax
 
 _POWER = 8

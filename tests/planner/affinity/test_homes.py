@@ -9,9 +9,8 @@ import pytest
 
 from flexd.core.placement import RankLayout
 from flexd.planner.affinity import partition
-from flexd.planner.affinity.dealing import deal
-from flexd.planner.affinity.partition import learn_homes
-from flexd.planner.affinity.traffic import crossing_rows, rule_nodes
+from flexd.planner.affinity.outlook import crossing_rows, rule_nodes
+from flexd.planner.affinity.partition import deal, learn_homes
 from flexd.planner.affinity.window import RowCosts, SampleRows
 
 LAYOUT = RankLayout(2, 2)

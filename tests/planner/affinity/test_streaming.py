@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout
-from flexd.planner.affinity.outlook import AffinityOutlook
-from flexd.planner.affinity.streaming import FORGOTTEN_AFTER, plan_affinity
-from flexd.planner.affinity.traffic import rule_nodes, users_of_window
+from flexd.planner.affinity.outlook import FORGOTTEN_AFTER, AffinityOutlook, plan_affinity, rule_nodes, users_of_window
 from flexd.planner.affinity.window import SampledWindow, SampleRows, row_costs, sampled_window, sorted_distinct
 from flexd.sketch.coaccess import NO_USER, CoAccess, CoAccessSample
 

@@ -13,7 +13,7 @@ from flexd.core.placement import Delta, Placement, RankLayout, Tier
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.planner.model.cost import CostBreakdown
-from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.prices import Exchange
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import placement_cost
 from flexd.sketch.profile import Profile, TableProfile

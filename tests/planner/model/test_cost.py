@@ -10,7 +10,7 @@ import pytest
 from flexd.core.errors import PlanError
 from flexd.core.placement import RankLayout, Tier
 from flexd.planner.model.cost import decision_gains, joint_cost, migration_seconds, row_seconds, usable_tiers
-from flexd.planner.model.row_bytes import Exchange, TrafficPhase
+from flexd.planner.model.prices import Exchange, TrafficPhase
 from flexd.topology.cluster import INTER, INTRA, Cluster, LinkModel
 from tests.support.planner_cases import cluster, flat, group_cost, load
 

@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 from flexd.core.placement import RankLayout
-from flexd.planner.model.prices import DEAD_BAND, LARGEST_FACTOR, MIN_REPORTS, PriceCorrection, prices
-from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, TrafficPhase
+from flexd.planner.model.prices import (
+    DEAD_BAND,
+    EXCHANGE_PHASES,
+    LARGEST_FACTOR,
+    MIN_REPORTS,
+    Exchange,
+    PriceCorrection,
+    TrafficPhase,
+    prices,
+)
 from flexd.topology.cluster import INTER, INTRA, Cluster, CollectiveCurve, Exposed, LinkModel
 from tests.support.planner_cases import cluster, group_cost, load, zipf
 

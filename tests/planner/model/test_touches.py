@@ -9,15 +9,18 @@ import pytest
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import Placement, RankLayout
-from flexd.planner.model.row_bytes import EXCHANGE_PHASES, SYNC_PHASES, Exchange
-from flexd.planner.model.touches import TouchRelation, bounded, measured_touches, rescaled
+from flexd.planner.model.prices import EXCHANGE_PHASES, SYNC_PHASES, Exchange
 from flexd.planner.model.workload import (
     ANYWHERE,
     PER_NODE,
     PER_RANK,
     GroupLoad,
+    TouchRelation,
     TrainingShape,
+    bounded,
     make_loads,
+    measured_touches,
+    rescaled,
 )
 from flexd.planner.plan import placement_cost
 from flexd.simulate.byte_counter import StepByteCounter, sent_bytes

@@ -11,7 +11,7 @@ import pytest
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import Placement, RankLayout, Tier
-from flexd.planner.model.row_bytes import Exchange, TrafficPhase
+from flexd.planner.model.prices import Exchange, TrafficPhase
 from flexd.planner.model.workload import (
     SYNCED,
     GroupLoad,

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.placement import RankLayout, Tier
-from flexd.planner.solver import exact
-from flexd.planner.solver.assign import Assignment, best_price, single_tier_bound
-from flexd.planner.solver.exact import best_core, best_within_slots
+from flexd.planner.solver import assign
+from flexd.planner.solver.assign import Assignment, best_core, best_price, best_within_slots, single_tier_bound
 from flexd.planner.solver.limits import FREE, GroupLimits
 
 
@@ -109,9 +108,9 @@ def test_more_rows_than_the_core_takes(monkeypatch: pytest.MonkeyPatch, core: in
         gains = gains_of(rng, 300)
         limits = GroupLimits(rng.integers(5, 15, 6), np.full(300, FREE, np.uint8))
         problem = Assignment(RankLayout(3, 2), keys, gains, limits, BOTH)
-        monkeypatch.setattr(exact, "_MAX_CORE_ROWS", core)
+        monkeypatch.setattr(assign, "_MAX_CORE_ROWS", core)
         tiers, bound = problem.best(gains)
-        monkeypatch.setattr(exact, "_MAX_CORE_ROWS", 0)
+        monkeypatch.setattr(assign, "_MAX_CORE_ROWS", 0)
         plain, plain_bound = problem.best(gains)
         ours, without = (float(gains[each, np.arange(300)].sum()) for each in (tiers, plain))
         assert limits.fits(keys, tiers, RankLayout(3, 2))
@@ -120,7 +119,7 @@ def test_more_rows_than_the_core_takes(monkeypatch: pytest.MonkeyPatch, core: in
         better += without < ours
         # The order of the rows is no matter.
         order = rng.permutation(300)
-        monkeypatch.setattr(exact, "_MAX_CORE_ROWS", core)
+        monkeypatch.setattr(assign, "_MAX_CORE_ROWS", core)
         again, _ = Assignment(RankLayout(3, 2), keys[order], gains[:, order], limits, BOTH).best(gains[:, order])
         assert gains[tiers, np.arange(300)].sum() == pytest.approx(gains[:, order][again, np.arange(300)].sum())
     assert better >= 1

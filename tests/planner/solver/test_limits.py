@@ -14,7 +14,7 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.planner.model.cost import row_seconds, usable_tiers
-from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.prices import Exchange
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.plan import Plan, make_plan
 from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, RowPin, slots_used

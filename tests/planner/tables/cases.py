@@ -17,8 +17,8 @@ from flexd.planner.model.workload import (
     STATISTICS,
 )
 from flexd.planner.tables.costs import CHAIN_OPTIONS, chain_options
+from flexd.planner.tables.local_search import RankLoads
 from flexd.planner.tables.options import TableOption, TableOptions, TableWork
-from flexd.planner.tables.rank_loads import RankLoads
 from tests.support.planner_cases import cluster
 
 

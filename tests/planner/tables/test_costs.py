@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexd.core.placement import RankLayout, Tier
-from flexd.planner.model.row_bytes import ID_BYTES, Exchange, TrafficPhase, byte_factors
+from flexd.planner.model.prices import ID_BYTES, Exchange, TrafficPhase, byte_factors
 from flexd.planner.model.workload import (
     ACCESSES,
     ANYWHERE,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.placement import RankLayout
-from flexd.planner.tables.rank_loads import RankLoads, ShardAssignment
+from flexd.planner.tables.local_search import RankLoads, ShardAssignment
 from tests.planner.tables.cases import options_of
 
 LAYOUTS = [RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1), RankLayout(1, 1), RankLayout(2, 3)]

@@ -14,14 +14,15 @@ from flexd.core.placement import RankLayout
 from flexd.planner.tables.costs import TORCHREC_OPTIONS, TORCHREC_PHASES, torchrec_options
 from flexd.planner.tables.options import Part, ShardingKind
 from flexd.planner.tables.sharding import (
+    ListedTable,
     TableStatistics,
     listed_seconds,
+    read_tables,
     shard_tables,
     sharding_document,
     torchrec_sharding,
     torchrec_work,
 )
-from flexd.planner.tables.table_list import ListedTable, read_tables
 from flexd.sketch.profile import Profile, zipf_table
 from flexd.topology.files import load_preset
 

@@ -10,9 +10,8 @@ import pytest
 
 import flexd
 from flexd.core.placement import RankLayout
-from flexd.planner.tables.sharding import flexd_sharding, plan_rules, rules_document
+from flexd.planner.tables.sharding import ListedTable, flexd_sharding, plan_rules, rules_document
 from flexd.planner.tables.solve import TablePlacement
-from flexd.planner.tables.table_list import ListedTable
 from flexd.topology.cluster import StepCosts
 from flexd.topology.files import load_preset, scale_model
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from flexd.core.errors import PlanError
 from flexd.core.placement import RankLayout
 from flexd.planner.tables.costs import CHAIN_OPTIONS
+from flexd.planner.tables.local_search import RankLoads
 from flexd.planner.tables.options import PoolingAt, ShardingKind, TableOption, TableOptions
-from flexd.planner.tables.rank_loads import RankLoads
 from flexd.planner.tables.solve import TablePlacement, place_tables
 from tests.planner.tables.cases import best_by_milp, options_of
 

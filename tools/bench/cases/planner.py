@@ -17,10 +17,10 @@ from typing import Any
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement, RankLayout
 from flexd.planner.model.cost import CostBreakdown
-from flexd.planner.model.row_bytes import TrafficPhase
+from flexd.planner.model.prices import TrafficPhase
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.plan import Plan, PlanOrigin, make_plan
-from flexd.planner.tables.table_list import ListedTable, read_tables
+from flexd.planner.tables.sharding import ListedTable, read_tables
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import INTER, INTRA
 from flexd.topology.files import load_preset

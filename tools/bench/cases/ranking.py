@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexd.planner.tables.table_list import read_tables
+from flexd.planner.tables.sharding import read_tables
 from tools.bench import strategies
 from tools.bench.harness import Outcome, at_least, at_most, of_runs
 from tools.bench.planning import made_up_tables

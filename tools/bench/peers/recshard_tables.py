@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout
-from flexd.planner.tables.table_list import ListedTable
+from flexd.planner.tables.sharding import ListedTable
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]

@@ -22,8 +22,8 @@ import flexd
 from flexd.affinity import NodeSampler
 from flexd.core.placement import Placement, RankLayout
 from flexd.embedding.jagged import Jagged
+from flexd.planner.affinity.outlook import rule_nodes
 from flexd.planner.affinity.partition import learn_homes
-from flexd.planner.affinity.traffic import rule_nodes
 from flexd.planner.affinity.window import RowCosts, SampleRows
 from flexd.planner.moves import rehomed_placement
 from tools.bench.ranks import serve

@@ -34,7 +34,7 @@ from flexd.embedding.store.slow.cold_rows import FreshRows, HostRows
 from flexd.embedding.store.slow.fast_memory import CACHE_SLOT_BYTES
 from flexd.embedding.store.slow.tiered_rows import COUNT_BYTES, TieredRows, with_counts
 from flexd.embedding.store.slow.tiered_storage import TieredStorage
-from flexd.planner.tables.table_list import read_tables
+from flexd.planner.tables.sharding import read_tables
 from tools.bench.harness import Outcome, check
 from tools.bench.peers.recshard import FAST_BYTES_PER_SECOND, SLOW_BYTES_PER_SECOND, split_tables
 from tools.bench.peers.recshard_tables import LAYOUT, MOVED, PLANNED, Tables
