@@ -12,9 +12,8 @@ from flexd.core.model import ALWAYS, DETAIL, HIDDEN, FiniteOrNone, Model, Show, 
 if TYPE_CHECKING:
     from flexd.config.model import Config
     from flexd.sketch.ingestor import Ingestor
-    from flexd.sketch.node_sources import TableSources
-    from flexd.sketch.profile import Profile, TableProfile
-    from flexd.sketch.types import TableChoice
+    from flexd.sketch.profile import Profile, TableProfile, TableSources
+    from flexd.sketch.table_sketch import TableChoice
 
 
 class StreamStatus(Model):

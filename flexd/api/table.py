@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flexd.core.placement import Placement
     from flexd.sketch.ingestor import Ingestor
     from flexd.sketch.profile import Profile
-    from flexd.sketch.types import TableChoice
+    from flexd.sketch.table_sketch import TableChoice
 
     Int64Array = npt.NDArray[np.int64]
 

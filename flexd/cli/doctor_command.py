@@ -17,11 +17,10 @@ from flexd.cli.options import ConfigOption, OutputOption, SocketOption, UrlOptio
 from flexd.cli.render import OutputFormat, flat, present
 from flexd.core import units
 from flexd.core.errors import ApiError, ConfigError
-from flexd.doctor import finding
-from flexd.doctor.finding import DoctorReport, Finding, Level
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
+    from flexd.doctor import Finding
 
 
 def doctor(
@@ -40,6 +39,8 @@ def doctor(
 
     Example: flexd doctor -c configs/laptop.yaml
     """
+    from flexd.doctor import DoctorReport, Level
+
     findings = examine(config, timeout, url, socket)
     found = Counter(each.level for each in findings)
     counts = {level: found[level] for level in Level}
@@ -53,37 +54,37 @@ def examine(file: Path, timeout_seconds: float, url: str | None, socket: Path | 
 
     The address of the daemon is ``url`` or ``socket``, else that of the environment, else that of the file.
     """
+    from flexd import doctor as checks
     from flexd.daemon.config_file import load_with_known_tables
-    from flexd.doctor import host, stream
 
     try:
         config = load_with_known_tables(file)
     except ConfigError as error:
         return [
-            finding.fault("configuration", line, error.remedy or "docs/configuration.md lists every key")
+            checks.fault("configuration", line, error.remedy or "docs/configuration.md lists every key")
             for line in error.message.splitlines()
         ]
     client = connect(url, socket, configured=configured_address(config))
     status, answers = _status(client)
-    checks = {
-        "versions": lambda: host.versions(config),
-        "secrets": lambda: host.secrets(config),
-        "certificates": lambda: host.certificates(config),
-        "disk": lambda: host.disk(config),
-        "clock": lambda: host.clock(config),
-        "ports": lambda: host.ports(config, running=status is not None),
-        "stream": lambda: stream.stream(config, timeout_seconds),
+    looks = {
+        "versions": lambda: checks.versions(config),
+        "secrets": lambda: checks.secrets(config),
+        "certificates": lambda: checks.certificates(config),
+        "disk": lambda: checks.disk(config),
+        "clock": lambda: checks.clock(config),
+        "ports": lambda: checks.ports(config, running=status is not None),
+        "stream": lambda: checks.stream(config, timeout_seconds),
     }
-    findings = [finding.ok("configuration", f"{file}: job {config.job}, {units.plural(len(config.tables), 'table')}")]
-    for name, look in checks.items():
-        findings += finding.run(name, look)
-    return findings + answers + (finding.run("daemon", lambda: _running(client, status, config)) if status else [])
+    findings = [checks.ok("configuration", f"{file}: job {config.job}, {units.plural(len(config.tables), 'table')}")]
+    for name, look in looks.items():
+        findings += checks.run(name, look)
+    return findings + answers + (checks.run("daemon", lambda: _running(client, status, config)) if status else [])
 
 
 def configured_address(config: Config) -> DaemonAddress | None:
     """Return the address of a daemon with this configuration, as this machine reaches it; None if its port is free to
     vary."""
-    from flexd.doctor.host import reachable
+    from flexd.doctor import reachable
 
     server = config.server
     if server.unix_socket is not None:
@@ -96,16 +97,18 @@ def configured_address(config: Config) -> DaemonAddress | None:
 
 
 def _status(client: DaemonClient) -> tuple[DaemonStatus | None, list[Finding]]:
+    from flexd import doctor as checks
+
     try:
         return client.send(routes.STATUS), []
     except DaemonRefusedError as error:
-        return None, [finding.fault("daemon", error.message, error.remedy or "see its log")]
+        return None, [checks.fault("daemon", error.message, error.remedy or "see its log")]
     except ApiError as error:
-        return None, [finding.warning("daemon", error.message, error.remedy)]
+        return None, [checks.warning("daemon", error.message, error.remedy)]
 
 
 def _running(client: DaemonClient, status: DaemonStatus, config: Config) -> Iterator[Finding]:
-    from flexd.doctor.daemon import daemon as daemon_findings
+    from flexd.doctor import daemon as daemon_findings
 
     running, file = flat(client.send(routes.CONFIG).config), flat(config.document())
     differing = [key for key in {**file, **running} if file.get(key) != running.get(key)]

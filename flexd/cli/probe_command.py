@@ -91,8 +91,8 @@ def _run(
     from flexd.core.placement import RankLayout
     from flexd.embedding.exchange.process_groups import layout_from_environment
     from flexd.embedding.step_probe import measure_step_costs
+    from flexd.topology.probe import ProbeGroups
     from flexd.topology.probe import probe as measure_links
-    from flexd.topology.timing import ProbeGroups
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     wanted = backend

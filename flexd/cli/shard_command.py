@@ -140,7 +140,7 @@ def shard(given: ShardOptions) -> None:
 def _counted(trace: Path) -> Profile:
     """Return the exact shares of the rows in a trace; look-ups of a step are those of the table list."""
     from flexd.core.keyspace import KeySpace, TableSpec
-    from flexd.simulate.step_keys import exact_profile
+    from flexd.simulate.accesses import exact_profile
     from flexd.stream.trace import load_trace
 
     events = load_trace(trace)

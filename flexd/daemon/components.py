@@ -30,8 +30,7 @@ from flexd.operations.planning import Planning
 from flexd.operations.state_database import StateDatabase
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.verification import Verifier
-from flexd.sketch.dead_letters import DeadLetterFile
-from flexd.sketch.ingestor import Ingestor
+from flexd.sketch.ingestor import DeadLetterFile, Ingestor
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.tap_source import TapSource

@@ -8,7 +8,7 @@ from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.pusher import ChunkLimits
 from flexd.control.protocol.network import TlsContext, TlsFiles
 from flexd.core.secrets import KeyFile
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.types import Source
 from flexd.topology.cluster import Cluster

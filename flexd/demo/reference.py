@@ -13,7 +13,7 @@ from flexd.core.placement import RankLayout
 from flexd.demo.setup import LEARNING_RATE, RunSetup
 from flexd.demo.training import ADAGRAD_EPS, batches_of, dense_of, features_of, loss_of, tables_of
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.simulate.step_keys import StepKeys, TouchCounter
+from flexd.simulate.accesses import StepKeys, TouchCounter
 from flexd.stream.batches import Batch, Batches
 
 ID_BYTES = 8

@@ -19,7 +19,7 @@ from flexd.core.keyspace import Homes, KeySpace
 from flexd.core.placement import Delta, Placement, RankLayout, Tier
 from flexd.planner.model.prices import ID_BYTES, Exchange, TrafficPhase
 from flexd.planner.model.workload import TrainingShape
-from flexd.simulate.step_keys import StepKeys, StepPasses
+from flexd.simulate.accesses import StepKeys, StepPasses
 from flexd.topology.cluster import INTER, INTRA, Collective
 
 MIGRATION = len(TrafficPhase)

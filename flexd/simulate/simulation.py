@@ -21,12 +21,11 @@ from flexd.core.placement import Delta, Placement, RankLayout
 from flexd.planner.model.prices import Exchange, exposed_share
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.plan import PlanOrigin, delta_chunks, make_plan, moved_bytes
-from flexd.simulate.accesses import Accesses
+from flexd.simulate.accesses import Accesses, StepPasses, TouchCounter, exact_profile
 from flexd.simulate.byte_counter import PHASES, BitWords, CollectiveBytes, StepByteCounter, sent_bytes
-from flexd.simulate.step_keys import StepPasses, TouchCounter, exact_profile
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 from flexd.topology.cluster import INTER, Cluster, Collective, CollectiveCurve, Link
 
 

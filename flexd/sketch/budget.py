@@ -10,8 +10,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.sketch import count_min_table, dense_table
 from flexd.sketch.count_min_table import FAILURE_PROBABILITY, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH, error_share
 from flexd.sketch.logarithmic_table import packed_bytes, relative_error
-from flexd.sketch.table_sketch import AccessSample
-from flexd.sketch.types import TableChoice
+from flexd.sketch.table_sketch import AccessSample, TableChoice
 
 LOG_BITS = (3, 4, 8)
 _MAX_LOG_SAMPLE = 65_536

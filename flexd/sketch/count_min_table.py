@@ -13,8 +13,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.sketch import count_min_kernels as kernels
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.profile import TableProfile
-from flexd.sketch.table_sketch import TableSketch, are_rows
-from flexd.sketch.types import TableChoice
+from flexd.sketch.table_sketch import TableChoice, TableSketch, are_rows
 
 MIN_LOG2_WIDTH = 8
 MAX_LOG2_WIDTH = 30

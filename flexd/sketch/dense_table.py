@@ -14,8 +14,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.kernel_parts import prefetch
 from flexd.sketch.profile import TableProfile
-from flexd.sketch.table_sketch import TableSketch, are_rows
-from flexd.sketch.types import TableChoice
+from flexd.sketch.table_sketch import TableChoice, TableSketch, are_rows
 
 COARSEST_UNITS = 2**4
 """Least units of an access after the unit was made coarser: its weight is off by 3 % at most. Reached at 10^12 decayed

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
+import json
 import logging
 import math
 import operator
+import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from flexd.core import tap_counts
 from flexd.core.errors import CodecError, FlexdError
@@ -18,18 +22,89 @@ from flexd.core.keyspace import TableSpec
 from flexd.core.placement import RankLayout
 from flexd.core.supervision import Backoff, Supervisor, UnsafeStateError, fault_point
 from flexd.core.tap_counts import TapCounts
-from flexd.sketch.dead_letters import DeadLetterFile
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.restore import restore
 from flexd.sketch.sketch_set import AccessCounts, SketchSet, warm_up
-from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.snapshot_cycle import SnapshotCycle
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.snapshot import SnapshotCycle, SnapshotStore
+from flexd.sketch.table_sketch import SketchSettings
 from flexd.stream import codec
 from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.types import REFUSAL_REASONS, AccessBatch, RefusedMessages, Source, StreamMessage
 
 _log = logging.getLogger(__name__)
+
+SAMPLES_OF_EACH_REASON = 64
+"""Later ones are kept at the 128th, 256th ... rejection of a reason, so that rare reasons stay visible."""
+_DETAIL_CHARS = 300
+
+
+class DeadLetterFile:
+    """JSON lines: reason, detail, partition, offset (and last offset of a range), size, and the first bytes as base64.
+
+    When the file holds half of ``max_bytes`` it is renamed to ``<name>.1`` (replacing the previous one) and a new one
+    is started, so both together stay within the limit and the newest samples survive. A failed write never raises. Any
+    thread may record.
+
+    Args:
+        path: of the file, which only its owner can read.
+        max_bytes: of both files together; 0 keeps nothing.
+        max_message_bytes: kept of each message.
+    """
+
+    def __init__(self, path: Path = Path(os.devnull), max_bytes: int = 0, max_message_bytes: int = 512) -> None:
+        self._path = path
+        self._half = max_bytes // 2
+        self._max_message_bytes = max_message_bytes
+        self._lock = threading.Lock()
+        self._seen: dict[str, int] = {}
+        self.written = 0
+        self.failures = 0
+
+    def record(self, reason: str, detail: str, message: StreamMessage | RefusedMessages) -> None:
+        """Keep a sample of the message if one is due for this reason. Never raises: failures are counted."""
+        with self._lock:
+            try:
+                self._record(reason, detail, message)
+            except Exception as error:
+                # The message is counted or rejected in any case; only its sample is lost.
+                self.failures += 1
+                if self.failures == 1:
+                    _log.warning("dead letters cannot be written to %s: %s", self._path, error)
+
+    def _record(self, reason: str, detail: str, message: StreamMessage | RefusedMessages) -> None:
+        seen = self._seen[reason] = self._seen.get(reason, 0) + 1
+        if seen > SAMPLES_OF_EACH_REASON and seen & (seen - 1):
+            return
+        entry = {
+            "reason": reason,
+            "detail": detail[:_DETAIL_CHARS],
+            "partition": message.partition,
+            "offset": message.offset,
+            **(
+                {"size": len(message.payload)}
+                if isinstance(message, StreamMessage)
+                else {"last_offset": message.last_offset, "size": message.size_bytes}
+            ),
+            "first_bytes": base64.b64encode(bytes(message.payload[: self._max_message_bytes])).decode(),
+        }
+        line = (json.dumps(entry) + "\n").encode()
+        if len(line) > self._half:
+            return
+        self._append(line)
+        self.written += 1
+
+    def _append(self, line: bytes) -> None:
+        size = len(line)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists() and self._path.stat().st_size + size > self._half:
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            if os.write(descriptor, line) != size:
+                raise OSError("short write")
+        finally:
+            os.close(descriptor)
+
 
 IDLE_AFTER_SECONDS = 2.0
 """A stream that has been read to its end is idle after this long without a message: event time then follows the

@@ -1,4 +1,5 @@
-"""The planner's input: per table the access rate, the frequency curve and the hot rows with error bounds."""
+"""The planner's input: per table the access rate, the frequency curve, the hot rows with error bounds, and the source
+nodes of their accesses, estimated from a sample."""
 
 from __future__ import annotations
 
@@ -7,8 +8,128 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexd.core.arrays import Float64Array, Int64Array
-from flexd.sketch.node_sources import TableSources
+from flexd.core.arrays import Float32Array, Float64Array, Int32Array, Int64Array, matches
+from flexd.core.placement import RankLayout
+
+_LEAST_AFFINITY = 1e-4
+_LEAST_PRIOR_ACCESSES = 1e-2
+
+
+@dataclass(frozen=True)
+class TableSources:
+    """Sampled accesses of one table and of its listed rows, by node.
+
+    The counts are sparse: the sample is bounded and most listed rows of a large table are not in it, so the memory does
+    not grow with listed rows x nodes.
+
+    Attributes:
+        node_share: float64[nodes], share of each node in the sampled accesses (the table's node mix); zeros if there
+            are none.
+        hot_position: int64[e], index into ``hot_rows``, ascending.
+        hot_node: int32[e], node of each entry.
+        hot_accesses: float32[e], sampled accesses of that row from that node.
+        prior_accesses: weight of the table's mix against a row's own sampled accesses.
+        affinity: probability that two accesses of the same row come from the same node (the row being that of a random
+            access), above what the node mix alone gives, on a scale of 0 (rows come from any node) to 1 (every row
+            belongs to one node). Unbiased: where it is near 0, or few rows were sampled twice, the estimate can be
+            below 0. 0 with one node, NaN if no row was sampled twice.
+    """
+
+    node_share: Float64Array
+    hot_position: Int64Array
+    hot_node: Int32Array
+    hot_accesses: Float32Array
+    prior_accesses: float
+    affinity: float
+
+    @property
+    def nodes(self) -> int:
+        return len(self.node_share)
+
+    def share(self, positions: Int64Array) -> Float32Array:
+        """Return the share of each node in the accesses of listed rows: int64[n] positions -> float32[n, nodes].
+
+        Posterior mean of a Dirichlet prior with the table's own mix as its mean and ``prior_accesses`` as its weight
+        (Gelman et al., *Bayesian Data Analysis*, 3rd ed., section 3.4): (counts + prior * mix) / (accesses + prior). A
+        row without sampled accesses gets the mix. The prior weight follows from the affinity: two draws from one
+        Dirichlet-multinomial agree beyond the mix with probability 1 / (prior + 1).
+        """
+        counts = self._counts(positions)
+        prior = self.prior_accesses * self.node_share
+        share: Float64Array = (counts + prior) / (counts.sum(axis=1, keepdims=True) + self.prior_accesses)
+        return share.astype(np.float32)
+
+    def _counts(self, positions: Int64Array) -> Float32Array:
+        wanted, where = np.unique(positions, return_inverse=True)
+        counts = np.zeros((len(wanted), self.nodes), dtype=np.float32)
+        found, at = matches(wanted, self.hot_position)
+        # Assignment is enough, because (row, node) pairs do not repeat.
+        counts[at, self.hot_node[found]] = self.hot_accesses[found]
+        result: Float32Array = counts[where.reshape(-1)]
+        return result
+
+
+def read_sources(rows: Int64Array, ranks: Int32Array, hot_rows: Int64Array, layout: RankLayout) -> TableSources:
+    """Return the source nodes of a sample under the present layout. The sample keeps ranks, so layouts may change.
+
+    Args:
+        rows, ranks: int64[n] row and int32[n] source rank of each sampled access.
+        hot_rows: int64[h] listed rows in any order, without repeats.
+    """
+    nodes = layout.nodes
+    known = (ranks >= 0) & (ranks < layout.world_size)
+    rows, node = rows[known], (ranks[known] // layout.local_ranks).astype(np.int32)
+    mix = np.bincount(node, minlength=nodes).astype(np.float64)
+    seen, row_of = np.unique(rows, return_inverse=True)
+    pairs, pair_of = np.unique(row_of.reshape(-1) * nodes + node, return_inverse=True)
+    pair_row, pair_node = pairs // nodes, (pairs % nodes).astype(np.int32)
+    accesses = np.bincount(pair_of.reshape(-1), minlength=len(pairs)).astype(np.float64)
+
+    position = _positions(seen, hot_rows)[pair_row]
+    listed = np.flatnonzero(position >= 0)
+    listed = listed[np.argsort(position[listed], kind="stable")]
+    affinity = _affinity(accesses, pair_row, pair_node, nodes)
+    prior = 1 / max(affinity, _LEAST_AFFINITY) - 1 if math.isfinite(affinity) else 1 / _LEAST_AFFINITY - 1
+    return TableSources(
+        node_share=mix / max(1.0, mix.sum()),
+        hot_position=position[listed],
+        hot_node=pair_node[listed],
+        hot_accesses=accesses[listed].astype(np.float32),
+        prior_accesses=max(prior, _LEAST_PRIOR_ACCESSES),
+        affinity=affinity,
+    )
+
+
+def _positions(seen: Int64Array, hot_rows: Int64Array) -> Int64Array:
+    """Return the index in ``hot_rows`` of each of int64[s] ascending rows, -1 if it is not listed."""
+    position = np.full(len(seen), -1, dtype=np.int64)
+    # The sample is shorter: searching the listed rows in it avoids sorting a million rows.
+    found, at = matches(seen, hot_rows)
+    position[at] = found
+    return position
+
+
+def _affinity(accesses: Float64Array, pair_row: Int64Array, pair_node: Int32Array, nodes: int) -> float:
+    """Return the affinity of float64[p] sampled accesses of each (row, node) pair; pairs ascend by row."""
+    if nodes == 1:
+        return 0.0
+    if not len(accesses):
+        return math.nan
+    first_of_row = np.flatnonzero(np.diff(pair_row, prepend=-1))
+    of_row = np.add.reduceat(accesses, first_of_row)
+    same = np.add.reduceat(accesses * (accesses - 1), first_of_row)
+    twice = of_row >= 2
+    sampled_pairs = float(of_row[twice].sum())
+    if not sampled_pairs:
+        return math.nan
+    # One of a row's n accesses, and another of them: same-node pairs / (n - 1), each access counting once.
+    agreeing = float((same[twice] / (of_row[twice] - 1)).sum()) / sampled_pairs
+    of_node = np.bincount(pair_node, accesses)
+    total = float(of_node.sum())
+    by_chance = float((of_node * (of_node - 1)).sum()) / (total * (total - 1))
+    # At 1 all accesses come from one node: there is nothing to follow.
+    return (agreeing - by_chance) / (1 - by_chance) if by_chance < 1 else 0.0
+
 
 _ZIPF_BINS = 256
 

@@ -24,7 +24,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.sketch import snapshot
 from flexd.sketch.sketch_set import STATE_FORMAT, SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.types import SketchSettings, TableChoice
+from flexd.sketch.table_sketch import SketchSettings, TableChoice
 
 _log = logging.getLogger(__name__)
 

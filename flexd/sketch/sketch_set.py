@@ -24,9 +24,8 @@ from flexd.sketch.decay import Admission, ForwardDecay
 from flexd.sketch.dense_table import DenseTable
 from flexd.sketch.logarithmic_table import LogTable
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.sketch.table_sketch import TableSketch
+from flexd.sketch.table_sketch import Kind, SketchSettings, TableChoice, TableSketch
 from flexd.sketch.touch_counts import TableTouches, capacity
-from flexd.sketch.types import Kind, SketchSettings, TableChoice
 
 STATE_FORMAT = 6
 KINDS: dict[Kind, type[TableSketch]] = {"dense": DenseTable, "logarithmic": LogTable, "count_min": CountMinTable}

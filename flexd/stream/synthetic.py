@@ -11,8 +11,8 @@ import numpy as np
 
 from flexd.core.errors import StreamError
 from flexd.stream.codec import encode_arrow
+from flexd.stream.trace import ZipfSampler, scatter, scatter_multiplier
 from flexd.stream.types import AccessBatch, Positions, Source, StreamMessage
-from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
 
 if TYPE_CHECKING:
     from flexd.config.stream import SyntheticSourceConfig

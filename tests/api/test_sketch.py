@@ -8,7 +8,7 @@ import pytest
 from flexd.api.stream import SketchStatus, sketch_status
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 
 ROWS = 10**9
 

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 
 import flexd
+from flexd import doctor
 from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.core.errors import StreamError
-from flexd.doctor import finding, host, stream
-from flexd.doctor.daemon import daemon
-from flexd.doctor.finding import Finding, Level
+from flexd.doctor import Finding, Level
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
@@ -60,7 +59,7 @@ def message(table: str = "items", rows: tuple[int, ...] = (1, 2), at: float | No
     ],
 )
 def test_messages_that_the_daemon_would_reject(tmp_path, payloads, level, says):
-    found = next(stream.messages(config(tmp_path), "the log", payloads))
+    found = next(doctor.messages(config(tmp_path), "the log", payloads))
     assert (found.check, found.level) == ("messages", level)
     assert says in found.text
     assert bool(found.remedy) == (level is not Level.OK)
@@ -68,95 +67,95 @@ def test_messages_that_the_daemon_would_reject(tmp_path, payloads, level, says):
 
 @pytest.mark.parametrize(("ahead", "level"), [(-30.0, Level.OK), (3600.0, Level.WARNING)])
 def test_events_from_the_future_are_a_wrong_clock(tmp_path, ahead, level):
-    found = list(stream.messages(config(tmp_path), "the log", [message(at=time.time() + ahead)]))[-1]
+    found = list(doctor.messages(config(tmp_path), "the log", [message(at=time.time() + ahead)]))[-1]
     assert (found.check, found.level) == ("event time", level)
 
 
 def test_a_file_log_is_read_without_touching_it(tmp_path):
     wanted = config(tmp_path)
-    assert levels(stream.stream(wanted, 1.0)) == {"stream warning": 1}
+    assert levels(doctor.stream(wanted, 1.0)) == {"stream warning": 1}
     sink = FileLogSink(tmp_path / "log", "p0")
     sink.send(message())
     sink.flush()
     before = sorted((path, path.stat().st_size) for path in (tmp_path / "log").rglob("*"))
-    assert levels(stream.stream(wanted, 1.0)) == {"stream ok": 1, "messages ok": 1, "event time ok": 1}
+    assert levels(doctor.stream(wanted, 1.0)) == {"stream ok": 1, "messages ok": 1, "event time ok": 1}
     assert sorted((path, path.stat().st_size) for path in (tmp_path / "log").rglob("*")) == before
     sink.close()
     synthetic = config(tmp_path, stream={"source": {"kind": "synthetic"}})
-    assert levels(stream.stream(synthetic, 1.0)) == {"stream skipped": 1}
+    assert levels(doctor.stream(synthetic, 1.0)) == {"stream skipped": 1}
 
 
 def test_broker_and_topic(tmp_path, monkeypatch):
     wanted = config(tmp_path, stream={"source": {"kind": "kafka", "bootstrap_servers": "b:1", "topic": "t"}})
     seen = SimpleNamespace(partitions=0, messages=0, payloads=())
     monkeypatch.setattr("flexd.stream.kafka.topic_admin.inspect_topic", lambda *_, **__: seen)
-    assert levels(stream.stream(wanted, 1.0)) == {"broker ok": 1, "topic fault": 1}
+    assert levels(doctor.stream(wanted, 1.0)) == {"broker ok": 1, "topic fault": 1}
     seen.partitions, seen.payloads = 3, (message(),)
-    assert levels(stream.stream(wanted, 1.0)) == {"broker ok": 1, "topic ok": 1, "messages ok": 1, "event time ok": 1}
+    assert levels(doctor.stream(wanted, 1.0)) == {"broker ok": 1, "topic ok": 1, "messages ok": 1, "event time ok": 1}
 
     def fail(*_: object, **__: object) -> None:
         raise StreamError("b:1: NoBrokersAvailable", remedy="check the network")
 
     monkeypatch.setattr("flexd.stream.kafka.topic_admin.inspect_topic", fail)
-    assert finding.run("stream", lambda: stream.stream(wanted, 1.0)) == [
-        finding.fault("stream", "b:1: NoBrokersAvailable", "check the network")
+    assert doctor.run("stream", lambda: doctor.stream(wanted, 1.0)) == [
+        doctor.fault("stream", "b:1: NoBrokersAvailable", "check the network")
     ]
 
 
 def test_disk(tmp_path, monkeypatch):
     wanted = config(tmp_path)
-    assert levels(host.disk(wanted)) == {"disk ok": 1}
+    assert levels(doctor.disk(wanted)) == {"disk ok": 1}
     assert not (tmp_path / "state").exists()
-    monkeypatch.setattr(host.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 2**20))
-    (found,) = host.disk(wanted)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 2**20))
+    (found,) = doctor.disk(wanted)
     assert (found.level, "keep_snapshots" in found.remedy) == (Level.WARNING, True)
     # What the snapshots take already need not be free.
     (tmp_path / "state" / "snapshots").mkdir(parents=True)
     (tmp_path / "state").chmod(0o750)
     (tmp_path / "state" / "snapshots" / "snapshot-1.flexd").write_bytes(bytes(2**20))
-    assert levels(host.disk(wanted)) == {"disk ok": 1}
+    assert levels(doctor.disk(wanted)) == {"disk ok": 1}
     (tmp_path / "state").chmod(0o755)
-    assert levels(host.disk(wanted)) == {"disk ok": 1, "disk warning": 1}
+    assert levels(doctor.disk(wanted)) == {"disk ok": 1, "disk warning": 1}
     (tmp_path / "state").chmod(0o700)
-    monkeypatch.setattr(host.os, "access", lambda *_: False)
-    assert levels(host.disk(wanted)) == {"disk fault": 1}
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    assert levels(doctor.disk(wanted)) == {"disk fault": 1}
 
 
 @pytest.mark.parametrize(("state", "level"), [(0, Level.OK), (5, Level.WARNING), (-1, Level.SKIPPED)])
 def test_clock(tmp_path, monkeypatch, state, level):
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(adjtimex=lambda _: state))
-    (found,) = host.clock(config(tmp_path))
+    (found,) = doctor.clock(config(tmp_path))
     assert found.level is level
 
 
 def test_secrets(tmp_path):
-    assert levels(host.secrets(config(tmp_path))) == {"secrets ok": 1}
+    assert levels(doctor.secrets(config(tmp_path))) == {"secrets ok": 1}
     secret = tmp_path / "secret"
     secret.write_text("k" * 32)
     secret.chmod(0o640)
     wanted = config(tmp_path, control={"secret_file": str(secret)})
-    assert levels(host.secrets(wanted)) == {"secrets ok": 1}
+    assert levels(doctor.secrets(wanted)) == {"secrets ok": 1}
     secret.chmod(0o644)
-    (found,) = host.secrets(wanted)
+    (found,) = doctor.secrets(wanted)
     assert (found.level, found.remedy) == (Level.WARNING, f"chmod 0640 {secret}")
     secret.write_text("short")
-    (found,) = finding.run("secrets", lambda: host.secrets(wanted))
+    (found,) = doctor.run("secrets", lambda: doctor.secrets(wanted))
     assert found.level is Level.FAULT
     assert "short" not in found.text + found.remedy
 
 
 def test_certificates(tmp_path):
-    assert list(host.certificates(config(tmp_path))) == []
+    assert list(doctor.certificates(config(tmp_path))) == []
     files = Authority(tmp_path).issue("daemon", "127.0.0.1")
     files.key_file.chmod(0o640)
     tls = {"cert_file": str(files.cert_file), "key_file": str(files.key_file), "ca_file": str(files.ca_file)}
     wanted = config(tmp_path, control={"tls": tls})
-    assert levels(host.certificates(wanted)) == {"certificates ok": 1}
+    assert levels(doctor.certificates(wanted)) == {"certificates ok": 1}
     files.key_file.chmod(0o644)
-    (found,) = host.certificates(wanted)
+    (found,) = doctor.certificates(wanted)
     assert (found.level, found.remedy) == (Level.WARNING, f"chmod 0640 {files.key_file}")
     files.ca_file.write_text("no PEM")
-    (found,) = finding.run("certificates", lambda: host.certificates(wanted))
+    (found,) = doctor.run("certificates", lambda: doctor.certificates(wanted))
     assert found.level is Level.FAULT
     assert "control.tls.ca_file" in found.text
 
@@ -167,12 +166,12 @@ def test_ports(tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         wanted = config(tmp_path, control={"listen_port": port}, server={"port": 0})
-        assert levels(host.ports(wanted, running=False)) == {"control port fault": 1, "api port skipped": 1}
-        assert levels(host.ports(wanted, running=True)) == {"control port ok": 1, "api port skipped": 1}
-    assert levels(host.ports(wanted, running=False)) == {"control port ok": 1, "api port skipped": 1}
-    assert levels(host.ports(wanted, running=True)) == {"control port fault": 1, "api port skipped": 1}
+        assert levels(doctor.ports(wanted, running=False)) == {"control port fault": 1, "api port skipped": 1}
+        assert levels(doctor.ports(wanted, running=True)) == {"control port ok": 1, "api port skipped": 1}
+    assert levels(doctor.ports(wanted, running=False)) == {"control port ok": 1, "api port skipped": 1}
+    assert levels(doctor.ports(wanted, running=True)) == {"control port fault": 1, "api port skipped": 1}
     on_socket = config(tmp_path, control={"listen_port": 0}, server={"unix_socket": str(tmp_path / "s")})
-    assert levels(host.ports(on_socket, running=False)) == {"control port skipped": 1}
+    assert levels(doctor.ports(on_socket, running=False)) == {"control port skipped": 1}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +185,7 @@ def test_ports(tmp_path):
 )
 def test_what_the_daemon_says(fields, expected):
     status = DaemonStatus(job="j", version=flexd.__version__, stream=StreamStatus(source="tap"), **fields)
-    assert levels(daemon(status, [])) == expected
+    assert levels(doctor.daemon(status, [])) == expected
     other = status.model_copy(update={"version": "0.0.1"})
-    assert levels(daemon(other, ["log.level"]))["running configuration warning"] == 1
-    assert sum(levels(daemon(other, ["log.level"])).values()) == 3
+    assert levels(doctor.daemon(other, ["log.level"]))["running configuration warning"] == 1
+    assert sum(levels(doctor.daemon(other, ["log.level"])).values()) == 3

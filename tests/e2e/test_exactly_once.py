@@ -23,7 +23,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 from flexd.stream.codec import encode_arrow
 from flexd.stream.kafka.bounded_fetcher import BatchLimits
 from flexd.stream.kafka.sink import KafkaSink

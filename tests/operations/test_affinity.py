@@ -22,7 +22,7 @@ from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.verification import plan_kind
 from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 from tests.support.planning_harness import ROWS, PlanningHarness
 
 LENGTH, SAMPLES = 10, 50

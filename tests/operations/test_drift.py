@@ -19,7 +19,7 @@ from flexd.daemon import Daemon
 from flexd.operations.drift import DriftMonitor
 from flexd.planner.drift import LIVE
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch

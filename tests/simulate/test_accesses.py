@@ -8,8 +8,14 @@ import pytest
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout
-from flexd.simulate.accesses import MAX_STEP_ACCESSES, RowFormat, profile_accesses, trace_accesses, zipf_accesses
-from flexd.simulate.step_keys import exact_profile
+from flexd.simulate.accesses import (
+    MAX_STEP_ACCESSES,
+    RowFormat,
+    exact_profile,
+    profile_accesses,
+    trace_accesses,
+    zipf_accesses,
+)
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.stream.sample_kinds import BatchOptions
 from flexd.stream.trace import synthetic_trace

@@ -15,8 +15,8 @@ from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
 from flexd.planner.model.prices import EXCHANGE_PHASES, SYNC_PHASES, Exchange, TrafficPhase
+from flexd.simulate.accesses import StepPasses
 from flexd.simulate.byte_counter import MIGRATION, BitWords, StepByteCounter, sent_bytes
-from flexd.simulate.step_keys import StepPasses
 from flexd.topology.cluster import INTER, INTRA
 from tests.support.bag_bytes import bytes_of_bags, bytes_of_sizes
 from tests.support.rank_pool import RankPool

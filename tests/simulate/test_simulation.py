@@ -14,10 +14,9 @@ from flexd.core.placement import Placement, RankLayout
 from flexd.planner.model.prices import SYNC_PHASES, TrafficPhase
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.plan import make_plan
-from flexd.simulate.accesses import Accesses, RowFormat, zipf_accesses
+from flexd.simulate.accesses import Accesses, RowFormat, exact_profile, zipf_accesses
 from flexd.simulate.byte_counter import MIGRATION, PHASES, CollectiveBytes
 from flexd.simulate.simulation import REPLANNED, TWO_HOP, Simulation, SimulationSettings, collective_seconds, simulate
-from flexd.simulate.step_keys import exact_profile
 from flexd.simulate.summary import summarise
 from flexd.topology.cluster import INTER, INTRA, Collective, CollectiveCurve, Link, WorldModel
 from flexd.topology.files import load_preset, scale_model

@@ -17,7 +17,7 @@ from flexd.core.tap_counts import mixed_one, step_base
 from flexd.sketch.coaccess import MIN_BYTES, NO_USER, CoAccess, CoAccessSample
 from flexd.sketch.restore import restore_tables
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 from tests.support.saved_sketches import loaded_sketches
 
 T0 = 1.7e9

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 
 TABLE = [TableSpec("t", 8, 4)]
 T0 = 1.7e9

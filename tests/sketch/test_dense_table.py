@@ -12,7 +12,7 @@ from flexd.sketch import dense_table
 from flexd.sketch.budget import choose
 from flexd.sketch.dense_table import CARRY_BITS, DenseTable, enumerate_rows
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 from tests.support.sketch_memory import counter_bytes
 
 ROWS = 50

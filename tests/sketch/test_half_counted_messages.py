@@ -11,9 +11,8 @@ from flexd.core.errors import SketchError
 from flexd.core.supervision import UnsafeStateError
 from flexd.sketch import ingestor as ingestor_module
 from flexd.sketch import sketch_set
-from flexd.sketch.dead_letters import DeadLetterFile
 from flexd.sketch.decay import ForwardDecay
-from flexd.sketch.ingestor import MessageCounter
+from flexd.sketch.ingestor import DeadLetterFile, MessageCounter
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_sketch import AccessSample, TableSketch
 from flexd.stream.types import AccessBatch

@@ -13,7 +13,7 @@ from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.logarithmic_table import BASES, TOP_SHARE, LogTable, level_values, packed_bytes, relative_error
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import SketchSettings, TableChoice
+from flexd.sketch.table_sketch import SketchSettings, TableChoice
 
 ALL_BITS = sorted(BASES)
 

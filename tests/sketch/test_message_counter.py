@@ -12,11 +12,17 @@ import pytest
 
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import ingestor as ingestor_module
-from flexd.sketch.dead_letters import SAMPLES_OF_EACH_REASON, DeadLetterFile
-from flexd.sketch.ingestor import RATE_SECONDS, SKEW_SECONDS, MessageCounter, RateMeter
+from flexd.sketch.ingestor import (
+    RATE_SECONDS,
+    SAMPLES_OF_EACH_REASON,
+    SKEW_SECONDS,
+    DeadLetterFile,
+    MessageCounter,
+    RateMeter,
+)
 from flexd.sketch.sketch_set import AccessCounts, SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 from flexd.stream.codec import decode, encode_arrow
 from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.types import AccessBatch, StreamMessage

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexd.core.placement import RankLayout
-from flexd.sketch.node_sources import read_sources
+from flexd.sketch.profile import read_sources
 
 LAYOUT = RankLayout(4, 2)
 T0 = 1.7e9

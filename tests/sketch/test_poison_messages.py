@@ -12,10 +12,9 @@ import numpy as np
 
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import ingestor as ingestor_module
-from flexd.sketch.dead_letters import DeadLetterFile
-from flexd.sketch.ingestor import Ingestor
+from flexd.sketch.ingestor import DeadLetterFile, Ingestor
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSource
 from flexd.stream.offsets_in_work import OffsetsInWork

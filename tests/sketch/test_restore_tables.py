@@ -15,7 +15,7 @@ from flexd.core.errors import SketchError, StateVersionError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.restore import restore_tables
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 
 T0 = 1.7e9
 ACCESSES = 1_000

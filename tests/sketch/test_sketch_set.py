@@ -7,7 +7,7 @@ import pytest
 
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.sketch_set import AccessCounts, SketchSet
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 
 SMALL, LARGE = TableSpec("small", 300, 4), TableSpec("large", 400_000, 4)
 TABLES = [SMALL, LARGE]

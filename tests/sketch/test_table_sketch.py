@@ -15,10 +15,9 @@ from flexd.core.placement import RankLayout
 from flexd.core.tap_counts import TableCounts, TapCounts
 from flexd.sketch.budget import choose
 from flexd.sketch.decay import ForwardDecay
-from flexd.sketch.node_sources import read_sources
+from flexd.sketch.profile import read_sources
 from flexd.sketch.sketch_set import KINDS, SketchSet
-from flexd.sketch.table_sketch import TableSketch
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings, TableSketch
 from tests.support.sketch_memory import array_bytes
 
 ROWS = 50_000

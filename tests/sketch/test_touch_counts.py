@@ -9,11 +9,11 @@ from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout
 from flexd.core.tap_counts import PassRows, TapCounts, TapPasses
-from flexd.simulate.step_keys import exact_profile
+from flexd.simulate.accesses import exact_profile
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.table_sketch import SketchSettings
 from flexd.sketch.touch_counts import TableTouches
-from flexd.sketch.types import SketchSettings
 from tests.support.saved_sketches import loaded_sketches
 
 LAYOUT = RankLayout(2, 2)

@@ -9,7 +9,7 @@ from flexd.config.stream import SyntheticSourceConfig
 from flexd.stream import synthetic
 from flexd.stream.codec import decode
 from flexd.stream.synthetic import SyntheticSource
-from flexd.stream.zipf import scatter_multiplier
+from flexd.stream.trace import scatter_multiplier
 from tests.support.clock import Clock
 
 

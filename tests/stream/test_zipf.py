@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
+from flexd.stream.trace import ZipfSampler, scatter, scatter_multiplier
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from flexd.control.protocol.report import PlacementState, SentBytes, StepReport
 from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 
 CONFIG = parse_config(
     {

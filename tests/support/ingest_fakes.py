@@ -13,7 +13,7 @@ import pytest
 from flexd.core import supervision as faults
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.ingestor import Ingestor
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 from flexd.stream.codec import encode_arrow
 from flexd.stream.types import AccessBatch, Losses, StreamMessage
 

@@ -21,7 +21,7 @@ from flexd.operations.training_monitor import TrainingMonitor
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 from flexd.topology.files import scale_model
 from tests.support.fake_coordinator import FakeCoordinator
 

@@ -12,7 +12,7 @@ from flexd.sketch import snapshot
 from flexd.sketch.restore import restore_tables
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 
 
 def newest_snapshot(directory: Path) -> tuple[dict[str, Any], Arrays]:

@@ -21,8 +21,7 @@ from flexd.core.placement import RankLayout
 from flexd.demo.processes import free_ports
 from flexd.topology.cluster import Cluster, Collective, Link
 from flexd.topology.files import dump_cluster, load_cluster, parse_cluster
-from flexd.topology.probe import ProbeOptions, probe
-from flexd.topology.timing import ProbeGroups
+from flexd.topology.probe import ProbeGroups, ProbeOptions, probe
 from tests.support import forked
 from tests.support.forked import Forked
 from tests.support.rank_pool import RankPool

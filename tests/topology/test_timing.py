@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
 from flexd.core.placement import RankLayout
-from flexd.topology import timing
+from flexd.topology import probe
 from flexd.topology.cluster import Collective, Link
-from flexd.topology.timing import ProbeGroups, make_collective
+from flexd.topology.probe import ProbeGroups, make_collective
 from tests.support.rank_pool import RankPool
 
 
@@ -51,9 +51,9 @@ def bytes_sent(rank: int, layout: RankLayout, sizes: list[int]) -> list[tuple[st
         seen.append(part.nbytes * (peers - 1))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing.dist, "all_reduce", all_reduce)
-        patch.setattr(timing.dist, "all_to_all_single", all_to_all)
-        patch.setattr(timing, "_all_gather", all_gather)
+        patch.setattr(probe.dist, "all_reduce", all_reduce)
+        patch.setattr(probe.dist, "all_to_all_single", all_to_all)
+        patch.setattr(probe, "_all_gather", all_gather)
         for link in Link:
             group = groups.group_of(link)
             for collective in Collective if group is not None else ():

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingTable
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.stream.zipf import ZipfSampler
+from flexd.stream.trace import ZipfSampler
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 
 Int64Array = npt.NDArray[np.int64]

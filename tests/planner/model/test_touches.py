@@ -23,8 +23,8 @@ from flexd.planner.model.workload import (
     rescaled,
 )
 from flexd.planner.plan import placement_cost
+from flexd.simulate.accesses import StepPasses, exact_profile
 from flexd.simulate.byte_counter import StepByteCounter, sent_bytes
-from flexd.simulate.step_keys import StepPasses, exact_profile
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import INTER, INTRA
 from flexd.topology.files import load_preset

@@ -18,8 +18,8 @@ from flexd.planner.model.workload import (
     TrainingShape,
     make_loads,
 )
+from flexd.simulate.accesses import StepPasses
 from flexd.simulate.byte_counter import StepByteCounter, sent_bytes
-from flexd.simulate.step_keys import StepPasses
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import INTER, INTRA
 from tests.support.planner_cases import cluster, group_cost, load, profile, zipf

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from flexd.stream.kafka.decompression import HEAD_BYTES, BatchRefusedError, decompress
+from flexd.stream.kafka.bounded_fetcher import HEAD_BYTES, BatchRefusedError, decompress
 from tests.support.raw_kafka import CODECS
 from tests.support.repository import ROOT, child_environment
 
@@ -72,7 +72,7 @@ def test_snappy_blocks_that_claim_more_than_they_hold_are_refused_before_they_ar
 _MEASURE = """
 import sys
 from pathlib import Path
-from flexd.stream.kafka.decompression import BatchRefusedError, decompress
+from flexd.stream.kafka.bounded_fetcher import BatchRefusedError, decompress
 import lz4.frame, snappy, zstandard
 def peak():
     # Not getrusage, whose maximum starts with that of the parent.

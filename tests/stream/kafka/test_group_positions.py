@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.stream.kafka.group_positions import GAP_SECONDS, TRUSTED_GAPS, GroupPositions
+from flexd.stream.kafka.source import GAP_SECONDS, TRUSTED_GAPS, GroupPositions
 from tests.support.clock import Clock
 
 KEY = "t/0"

@@ -29,7 +29,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.daemon.run import keep_freed_memory
 from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.sketch_set import warm_up
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.table_sketch import SketchSettings
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.types import AccessBatch, Source

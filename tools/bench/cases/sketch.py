@@ -24,7 +24,7 @@ from flexd.sketch.count_min_table import CountMinTable
 from flexd.sketch.dense_table import DenseTable
 from flexd.sketch.kernel_parts import prefetch
 from flexd.sketch.sketch_set import SketchSet, warm_up
-from flexd.sketch.types import SketchSettings, TableChoice
+from flexd.sketch.table_sketch import SketchSettings, TableChoice
 from tools.bench.harness import Outcome, at_least, at_most, timed
 from tools.bench.sections import accuracy
 from tools.bench.workloads import zipf_batches

@@ -21,8 +21,7 @@ import flexd
 from flexd.api.base import REQUEST_HEADER
 from flexd.core.placement import Placement
 from flexd.topology.files import write_cluster
-from flexd.topology.probe import ProbeOptions, probe
-from flexd.topology.timing import ProbeGroups
+from flexd.topology.probe import ProbeGroups, ProbeOptions, probe
 from tools.bench import workloads as data
 from tools.bench.programs.cluster import Attention, FlexdTrainer, Rank
 from tools.bench.ranks import serve

@@ -27,9 +27,8 @@ from flexd.planner.model.workload import TrainingShape, make_loads
 from flexd.planner.plan import PlanOrigin, make_plan, placement_cost
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet, warm_up
-from flexd.sketch.types import SketchSettings
-from flexd.stream.trace import load_trace
-from flexd.stream.zipf import ZipfSampler
+from flexd.sketch.table_sketch import SketchSettings
+from flexd.stream.trace import ZipfSampler, load_trace
 from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, LinkModel
 from flexd.topology.files import load_preset, scale_model
 from tools.bench.harness import Outcome, at_most, check
