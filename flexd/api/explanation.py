@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from flexd.api.base import TIERS, RequestBody, RowsByTier, TierName
-from flexd.control.daemon.migration_record import GateReport
+from flexd.control.daemon.migration import GateReport
 from flexd.core.model import DETAIL, FiniteOrNone, Model, Show
 
 if TYPE_CHECKING:

@@ -39,9 +39,8 @@ from flexd.api.training import MAX_PLAN_MARKS, Timeline, slow_memory_status, tim
 from flexd.config.model import Config
 from flexd.config.server import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import FINAL_STATES, MigrationState
-from flexd.control.daemon.throttle import Throttle, ThrottleLimits
+from flexd.control.daemon.migration import FINAL_STATES, Migration, MigrationState
+from flexd.control.daemon.pusher import Throttle, ThrottleLimits
 from flexd.core.errors import ApiError, FlexdError
 from flexd.core.keyspace import KeySpace
 from flexd.core.model import with_zeros

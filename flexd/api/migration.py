@@ -8,7 +8,7 @@ from pydantic import Field
 
 from flexd.api.base import CommandRequest, Reason, RequestBody
 from flexd.api.plan import PlanReport
-from flexd.control.daemon.migration_record import ActionRecord, MigrationRecord, MigrationState
+from flexd.control.daemon.migration import ActionRecord, MigrationRecord, MigrationState
 from flexd.core.model import Model, counter, gauge
 
 WaitName = Literal["bytes_per_step", "bytes_per_second"]

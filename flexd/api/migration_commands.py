@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from flexd.api.migration import AbortOutcome, AbortPreview, AbortResult, MigrationList, RollbackPreview
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import LiveTopology
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
+from flexd.control.daemon.migration import Migration, MigrationRecord, MigrationState
 from flexd.core.errors import ApiError
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from flexd.api.base import RequestBody, RowsByTier
 from flexd.api.planning import TriggerName, rows_above_home
-from flexd.control.daemon.migration_record import GateReport
+from flexd.control.daemon.migration import GateReport
 from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, gauge
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from flexd.api.base import RowsByTier
-from flexd.control.daemon.migration_record import GateReport, VerificationReport
+from flexd.control.daemon.migration import GateReport, VerificationReport
 from flexd.core.model import DETAIL, FiniteOrNone, Model, by_table, counter, gauge, summary, with_zeros
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from flexd.api.rank import RankPage
 from flexd.api.status import ConfigReport, DaemonStatus, PauseRequest, PauseState, ReloadReport
 from flexd.api.table import HotRowPage, PageRequest, RowsRequest, TablePage, TablesRequest
 from flexd.api.training import Timeline
-from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration import MigrationRecord
 from flexd.core.model import Model
 
 Answer = TypeVar("Answer", bound=Model)

@@ -17,7 +17,7 @@ from flexd.api.planning import DriftStatus, PlacementStatus, PlanningStatus, Pri
 from flexd.api.rank import TopologyStatus
 from flexd.api.stream import SketchStatus, StreamStatus
 from flexd.api.training import SlowMemoryStatus, TrainingStatus
-from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration import MigrationRecord
 from flexd.core.model import ALWAYS, HIDDEN, FiniteOrNone, Model, Show, counter, gauge, info, with_zeros
 
 if TYPE_CHECKING:

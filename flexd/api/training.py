@@ -9,7 +9,7 @@ from pydantic import Field
 
 from flexd.api.base import RowsByTier
 from flexd.api.planning import by_metric_tier
-from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration import MigrationRecord
 from flexd.core.model import (
     HIDDEN,
     MAX_LABEL_VALUES,

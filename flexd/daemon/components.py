@@ -14,8 +14,8 @@ from flexd.api.status import DaemonStatus
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.migration import MigrationEvent
-from flexd.control.daemon.throttle import Throttle, ThrottleLimits
+from flexd.control.daemon.migration import MigrationState
+from flexd.control.daemon.pusher import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.supervision import Supervisor, fault_point
 from flexd.daemon import factory
@@ -127,8 +127,7 @@ class DaemonComponents:
         self._history = MigrationHistory(state, KEEP_MIGRATIONS, supervisor=supervisor)
         self._effects = EffectRecorder(self.training.step_times, self._history.record_saving)
         self.coordinator = Coordinator(
-            control, keyspace, self._journal, self._take_report, self._on_event, tap, throttle,
-            on_migration=self._record_migration, supervisor=supervisor,
+            control, keyspace, self._journal, self._take_report, self._on_event, tap, throttle, supervisor,
         )  # fmt: skip
         decisions = DecisionFile(state)
         self.operator = OperatorCommands(config.control, decisions, self._history, self.coordinator, throttle)
@@ -154,6 +153,7 @@ class DaemonComponents:
             self.auto, throttle, self._history, self._effects,
         )  # fmt: skip
         self._stopping = threading.Event()
+        self._recording = threading.Lock()
         self.planning = PlanCommands(keyspace, planning, self.auto, self.coordinator, self._stopping, self.operator)
         self.migrations = MigrationCommands(
             self._executions, self._history, self.coordinator, self.auto, self._stopping, late, decisions,
@@ -178,8 +178,9 @@ class DaemonComponents:
             raise
 
     def tick(self) -> None:
-        """Retry failed writes, and record what the control channel has decided by itself."""
+        """Retry failed writes, and record what the control channel has done and decided by itself."""
         fault_point("thread.loop")
+        self._record_migrations()
         self.operator.tick()
 
     def stop(self, budget: ShutdownBudget) -> None:
@@ -192,6 +193,7 @@ class DaemonComponents:
         self._stopping.set()
         after = INGEST_SHARE + DRIFT_SHARE + HISTORY_SHARE + SERVER_SHARE
         budget.stop_part("control channel", self.coordinator.stop, reserve=after)
+        self._record_migrations()
         budget.stop_part("ingest", self.ingestor.stop, reserve=after - INGEST_SHARE)
         budget.stop_part("drift", self.drift.stop, reserve=HISTORY_SHARE + SERVER_SHARE)
         self._effects.store()
@@ -205,17 +207,23 @@ class DaemonComponents:
         self._prices.add(rank, report)
         self._verifier.add(rank, report)
 
-    def _record_migration(self, event: MigrationEvent) -> None:
-        # First the migration, to which its effect refers.
-        self._history.record_migration(event.migration.record)
-        self._executions.on_migration(event)
-        self._effects.on_migration(event)
+    def _record_migrations(self) -> None:
+        """Record what has become of migrations since the last call."""
+        with self._recording:
+            while (event := self.coordinator.next_event()) is not None:
+                # First the migration, to which its effect refers.
+                self._history.record_migration(event.migration.record)
+                self._executions.on_migration(event)
+                self._effects.on_migration(event)
+                if event.transition is not None and event.transition.after is MigrationState.COMMITTED:
+                    self.ingestor.snapshots.request()
 
     def _on_event(self, name: str, fields: Mapping[str, object]) -> None:
         if name == "epoch_live":
+            self._record_migrations()
             self._effects.end_generation()
             self.training.new_generation()
-        elif name in ("migration_committed", "tap_urgent"):
+        elif name == "tap_urgent":
             self.ingestor.snapshots.request()
 
     def apply_config(self, config: Config) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration import MigrationRecord
 from flexd.core import units
 from flexd.core.model import HIDDEN, FiniteOrNone, Model, Show
 from flexd.demo.setup import ExchangeStrategy, RunSetup

@@ -17,8 +17,7 @@ from zoneinfo import ZoneInfo
 
 from flexd.config.planner import PlannerConfig, WindowConfig
 from flexd.control.daemon.epoch_manager import LiveTopology
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationState
+from flexd.control.daemon.migration import Migration, MigrationState
 from flexd.core.errors import FlexdError
 from flexd.core.placement import Tier
 from flexd.core.supervision import Backoff, fault_point

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flexd.config.server import ThrottleConfig
 from flexd.config.text import describe_faults
-from flexd.control.daemon.throttle import ThrottleLimits
+from flexd.control.daemon.pusher import ThrottleLimits
 from flexd.core.errors import SnapshotError
 from flexd.operations.state_database import StateDatabase
 

@@ -13,8 +13,7 @@ from itertools import count
 
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import LiveTopology
-from flexd.control.daemon.migration import Migration, MigrationEvent
-from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
+from flexd.control.daemon.migration import Migration, MigrationEvent, MigrationRecord, MigrationState
 from flexd.core.errors import ApiError, FlexdError, SnapshotError
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta, Placement
@@ -105,9 +104,8 @@ class Executions:
         Raises:
             ControlError: the coordinator is stopping.
         """
-        delta, gains = (None, None) if plan is None else (plan.delta, plan.gains)
         with self._lock:
-            migration = self._coordinator.migrate(record, target, delta, gains)
+            migration = self._coordinator.migrate(record, target, plan)
             self.last, self.last_plan = migration, plan
             self._open = [*(each for each in self._open if not each.done), migration][-_KEPT_OPEN:]
             return migration
@@ -175,7 +173,7 @@ class Executions:
         return delta, int(moved_bytes(delta, self._keyspace, live.layout).sum())
 
     def on_migration(self, event: MigrationEvent) -> None:
-        """Count a migration whose figures are final. Called in the coordinator's thread."""
+        """Count a migration whose figures are final."""
         if event.transition is not None:
             return
         record = event.migration.record

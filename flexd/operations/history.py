@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
-from flexd.control.daemon.migration import Migration, MigrationEvent
-from flexd.control.daemon.migration_record import (
+from flexd.control.daemon.migration import (
     FINAL_STATES,
     ActionRecord,
+    Migration,
+    MigrationEvent,
     MigrationRecord,
     MigrationState,
     Transition,

@@ -18,8 +18,7 @@ from flexd.config.model import Config
 from flexd.config.planner import MinSavingConfig, PlanGatesConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import LiveTopology
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import GateReport, MigrationRecord
+from flexd.control.daemon.migration import GateReport, Migration, MigrationRecord
 from flexd.core.errors import ApiError, PlanError
 from flexd.core.placement import Placement
 from flexd.operations.affinity import AffinityMonitor

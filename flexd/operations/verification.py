@@ -30,8 +30,7 @@ import numpy.typing as npt
 
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import LiveTopology
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationState, VerificationReport
+from flexd.control.daemon.migration import Migration, MigrationState, VerificationReport
 from flexd.control.protocol.report import ExchangeReason, StepReport
 from flexd.core.errors import SnapshotError
 from flexd.core.keyspace import KeySpace

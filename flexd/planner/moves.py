@@ -111,5 +111,5 @@ def with_moves(
     delta = plan_delta(live, target, gains, keyspace, layout, slots)
     return replace(
         plan, target=target, gains=gains, delta=delta, slots=tuple(slots), moves_save_seconds=saved_seconds,
-        live_fits=plan.live_fits and live_fits, migration_bytes=int(moved_bytes(delta, keyspace, layout).sum()),
+        live_fits=plan.live_fits and live_fits, row_bytes=moved_bytes(delta, keyspace, layout),
     )  # fmt: skip

@@ -208,7 +208,7 @@ class Plan:
         target: the planned placement; its version is that of the live placement from which the plan starts.
         gains: float64[len(target)], exposed seconds per step each of its rows saves against HOME.
         delta: the changes from the live placement, in the order to apply them.
-        migration_bytes: values and optimizer state of the promoted rows, once each.
+        row_bytes: int64[len(delta)], values and optimizer state that each change moves.
         migration_seconds: time to move them, bandwidth only.
         optimum: what the optimiser minimised, and what it may miss.
         slots: replica slots of a rank, by dim-group.
@@ -222,7 +222,7 @@ class Plan:
     target: Placement
     gains: Float64Array
     delta: Delta
-    migration_bytes: int
+    row_bytes: Int64Array
     migration_seconds: float
     costs: PlanCosts
     optimum: Optimum
@@ -234,6 +234,11 @@ class Plan:
     @property
     def plan_id(self) -> str:
         return self.origin.plan_id
+
+    @property
+    def migration_bytes(self) -> int:
+        """Values and optimizer state of the promoted rows, once each."""
+        return int(self.row_bytes.sum())
 
     @property
     def saved_seconds(self) -> float:
@@ -351,7 +356,7 @@ def make_plan(
         target=target,
         gains=gains,
         delta=delta,
-        migration_bytes=int(row_bytes.sum()),
+        row_bytes=row_bytes,
         migration_seconds=sum(
             float(migration_seconds(load, cluster)[delta.new_tiers[(row_bytes > 0) & (group == load.group)]].sum())
             for load in loads

@@ -14,7 +14,7 @@ from flexd.cli.blocks import Facts, Table
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.render import blocks_of, show
 from flexd.cli.show_commands import STATUS_ROWS, split_target
-from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
+from flexd.control.daemon.migration import MigrationRecord, MigrationState
 
 
 def text_of(status: DaemonStatus) -> str:

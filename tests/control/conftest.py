@@ -8,7 +8,7 @@ import pytest
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.throttle import Throttle
+from flexd.control.daemon.pusher import Throttle
 from flexd.stream.tap_source import TapSource
 from tests.support.ranks_in_threads import SECRET, TABLES
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from flexd.control.daemon.migration_record import MigrationState
+from flexd.control.daemon.migration import MigrationState
 from flexd.control.protocol.frames import HEAD, MAX_BODY_BYTES
 from flexd.control.protocol.handshake import MAGIC, NONCE_BYTES, OWN, PROOF_BYTES, Versions, encode_hello
 from flexd.core.placement import RankLayout

@@ -11,7 +11,7 @@ import pytest
 
 from flexd.cli.blocks import Table
 from flexd.cli.render import blocks_of
-from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration import MigrationRecord
 from flexd.demo.rank import TRAFFIC
 from flexd.demo.runner import _broken_invariants
 from flexd.demo.setup import DemoOptions, EmulatedCluster, RunSetup

@@ -16,7 +16,7 @@ import flexd
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
+from flexd.control.daemon.migration import MigrationRecord, MigrationState
 from flexd.control.daemon.pusher import ChunkLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ConfigError

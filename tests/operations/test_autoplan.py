@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from flexd.api.planning import planning_status
 from flexd.config.planner import DAYS, PlannerConfig, WindowConfig
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationRecord, TransitionEvent
+from flexd.control.daemon.migration import Migration, MigrationRecord, TransitionEvent
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import FIRST_SECONDS, AutoPlanner, Calendar, FailureBackoff, Triggers
 from flexd.operations.executions import Trigger, TriggerKind

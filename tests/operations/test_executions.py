@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flexd.control.daemon import journal as journal_module
-from flexd.control.daemon.migration_record import MigrationState
+from flexd.control.daemon.migration import MigrationState
 from flexd.core.errors import ApiError
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, same_content, target

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flexd.control.daemon import migration as migration_module
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import (
+from flexd.control.daemon.migration import (
+    Migration,
     MigrationRecord,
     MigrationState,
     TransitionEvent,

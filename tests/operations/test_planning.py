@@ -16,7 +16,7 @@ from flexd.api.plan import proposal_report
 from flexd.api.planning import planning_status
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.epoch_manager import LiveTopology
-from flexd.control.daemon.migration_record import MigrationState
+from flexd.control.daemon.migration import MigrationState
 from flexd.control.protocol.report import TrainerSettings
 from flexd.core.errors import ApiError, PlanError
 from flexd.core.placement import Placement, RankLayout

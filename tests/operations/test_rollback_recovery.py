@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexd.api.migration import AbortResult
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationState
+from flexd.control.daemon.migration import Migration, MigrationState
 from flexd.core.errors import ApiError, SnapshotError
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.state_database import NAME, StateDatabase

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from flexd.config.planner import PinConfig
-from flexd.control.daemon.migration_record import VerificationReport
+from flexd.control.daemon.migration import VerificationReport
 from flexd.control.protocol.report import PlacementState, StepReport, UsedExchange
 from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.operations.autoplan import AutoPlanner

@@ -32,7 +32,7 @@ class PlannedCopies:
     slots: object = None
     live_fits: bool = True
     moves_save_seconds: float = 0.0
-    migration_bytes: int = 0
+    row_bytes: object = None
 
 
 def some_homes(seed: int) -> NodeHomes:
@@ -95,7 +95,7 @@ def test_every_prefix_of_a_plan_with_moves_fits(seed: int, slots: list[int]) -> 
     stored = np.array([16, 32, 32])[KEYSPACE.table_of(made.delta.keys)]
     copied = np.where((new < REHOMED) & (new > np.where(old < REHOMED, old, 0)), 1, 0)
     travels = copied + (old >= REHOMED) + (new >= REHOMED)
-    assert made.migration_bytes == (travels * stored).sum(), "to the new node, and back by way of home"
+    assert made.row_bytes.sum() == (travels * stored).sum(), "to the new node, and back by way of home"
     placement, most = live, np.array(slots)[:, None]
     for chunk in made.delta.chunks(1 if len(made.delta) < 64 else 64):
         placement = placement.apply(chunk)

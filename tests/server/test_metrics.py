@@ -14,7 +14,7 @@ from flexd.api.rank import ChannelStatus, TopologyStatus
 from flexd.api.status import DaemonStatus, SnapshotStatus
 from flexd.api.stream import ProfileStatus, SketchStatus, StreamStatus, TableSketchStatus
 from flexd.api.training import TrainingStatus
-from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
+from flexd.control.daemon.migration import MigrationRecord, MigrationState
 from flexd.core.model import MAX_LABEL_VALUES
 from flexd.server.app import Metrics
 from tests.support.fake_daemon import FakeDaemon

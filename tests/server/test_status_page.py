@@ -19,7 +19,7 @@ from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.training import SlowMemoryStatus, SlowTableStatus
 from flexd.config.server import ServerConfig
-from flexd.control.daemon.migration_record import MigrationRecord, MigrationState, VerificationReport
+from flexd.control.daemon.migration import MigrationRecord, MigrationState, VerificationReport
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
 from tests.support.api_requests import COMMAND_HEADERS

@@ -9,7 +9,7 @@ import numpy as np
 from flexd.api.handlers import Components
 from flexd.config.load import parse_config
 from flexd.control.daemon.epoch_manager import LiveTopology
-from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration import MigrationRecord
 from flexd.control.protocol.report import PlacementState, SentBytes, StepReport
 from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.operations.training_monitor import TrainingMonitor

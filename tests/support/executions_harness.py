@@ -17,9 +17,8 @@ from flexd.api.migration_commands import MigrationCommands
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.migration import Migration, MigrationEvent
-from flexd.control.daemon.pusher import ChunkLimits
-from flexd.control.daemon.throttle import Throttle
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.pusher import ChunkLimits, Throttle
 from flexd.core.placement import Placement, RankLayout
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.executions import Executions, RollbackRecovery, Trigger, TriggerKind
@@ -84,9 +83,7 @@ class ExecutionsHarness:
         )  # fmt: skip
         self.times = StepTimes()
         self.effects = EffectRecorder(self.times, self.history.record_saving)
-        self.coordinator = Coordinator(
-            options, TABLES, self.journal, on_migration=self._record_migration, throttle=self.gate
-        )
+        self.coordinator = Coordinator(options, TABLES, self.journal, throttle=self.gate)
         self.coordinator.start()
         moves = self.history.newest_moves(1)
         self.executions = Executions(TABLES, self.coordinator, moves[0].plan_id if moves else "")
@@ -102,13 +99,24 @@ class ExecutionsHarness:
             self.effects,
         )  # fmt: skip
 
-    def _record_migration(self, event: MigrationEvent) -> None:
-        self.history.record_migration(event.migration.record)
-        self.executions.on_migration(event)
-        self.effects.on_migration(event)
+        self._ended = threading.Event()
+        self._recorder = threading.Thread(target=self._record, daemon=True)
+        self._recorder.start()
+
+    def _record(self) -> None:
+        """Take the place of the daemon's loop."""
+        ended = False
+        while not ended:
+            ended = self._ended.wait(0.002)
+            for event in iter(self.coordinator.next_event, None):
+                self.history.record_migration(event.migration.record)
+                self.executions.on_migration(event)
+                self.effects.on_migration(event)
 
     def stop(self) -> None:
         self.coordinator.stop(15)
+        self._ended.set()
+        self._recorder.join(15)
         self.journal.close()
         assert self.history.stop(15)
         self.file.close()
@@ -120,10 +128,11 @@ class ExecutionsHarness:
     def start(self, name: str, wanted: Placement, requested_by: str = "ada") -> Migration:
         now = self.coordinator.placement()
         wanted = replace(wanted, version=now.version)
+        delta = now.delta_to(wanted)
         plan: Any = SimpleNamespace(
             plan_id=name, origin=PlanOrigin(name, "before", 1, "", 1.0), target=wanted, gains=np.ones(len(wanted)),
-            delta=now.delta_to(wanted), migration_bytes=0, saved_seconds=0.002, promotions=len(wanted), demotions=0,
-            costs=SimpleNamespace(messages=list),
+            delta=delta, row_bytes=np.zeros(len(delta), np.int64), migration_bytes=0, saved_seconds=0.002,
+            promotions=len(wanted), demotions=0, costs=SimpleNamespace(messages=list),
         )  # fmt: skip
         trigger = Trigger(TriggerKind.MANUAL, f"reason of {name}", requested_by)
         return self.executions.start(Proposal(plan, now, (), trigger).record(trigger), wanted, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -9,10 +10,10 @@ import numpy as np
 from flexd.control.daemon.channel_events import ChannelCounters
 from flexd.control.daemon.epoch_manager import ControlStatus, LiveTopology
 from flexd.control.daemon.membership import RankPresence
-from flexd.control.daemon.migration import Migration, MigrationEvent
-from flexd.control.daemon.migration_record import MigrationRecord, TransitionEvent
+from flexd.control.daemon.migration import Migration, MigrationEvent, MigrationRecord, TransitionEvent
 from flexd.core.errors import ControlError
-from flexd.core.placement import Delta, Placement, RankLayout
+from flexd.core.placement import Placement, RankLayout
+from flexd.planner.plan import Plan
 
 
 class FakeCoordinator:
@@ -33,7 +34,8 @@ class FakeCoordinator:
         self.reason = "no rank is registered"
         self.now = Placement.empty()
         self.migrations: list[Migration] = []
-        self.on_migration: Callable[[MigrationEvent], None] = lambda event: None
+        self.ended: deque[MigrationEvent] = deque()
+        self.on_migration: Callable[[MigrationEvent], None] = self.ended.append
         self.refuses = False
         self.chunk_rows = 16
         self.obedient = obedient
@@ -61,12 +63,13 @@ class FakeCoordinator:
     def newest_migration(self) -> None:
         """Return None: there is no journal."""
 
-    def migrate(
-        self, record: MigrationRecord, target: Placement, delta: Delta | None = None, gains: object = None
-    ) -> Migration:
+    def next_event(self) -> MigrationEvent | None:
+        return self.ended.popleft() if self.ended else None
+
+    def migrate(self, record: MigrationRecord, target: Placement, plan: Plan | None = None) -> Migration:
         if self.refuses:
             raise ControlError("the coordinator is stopping")
-        migration = Migration(record, target, delta)
+        migration = Migration(record, target, plan)
         self.migrations.append(migration)
         if self.obedient:
             self.execute(migration)
@@ -77,9 +80,9 @@ class FakeCoordinator:
         migration.start_from(self.now)
         migration.fire(TransitionEvent.START)
         whole = self.now.delta_to(migration.target)
-        row_bytes = np.zeros(len(whole), np.int64)
-        row_bytes[-1:] = migration.record.bytes_to_copy
-        migration.set_delta(whole, row_bytes)
+        copied = np.zeros(len(whole) + 1, np.int64)
+        copied[-1:] = migration.record.bytes_to_copy
+        migration.set_delta(whole, copied)
         for delta in list(whole.chunks(self.chunk_rows))[:chunks]:
             self.now = self.now.apply(delta)
             migration.count(

@@ -17,7 +17,7 @@ from flexd.api.status import ConfigReport, DaemonStatus, KeyChange, PauseState, 
 from flexd.api.stream import StreamStatus
 from flexd.api.table import HotRow, HotRowPage, TableOrder, TablePage, TableReport
 from flexd.api.training import Timeline, TrafficSample
-from flexd.control.daemon.migration_record import (
+from flexd.control.daemon.migration import (
     ActionRecord,
     GateReport,
     MigrationRecord,

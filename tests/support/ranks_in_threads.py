@@ -13,8 +13,7 @@ from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox, Prepare
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.membership import Topology
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration import Migration, MigrationRecord
 from flexd.control.protocol.messages import Hello
 from flexd.control.protocol.network import TlsFiles
 from flexd.control.protocol.report import PlacementState, RankIdentity, SentBytes, StepReport

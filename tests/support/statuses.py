@@ -8,7 +8,7 @@ from flexd.api.rank import TopologyStatus
 from flexd.api.status import DaemonStatus, SnapshotStatus
 from flexd.api.stream import ProfileStatus, SketchStatus, StreamStatus, TableSketchStatus
 from flexd.api.training import SlowMemoryStatus, SlowTableStatus
-from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
+from flexd.control.daemon.migration import MigrationRecord, MigrationState
 
 _PLAN = PlanReport(plan_id="p7", reason="drift", promotions=1200, demotions=300)
 _COMMITTED = MigrationRecord(

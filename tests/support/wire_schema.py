@@ -120,7 +120,7 @@ def _written(cls: Any, field: str) -> str:
 
 def _subclasses(base: Any) -> Iterator[Any]:
     for cls in base.__subclasses__():
-        if cls.__module__.startswith(("flexd.api.", "flexd.control.daemon.migration_record")):
+        if cls.__module__.startswith(("flexd.api.", "flexd.control.daemon.migration")):
             yield cls
             yield from _subclasses(cls)
 

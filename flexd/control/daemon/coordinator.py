@@ -13,24 +13,21 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
-
 from flexd.control.daemon.channel_events import ChannelCounters, ChannelOptions
 from flexd.control.daemon.channel_server import ChannelServer
 from flexd.control.daemon.epoch_manager import ControlOptions, ControlStatus, EpochManager, LiveTopology, OnReport
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.membership import Membership, ProposedTables
-from flexd.control.daemon.migration import Migration, MigrationEvent
-from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration import Migration, MigrationEvent, MigrationRecord
+from flexd.control.daemon.pusher import Throttle
 from flexd.control.daemon.rank_channels import RankChannels, RankDisconnected
-from flexd.control.daemon.throttle import Throttle
 from flexd.control.protocol.messages import DaemonNotice
 from flexd.control.protocol.network import CHANNEL_ERRORS, ChannelCredentials, first_line, new_token
 from flexd.core.errors import ControlError
 from flexd.core.keyspace import KeySpace
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import Placement
 from flexd.core.supervision import Supervisor, fault_point, log_event
+from flexd.planner.plan import Plan
 from flexd.stream.tap_source import TapSource
 
 logger = logging.getLogger(__name__)
@@ -63,8 +60,7 @@ class Coordinator:
     Args:
         journal: makes the placement durable; the caller closes it after ``stop``.
         on_report: called with (rank, report) for every step report.
-        on_event: called with (name, fields) for everything worth a log line or a metric.
-        on_migration: called with every transition of a migration, and when its figures are final.
+        on_event: called with (name, fields) for everything worth a log line or a metric, but for ``next_event``.
         tap: receives the accesses that the ranks have counted, if ``stream.source`` is a tap.
         throttle: bounds the chunks that are released and not applied; without one nothing is held back.
         supervisor: of the process; records the faults of the thread.
@@ -83,7 +79,6 @@ class Coordinator:
         on_event: Callable[[str, Mapping[str, object]], None] = lambda name, fields: None,
         tap: TapSource | None = None,
         throttle: Throttle | None = None,
-        on_migration: Callable[[MigrationEvent], None] = lambda event: None,
         supervisor: Supervisor | None = None,
     ) -> None:
         self._tap = tap
@@ -94,7 +89,6 @@ class Coordinator:
         self._on_event = on_event
         self._epochs = EpochManager(options, keyspace, journal, self._stopping, self._emit, on_report, throttle)
         self._pusher = self._epochs.pusher
-        self._on_migration = on_migration
         self._server: ChannelServer | None = None
         self.port = 0
         self.failure = ""
@@ -146,8 +140,7 @@ class Coordinator:
         self,
         record: MigrationRecord,
         target: Placement,
-        delta: Delta | None = None,
-        gains: npt.NDArray[np.float64] | None = None,
+        plan: Plan | None = None,
     ) -> Migration:
         """Submit a migration; it supersedes the one before it at its next chunk and is pushed while ranks are live.
 
@@ -155,17 +148,30 @@ class Coordinator:
             record: its ids, who requested it and why. With a ``generation`` it fails if the ranks are of another one
                 when it starts.
             target: the placement that it leads to.
-            delta: the changes from the placement of ``target.version`` to the target, in the order to push them. They
-                are made when it starts if they are not known, or an older migration has moved rows by then.
-            gains: float64[len(target)], of each row of ``target``, as in ``plan_delta``; by default equal ones.
+            plan: with the changes from the placement of ``target.version`` to the target. They are made when it starts
+                if there is no plan, or an older migration has moved rows by then.
         """
-        migration = Migration(record, target, delta, gains)
+        migration = Migration(record, target, plan)
         if self._stopping.is_set() or self.failure:
             raise ControlError(self.failure or "the coordinator is stopping", remedy="start the daemon again")
         self._pusher.submit(migration)
         if self._server is not None:
             self._server.wake()
         return migration
+
+    def next_event(self) -> MigrationEvent | None:
+        """Return the oldest change of a migration that nobody has taken yet, and log it; None if there is none."""
+        event = self._pusher.next_event()
+        if event is not None and (transition := event.transition) is not None:
+            record = event.migration.record
+            fields = {
+                "migration_id": record.migration_id, "plan_id": record.plan_id,
+                "before": transition.before.value if transition.before else "", "requested_by": record.requested_by,
+                "reason": transition.reason, "rows": record.rows, "rows_pushed": transition.rows_pushed,
+                "rows_applied": transition.rows_applied, "version": transition.version,
+            }  # fmt: skip
+            log_event(logger, logging.INFO, f"control channel: migration_{transition.after.value}", fields)
+        return event
 
     def limit_chunks(self, rows: int, nbytes: int) -> None:
         """Set the bounds of one chunk, from the next one on."""
@@ -235,7 +241,6 @@ class Coordinator:
         reason = self.failure or "the daemon is stopping"
         self._pusher.stop(reason)
         self._epochs.end(reason)
-        self._dispatch_migration_events()
         # Closes the listening socket: a daemon started next can have the port.
         self._close_server()
 
@@ -255,27 +260,11 @@ class Coordinator:
                 # The next epoch starts clean, from the placement that the ranks have.
                 self._epochs.end(first_line(error))
                 raise
-            self._dispatch_migration_events()
             self._watch.progress()
             self._stopping.wait(_TICKS_APART * self._options.tick_seconds)
 
     def _tick_seconds(self) -> float:
         return max(self._options.tick_seconds, _IDLE_TICK_SECONDS if self._epochs.has_no_ranks else 0.0)
-
-    def _dispatch_migration_events(self) -> None:
-        for event in self._pusher.drain_events():
-            record, transition = event.migration.record, event.transition
-            if transition is not None:
-                self._emit(
-                    f"migration_{transition.after.value}", migration_id=record.migration_id, plan_id=record.plan_id,
-                    before=transition.before.value if transition.before else "", requested_by=record.requested_by,
-                    reason=transition.reason, rows=record.rows, rows_pushed=transition.rows_pushed,
-                    rows_applied=transition.rows_applied, version=transition.version,
-                )  # fmt: skip
-            try:
-                self._on_migration(event)
-            except Exception:
-                logger.exception("migration %s: on_migration failed", record.migration_id)
 
     def _emit(self, name: str, **fields: object) -> None:
         log_event(logger, logging.INFO, f"control channel: {name}", fields)

@@ -22,10 +22,9 @@ from functools import partial
 from flexd.control.daemon.epoch import AgreedPlacement, Epoch, EpochPhase
 from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.control.daemon.membership import Membership, RankPresence, RefusedRank, Topology
-from flexd.control.daemon.pusher import ChunkLimits, ChunkPusher
+from flexd.control.daemon.pusher import ChunkLimits, ChunkPusher, Throttle
 from flexd.control.daemon.rank_channels import REFUSED_KINDS, RankChannels, RankDisconnected, Received
 from flexd.control.daemon.tap_receiver import NO_TAP, TapReceiver
-from flexd.control.daemon.throttle import Throttle
 from flexd.control.protocol.messages import (
     Bytes,
     ChunkRefused,

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration import MigrationRecord
 from flexd.core.arrays import matches
 from flexd.core.durable import quarantine_file, sync_directory
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError

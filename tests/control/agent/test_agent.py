@@ -13,7 +13,7 @@ import pytest
 
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.daemon.migration_record import MigrationState
+from flexd.control.daemon.migration import MigrationState
 from flexd.core.keyspace import Homes, KeySpace
 from flexd.core.placement import Placement, RankLayout
 from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, migrate, no_rows, step_report, target

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flexd.control.agent.rank_connection import RankConnection
-from flexd.control.daemon.migration_record import MigrationState
+from flexd.control.daemon.migration import MigrationState
 from flexd.control.protocol import messages
 from flexd.control.protocol.messages import EpochAnnouncement, EpochEnd, Fence, RowsPiece, TapState, encode
 from flexd.control.protocol.network import reconnect_backoff

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
+from flexd.control.daemon.migration import MigrationRecord, MigrationState
 from flexd.control.daemon.pusher import ChunkLimits
-from flexd.core.placement import Delta, Placement, RankLayout
+from flexd.core.placement import Placement, RankLayout
 from tests.support.certificates import Authority
 from tests.support.ranks_in_threads import Ranks, migrate, same_content, target
 from tests.support.until import until
@@ -63,19 +65,19 @@ def test_pause_resume_and_abort_leave_a_prefix(host: Callable[..., Any]) -> None
         assert len(prefix) < 600
 
 
-WRONG = target(1, 20).delta_to(Placement.empty())
+WRONG = SimpleNamespace(delta=target(1, 20).delta_to(Placement.empty()), row_bytes=np.zeros(20, np.int64))
 
 
 @pytest.mark.parametrize(
-    ("delta", "generation", "reason"), [(WRONG, None, "does not start from"), (None, 7, "generation 7")]
+    ("plan", "generation", "reason"), [(WRONG, None, "does not start from"), (None, 7, "generation 7")]
 )
 def test_a_migration_that_cannot_be_made_fails_alone(
-    host: Callable[..., Any], delta: Delta | None, generation: int | None, reason: str
+    host: Callable[..., Any], plan: Any, generation: int | None, reason: str
 ) -> None:
     hosted = host()
     with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
         record = MigrationRecord(migration_id="bad", generation=generation)
-        migration = hosted.coordinator.migrate(record, Placement.empty(), delta)
+        migration = hosted.coordinator.migrate(record, Placement.empty(), plan)
         assert migration.wait(15) is MigrationState.FAILED
         assert reason in migration.record.problem
         good = migrate(hosted.coordinator, "good", target(9, 50), 1000)

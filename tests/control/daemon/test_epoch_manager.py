@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flexd.control.daemon.migration_record import MigrationState
+from flexd.control.daemon.migration import MigrationState
 from flexd.control.daemon.pusher import ChunkLimits
 from flexd.core.placement import RankLayout
 from tests.support.ranks_in_threads import Ranks, migrate, same_content, target

@@ -25,7 +25,7 @@ from flexd.control.daemon.journal import (
     framed,
     payload_of,
 )
-from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration import MigrationRecord
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.placement import Delta, Placement
 

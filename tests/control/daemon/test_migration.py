@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,10 @@ import pytest
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.migration import Migration, MigrationEvent
-from flexd.control.daemon.migration_record import (
+from flexd.control.daemon.migration import (
     FINAL_STATES,
     TRANSITIONS,
+    Migration,
     MigrationRecord,
     MigrationState,
     TransitionEvent,
@@ -36,7 +35,7 @@ def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
     assert set(migration.record.progress_by_part.values()) == {0.0}
     assert migration.start_from(Placement.empty(7))
     migration.fire(TransitionEvent.START)
-    migration.set_delta(Placement.empty(7).delta_to(target(1, 50)), np.full(50, 64))
+    migration.set_delta(Placement.empty(7).delta_to(target(1, 50)), 64 * np.arange(51))
     progress = migration.record
     assert (progress.rows, progress.bytes_to_copy, progress.base_version) == (50, 3200, 7)
     assert (progress.progress, migration.report().eta_seconds) == (0.0, None)
@@ -71,28 +70,22 @@ def test_one_that_is_aborted_before_it_starts_has_no_base() -> None:
     assert (migration.base, migration.record.base_version) == (None, 0)
 
 
-def test_events_are_logged_and_passed_on(tmp_path: Path) -> None:
-    logged: list[tuple[str, Mapping[str, object]]] = []
-    recorded: list[MigrationEvent] = []
-
-    def record(event: MigrationEvent) -> None:
-        recorded.append(event)
-        raise ValueError("a failing history stops nothing")
-
-    coordinator = Coordinator(
-        ControlOptions("job"), TABLES, PlacementJournal(tmp_path), on_migration=record,
-        on_event=lambda name, fields: logged.append((name, fields)),
-    )  # fmt: skip
+def test_events_are_logged_and_passed_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    coordinator = Coordinator(ControlOptions("job"), TABLES, PlacementJournal(tmp_path))
     origin = MigrationRecord(migration_id="m", requested_by="ada")
     migration = coordinator.migrate(origin, Placement.empty())
     migration.fire(TransitionEvent.START)
     migration.fire(TransitionEvent.FAIL, "why")
-    coordinator._dispatch_migration_events()
-    assert [(name, fields["migration_id"], fields["requested_by"], fields["reason"]) for name, fields in logged] == [
-        ("migration_pending", "m", "ada", ""), ("migration_pushing", "m", "ada", ""),
-        ("migration_failed", "m", "ada", "why"),
+    taken = list(iter(coordinator.next_event, None))
+    logged = [
+        (each.event, *map(each.fields.get, ("migration_id", "requested_by", "reason"))) for each in caplog.records
+    ]  # type: ignore[attr-defined]
+    assert logged == [
+        ("control channel: migration_pending", "m", "ada", ""), ("control channel: migration_pushing", "m", "ada", ""),
+        ("control channel: migration_failed", "m", "ada", "why"),
     ]  # fmt: skip
-    assert [event.transition for event in recorded] == list(migration.record.transitions)
+    assert [event.transition for event in taken] == list(migration.record.transitions)
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(MigrationState, TransitionEvent)))

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from flexd.control.daemon.journal import PlacementJournal, Segment
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_record import MigrationRecord, MigrationState, TransitionEvent
-from flexd.control.daemon.pusher import ChunkLimits, ChunkPusher
-from flexd.control.daemon.throttle import Throttle
+from flexd.control.daemon.journal import Chunk, PlacementJournal, Segment
+from flexd.control.daemon.migration import Migration, MigrationRecord, MigrationState, TransitionEvent
+from flexd.control.daemon.pusher import (
+    BURST_SECONDS,
+    ChunkLimits,
+    ChunkPusher,
+    Throttle,
+    ThrottleLimits,
+    ThrottleReason,
+)
 from flexd.core.errors import ControlError, IllegalTransitionError
 from flexd.core.placement import Placement, RankLayout
+from flexd.planner.plan import moved_bytes
 from tests.support.ranks_in_threads import TABLES, target, topology_of
 
 TOPOLOGY = topology_of(RankLayout(2, 2))
@@ -58,7 +67,7 @@ def test_chunks_are_numbered_journalled_and_bounded(tmp_path: Path) -> None:
     harness.push_all()
     assert migration.state is MigrationState.COMMITTED
     assert harness.pusher.digest_at(5) == target(1, 50).digest()
-    events = harness.pusher.drain_events()
+    events = list(iter(harness.pusher.next_event, None))
     assert [each.transition.after if each.transition else None for each in events] == [
         MigrationState.PENDING,
         MigrationState.PUSHING,
@@ -168,7 +177,7 @@ def test_void_chunks_of_an_aborted_migration_are_not_pushed_again(tmp_path: Path
     progress = migration.record
     assert (progress.rows_pushed, progress.rows_applied, progress.last_version) == (10 * agreed, 10 * agreed, agreed)
     assert f"stopped at version {agreed}, {10 * agreed} of 50 rows applied" in migration.record.problem
-    assert harness.pusher.drain_events()[-1].transition is None
+    assert list(iter(harness.pusher.next_event, None))[-1].transition is None
 
 
 def test_no_migration_is_left_waiting_by_a_stop(tmp_path: Path) -> None:
@@ -182,3 +191,142 @@ def test_no_migration_is_left_waiting_by_a_stop(tmp_path: Path) -> None:
     late = planned("r", target(3, 50))
     with pytest.raises(ControlError, match="the daemon is stopping"):
         harness.pusher.submit(late)
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+LARGEST_ROW = max(table.row_bytes + table.state_bytes for table in TABLES.tables)
+
+
+def rows(*sizes: int) -> np.ndarray:
+    return np.array(sizes, dtype=np.int64)
+
+
+def test_a_step_limit_splits_the_chunk_and_holds_the_next_until_the_first_is_applied() -> None:
+    throttle = Throttle(ThrottleLimits(bytes_per_step=250))
+    assert throttle.release(rows(100, 100, 100, 100), 0) == 2
+    assert throttle.release(rows(100, 100), 200) == 0
+    assert throttle.waits_for is ThrottleReason.STEP
+    assert throttle.release(rows(50, 100), 200) == 0, "a chunk that fits the limit is not split: both rows wait"
+    assert throttle.release(rows(50), 200) == 1
+    assert throttle.release(rows(100, 100), 0) == 2
+    assert throttle.waits_for is None
+    assert throttle.released_bytes == 450
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rate=st.integers(1, 10_000),
+    requests=st.lists(st.tuples(st.floats(0, 3), st.lists(st.integers(0, 5_000), min_size=1, max_size=8)), max_size=40),
+)
+def test_no_interval_releases_more_than_rate_and_burst(rate: int, requests: list[tuple[float, list[int]]]) -> None:
+    clock = Clock()
+    throttle = Throttle(ThrottleLimits(bytes_per_second=rate), clock)
+    released: list[tuple[float, int]] = []
+    largest = 0
+    for wait, sizes in requests:
+        clock.now += wait
+        count = throttle.release(rows(*sizes), 0)
+        if count:
+            released.append((clock.now, sum(sizes[:count])))
+            largest = max(largest, *sizes[:count])
+    for start in range(len(released)):
+        for end in range(start, len(released)):
+            seconds = released[end][0] - released[start][0]
+            sent = sum(size for _, size in released[start : end + 1])
+            assert sent <= rate * (seconds + BURST_SECONDS) + largest + 1
+
+
+def test_a_rate_change_accounts_the_time_before_it_and_grants_no_second_burst() -> None:
+    clock = Clock()
+    throttle = Throttle(ThrottleLimits(bytes_per_second=1_000), clock)
+    assert throttle.release(rows(1_000), 0) == 1, "the burst is spent"
+    throttle.set_limits(ThrottleLimits(bytes_per_second=1_000))
+    assert throttle.release(rows(1_000), 0) == 0
+    clock.now += 0.5
+    throttle.set_limits(ThrottleLimits(bytes_per_second=10))
+    assert throttle.release(rows(10), 0) == 1, "the half second before the change counts at the old rate"
+    throttle.set_limits(ThrottleLimits(bytes_per_second=1_000))
+    assert throttle.release(rows(400), 0) == 0, "tokens above the smaller bucket are lost"
+
+
+class ThrottledRanks(PusherHarness):
+    """A pusher with a throttle, and ranks that apply agreed chunks.
+
+    Attributes:
+        steps: bytes applied at each step.
+    """
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        self.throttle = Throttle(ThrottleLimits(bytes_per_step=limit))
+        super().__init__(directory, 4, 40, self.throttle)
+        self.steps: list[int] = []
+        self.applied = 0
+        self.held: dict[int, int] = {}
+
+    def push(self) -> None:
+        while (chunk := self.pusher.next_chunk(1)) is not None:
+            self.held[chunk.version] = int(moved_bytes(chunk.delta, TABLES, TOPOLOGY.layout).sum())
+
+    def step(self) -> None:
+        """Apply all held chunks on every rank, which is the most that one step may apply."""
+        self.steps.append(sum(self.held.values()))
+        self.applied = max(self.held, default=self.applied)
+        self.held.clear()
+        self.pusher.acknowledge(self.applied, self.applied)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    caps=st.lists(st.integers(1, 2_000), min_size=1, max_size=6),
+    epochs=st.sets(st.integers(0, 40), max_size=4),
+    data=st.data(),
+)
+def test_no_step_applies_more_than_the_cap_and_the_migration_completes(
+    tmp_path_factory: pytest.TempPathFactory, caps: list[int], epochs: set[int], data: st.DataObject
+) -> None:
+    harness = ThrottledRanks(tmp_path_factory.mktemp("journal"), caps[0])
+    migration = Migration(MigrationRecord(migration_id="p"), target(1, 300))
+    harness.pusher.submit(migration)
+    in_force = caps[0]
+    for turn in range(4_000):
+        if turn and turn < len(caps):
+            # Chunks in the window were released under the older limit.
+            harness.push()
+            harness.step()
+            in_force = caps[turn]
+            harness.throttle.set_limits(ThrottleLimits(bytes_per_step=in_force))
+        harness.push()
+        if turn in epochs:
+            # The ranks hold, and have agreed on, only some of the pushed chunks.
+            agreed = data.draw(st.integers(harness.applied, harness.pusher.version))
+            harness.held = {version: size for version, size in harness.held.items() if version <= agreed}
+            harness.begin_epoch(agreed)
+            harness.pusher.acknowledge(agreed, harness.applied)
+            harness.push()
+        harness.step()
+        assert harness.steps[-1] <= max(in_force, LARGEST_ROW)
+        if migration.done:
+            break
+        harness.push()
+    assert migration.state is MigrationState.COMMITTED
+    assert harness.journal.placement_at(harness.pusher.version).digest() == target(1, 300).digest()
+
+
+def test_a_restarted_daemon_waits_until_the_ranks_have_applied_the_agreed_chunks(tmp_path: Path) -> None:
+    harness = ThrottledRanks(tmp_path, 1 << 30)
+    for version, delta in enumerate(Placement.empty().delta_to(target(1, 30)).chunks(10), start=1):
+        harness.journal.append(Chunk(version, delta))
+    harness.begin_epoch(3)
+    harness.pusher.submit(Migration(MigrationRecord(migration_id="p"), target(2, 30)))
+    harness.pusher.acknowledge(3, 2)
+    assert harness.pusher.next_chunk(1) is None, "the third chunk may be applied at the next step"
+    assert harness.throttle.waits_for is ThrottleReason.STEP
+    harness.pusher.acknowledge(3, 3)
+    assert harness.pusher.next_chunk(1) is not None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flexd.control.agent.inbox import Prepared
-from flexd.control.daemon.migration_record import MigrationState
+from flexd.control.daemon.migration import MigrationState
 from flexd.control.daemon.pusher import MAX_TRIES
 from flexd.control.protocol.messages import RowsAssembly
 from flexd.core.errors import ControlError

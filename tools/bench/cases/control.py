@@ -21,7 +21,7 @@ import numpy as np
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.migration_record import MigrationRecord, MigrationState
+from flexd.control.daemon.migration import MigrationRecord, MigrationState
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement, Tier
 from flexd.demo.processes import free_ports
