@@ -1,4 +1,4 @@
-"""``flexd.connect``: arguments, step reports, ranks under a real coordinator."""
+"""``flexd.connect``: arguments, step reports, counts of tiered storage, ranks under a real coordinator."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import flexd
+from flexd.api.training import slow_memory_status
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration import MigrationRecord, MigrationState
 from flexd.control.daemon.pusher import ChunkLimits
+from flexd.control.protocol import messages as m
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -27,7 +29,8 @@ from flexd.embedding.connect import Connection, _agreed_attempt
 from flexd.embedding.exchange.collectives import Traffic, TrafficKind
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.row_optimizers import RowWiseAdagrad
-from tests.support.collection_jobs import ROWS, listed_by, random_placement, some, tables, train_step
+from flexd.operations.training_monitor import SlowMemoryMonitor
+from tests.support.collection_jobs import ROWS, random_placement, some, tables, train_step
 from tests.support.plain_tables import ids, pair
 from tests.support.rank_pool import RankPool
 
@@ -52,7 +55,7 @@ def connected(rank: int, layout: RankLayout, port: int, digest: int, limit: int)
     out = {
         "priced": collection.engine.inbox.priced_exchange,
         "steps": step, "versions": versions, "bit_equal": equal, "digest": collection.engine.migrator.digest,
-        "listed": collection.engine.migrator.placement(), "state": connection.agent.state,
+        "state": connection.agent.state,
         "tables": [[each.gather_table(name).numpy() for name in ROWS] for each in (collection, alone)],
         "accesses": sum(collection.traffic.totals()[f"{tier}_accesses"] for tier in ("home", "node", "device")),
     }  # fmt: skip
@@ -163,14 +166,49 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
         journal.close()
     steps = results[0]["steps"]
     counted = 0
-    for rank, result in enumerate(results):
+    for result in results:
         assert result["priced"] == "direct"
         assert result["digest"] == final.digest(), result["state"]
         assert result["versions"] == results[0]["versions"]
         assert result["versions"][-1] >= 14, "two migrations of at least seven chunks each"
         assert result["bit_equal"]
-        assert result["listed"][0].tolist() == listed_by(layout, rank, final).keys.tolist()
         for table, unmoved in zip(*result["tables"], strict=True):
             np.testing.assert_allclose(table, unmoved, rtol=0, atol=1e-9)
         counted += result["accesses"]
     assert counted == sum(len(j.values) for s in range(steps) for r in range(4) for j in some(0, s, r).values())
+
+
+def test_the_daemon_sees_what_slow_memory_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted on a rank, sent in a progress message, summed, shown."""
+    monkeypatch.setattr("flexd.embedding.connect.SLOW_MEMORY_SECONDS", 0.0)
+    specs = [flexd.EmbeddingTable("item", 60, 4), flexd.EmbeddingTable("shop", 30, 4)]
+    collection = flexd.EmbeddingCollection(specs, optimizer=flexd.SGD(0.1), fast_memory_bytes=6 * (16 + 64))
+    agent, monitor = _RecordingAgent(), SlowMemoryMonitor(len(specs))
+    connection = Connection(collection, agent)  # type: ignore[arg-type]
+    for item, shop in (
+        ([1, 2, 3, 2], [7]),
+        ([1, 2], [7, 8]),
+        ([40, 41], [9]),  # takes the places of item 3 and shop 8, used once, and changed then
+        ([3], [7]),
+    ):
+        found = collection({"item": torch.tensor(item), "shop": torch.tensor(shop)})
+        sum(rows.values.sum() for rows in found.values()).backward()  # type: ignore[union-attr]
+        collection.optimizer.step()
+    connection.close()
+    for report in agent.reports:
+        arrived = m.decode(m.encode(m.Progress(m.Fence("job", "a1", 2, 7, "token"), 0, 0, report)))
+        monitor.add(arrived.report)  # type: ignore[union-attr]
+    shown = slow_memory_status(monitor.totals(), collection.keyspace.tables)
+    assert shown is not None
+    assert {each.table: (each.used, each.missed) for each in shown.tables} == {"item": (8, 6), "shop": (5, 3)}
+    assert (shown.used, shown.missed, shown.evicted, shown.written) == (13, 9, 3, 3)
+    assert min(shown.bytes_read, shown.bytes_written, shown.wait_seconds) > 0
+    assert shown.wait_share is not None
+    assert 0.0 < shown.wait_share < 1.0
+    names = {sample.name: sample.value for family in shown.metrics() for sample in family.samples if not sample.labels}
+    assert names["flexd_slow_memory_wait_ratio"] == shown.wait_share
+    by_table = {
+        sample.labels["table"]: sample.value for family in shown.metrics() for sample in family.samples
+        if sample.name == "flexd_slow_memory_rows_missed_total"
+    }  # fmt: skip
+    assert by_table == {"item": 6, "shop": 3}

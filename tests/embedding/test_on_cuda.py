@@ -3,6 +3,7 @@ and the host waits for the device at most as often as the budget of ``tools.benc
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -207,3 +208,34 @@ def _jobs_in_this_thread() -> Iterator[None]:
 
     with mock.patch.object(WorkerThread, "submit", submit), mock.patch.object(WorkerThread, "result", result):
         yield
+
+
+def test_chunks_are_prepared_on_a_stream_of_their_own_and_training_waits_for_their_event() -> None:
+    with job(SMALL, copies=0.0) as made:
+        cuda, engine = made.cuda, made.collection.engine
+        given = made.batches(1)[0]
+        chunk = placement(Case("", SMALL, 3, 64, 0.05), made.collection.keyspace)
+
+        def agent() -> None:
+            with cuda:
+                engine.inbox.offer(1, chunk)
+                assert len(engine.migrator.placement()[0]) == 0
+
+        cuda.queued.clear()
+        cuda.streams.calls.clear()
+        thread = threading.Thread(target=agent, name="agent")
+        thread.start()
+        thread.join(60)
+        streams = {stream for (name, stream), _ in cuda.queued.items() if name == "agent"}
+        assert len(streams) == 1
+        assert streams != {"default"}
+        ((_, event, recorded_on),) = cuda.streams.of("record")
+        assert {recorded_on} == streams
+        made.step(given)
+        made.step(given)
+        assert made.collection.placement_version == 1
+        assert cuda.streams.of("wait_event") == [(threading.current_thread().name, "default", event)]
+        # Directories and slots that the other stream made stay until training has read them.
+        assert len({shape for _, shape, _ in cuda.streams.of("record_stream")}) > 1
+        assert {stream for *_, stream in cuda.streams.of("record_stream")} == {"default"}
+        assert not cuda.streams.of("synchronize")

@@ -18,11 +18,6 @@ def tables(dtype: str = "float64", names: tuple[str, ...] = tuple(ROWS)) -> list
     return [EmbeddingTable(name, ROWS[name], dims[name], dtype=dtype, init_scale=0.5) for name in names]
 
 
-def everything() -> dict[str, Jagged]:
-    """Return each row of each table once."""
-    return {name: Jagged(torch.arange(rows), torch.tensor([rows])) for name, rows in ROWS.items()}
-
-
 def some(seed: int, step: int, rank: int) -> dict[str, Jagged]:
     """Return skewed ids of every table, sometimes none."""
     rng = np.random.default_rng([seed, step, rank])
@@ -45,17 +40,6 @@ def train_step(collection: EmbeddingCollection, features: dict[str, Jagged]) -> 
 
 def offer(collection: EmbeddingCollection, delta: Delta) -> None:
     collection.engine.inbox.offer(collection.engine.inbox._received_version + 1, delta)
-
-
-def listed_by(layout: RankLayout, rank: int, placement: Placement) -> Placement:
-    """Return the rows of a placement that a rank's directory lists."""
-    keys, tiers = placement.keys, placement.tiers
-    mine = (
-        ((tiers == 1) | (tiers >= REHOMED))
-        & (keys % layout.local_ranks == layout.local_rank_of(rank))
-        & (layout.nodes > 1)
-    ) | ((tiers == 2) & (layout.world_size > 1))
-    return Placement(keys[mine], tiers[mine], placement.version)
 
 
 def random_placement(seed: int, rows: int = 50, moves_on: RankLayout | None = None) -> Placement:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import flexd
 from flexd.core.errors import CheckpointError
 from flexd.core.placement import Delta, RankLayout
 from flexd.embedding.checkpoint import table_rows
@@ -18,6 +19,7 @@ from flexd.embedding.checkpoint.sharded_state import ShardedState
 from flexd.embedding.collection import EmbeddingCollection
 from tests.support.checkpoint_jobs import OPTIMIZERS, train_steps, whole
 from tests.support.collection_jobs import ROWS, offer, tables
+from tests.support.plain_tables import pair
 from tests.support.rank_pool import RankPool
 
 
@@ -187,3 +189,28 @@ def test_one_rank_saves_a_table_that_fits_a_window(ranks: Ranks) -> None:
     by_rank = ranks(4).run(saved_keys, FOUR_RANKS)
     keys = [key for keys in by_rank for key in keys if key != "optimizer.adam.step"]
     assert len(keys) == len(set(keys)) == 4 * len(ROWS)
+
+
+def test_unequal_state_dicts_are_refused() -> None:
+    collection, _ = pair()
+    saved = collection.state_dict()
+    other = flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable("item", 20, 4, dtype="float64"), flexd.EmbeddingTable("b", 3, 2)]
+    )
+    with pytest.raises(RuntimeError, match="with other tables"):
+        other.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="saved by rank 1 of 4, loaded by rank 0 of 1"):
+        collection.load_state_dict({**saved, "rank0.shard": torch.tensor([1, 4, int(saved["rank0.shard"][2]), 0])})
+    with pytest.raises(RuntimeError, match=r"rank0\.group0\.rows: shape \(3, 4\)"):
+        collection.load_state_dict({**saved, "rank0.group0.rows": torch.zeros(3, 4)})
+    of_another = {key.replace("rank0", "rank2"): value for key, value in saved.items()}
+    of_another["rank2.shard"] = torch.tensor([2, 3, *saved["rank0.shard"][2:].tolist()])
+    with pytest.raises(RuntimeError, match="saved by rank 2 of 3, loaded by rank 0 of 1"):
+        collection.load_state_dict(of_another)
+    for key in saved:
+        with pytest.raises(RuntimeError, match=f"Missing key.*{key}"):
+            collection.load_state_dict({name: value for name, value in saved.items() if name != key})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*rank0\.group1\.rows"):
+        collection.load_state_dict({**saved, "rank0.group1.rows": torch.zeros(1)})
+    collection.load_state_dict({"rank0.group0.rows": saved["rank0.group0.rows"] + 1}, strict=False)
+    assert torch.equal(collection.gather_table("item"), saved["rank0.group0.rows"] + 1)

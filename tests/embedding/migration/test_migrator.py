@@ -1,4 +1,5 @@
-"""Migrations compared with a dict: random chunks through inbox and migrator, refused chunks, and memory."""
+"""Migrations compared with a dict: random chunks through inbox and migrator, refused chunks, memory, faults; and rows
+that live in other nodes than their homes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from flexd.core.errors import ChunkRefusedError
+import flexd
+from flexd.core.errors import ChunkRefusedError, EmbeddingError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout, Tier
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
@@ -20,7 +22,9 @@ from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import RowWiseAdagrad
 from flexd.embedding.store.store import GroupStore
+from tests.support.collection_jobs import offer
 from tests.support.rank_pool import RankPool
+from tools.bench.sections.dispatch import Counting
 
 TABLES = [
     EmbeddingTable("item", 61, 8, dtype="float32", init_scale=0.5),
@@ -29,6 +33,7 @@ TABLES = [
 
 
 ROWS = sum(table.rows for table in TABLES)
+EVERYTHING = {table.name: Jagged(torch.arange(table.rows), torch.tensor([table.rows])) for table in TABLES}
 
 
 def _collection(layout: RankLayout, slots: list[int], cap_bytes: int) -> EmbeddingCollection:
@@ -36,6 +41,11 @@ def _collection(layout: RankLayout, slots: list[int], cap_bytes: int) -> Embeddi
         TABLES, optimizer=RowWiseAdagrad(lr=0.1), layout=layout, replica_slots=slots,
         max_migration_bytes_per_step=cap_bytes,
     )  # fmt: skip
+
+
+def train_step(collection: EmbeddingCollection, factor: int = 1) -> None:
+    sum((jagged.values.float() * factor).sin().sum() for jagged in collection(EVERYTHING).values()).backward()
+    collection.optimizer.step()
 
 
 def listed_slots(store: GroupStore) -> list[int]:
@@ -50,11 +60,9 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
     collection = _collection(layout, slots, cap)
     engine = collection.engine
     stores = engine.stores
-    everything = {table.name: Jagged(torch.arange(table.rows), torch.tensor([table.rows])) for table in TABLES}
     # After training, each row has a different value and state, which the copies must have, too.
     for step in range(2):
-        sum((jagged.values.float() * (step + 1)).sin().sum() for jagged in collection(everything).values()).backward()
-        collection.optimizer.step()
+        train_step(collection, step + 1)
     before = {table.name: collection.gather_table(table.name) for table in TABLES}
     held = [(store.rows.data_ptr(), store.state.data_ptr(), store.rows.shape, store.state.shape) for store in stores]
     fixed = collection.memory()
@@ -66,7 +74,7 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
                 offered += 1
                 engine.inbox.offer(offered, chunks[offered - 1])
         with torch.no_grad():
-            looked_up = collection(everything)
+            looked_up = collection(EVERYTHING)
         memory = collection.memory()
         largest = max(largest, memory.stored_bytes + memory.pending_bytes)
         assert all(torch.equal(looked_up[name].values, table) for name, table in before.items()), "a look-up changed"
@@ -120,10 +128,9 @@ def refresh_in_blocks(rank: int, layout: RankLayout, delta: Delta, cap: int) -> 
     for made in (collection, other):
         made.engine.inbox.offer(1, delta)
     largest: list[int] = []
-    everything = {table.name: Jagged(torch.arange(table.rows), torch.tensor([table.rows])) for table in TABLES}
     with torch.no_grad():
         for _ in range(2):
-            collection(everything)
+            collection(EVERYTHING)
         for store in other.engine.stores:
             store.rows.add_(1)
         collection.load_state_dict(other.state_dict())
@@ -135,7 +142,7 @@ def refresh_in_blocks(rank: int, layout: RankLayout, delta: Delta, cap: int) -> 
 
         with mock.patch.object(Peers, "all_to_all", recorded):
             collection.engine.prepare()
-        looked_up = collection(everything)
+        looked_up = collection(EVERYTHING)
     return {
         "bit_equal": collection.replicas_bit_equal(), "largest": max(largest, default=0), "messages": len(largest),
         "right": all(torch.equal(looked_up[t.name].values, other.gather_table(t.name)) for t in TABLES),
@@ -256,3 +263,126 @@ def test_replicas_are_refreshed_in_blocks(ranks: Ranks, cap: int) -> None:
         assert result["bit_equal"]
         assert 0 < result["largest"] <= max(cap, 2 * widest)
         assert result["messages"] <= 8 if cap == 10**6 else result["messages"] > 8
+
+
+def chunk_in_inference_mode(rank: int, layout: RankLayout) -> bool:
+    """Apply a chunk inside ``torch.inference_mode`` and continue training."""
+    collection = _collection(layout, [61, 23], 2**20)
+    offer(collection, GOOD[0])
+    with torch.inference_mode():
+        for _ in range(2):
+            collection(EVERYTHING)
+    for _ in range(2):
+        train_step(collection)
+    return collection.placement_version == 1 and collection.replicas_bit_equal()
+
+
+def fault_beside_a_chunk(rank: int, layout: RankLayout, faulty: int) -> list[tuple[int, int, bool]]:
+    """Pass invalid input on one rank in the exchange that agrees on a chunk."""
+    collection = _collection(layout, [61, 23], 2**20)
+    inbox = collection.engine.inbox
+    offer(collection, GOOD[0])
+    with pytest.raises(EmbeddingError):
+        collection({"item": Jagged(torch.tensor([-1]), torch.tensor([1]))} if rank == faulty else EVERYTHING)
+    states = [(inbox.agreed_version, collection.placement_version, len(collection.engine.passes) == 0)]
+    train_step(collection)
+    return [*states, (inbox.agreed_version, collection.placement_version, collection.replicas_bit_equal())]
+
+
+def test_a_chunk_applied_in_inference_mode_can_be_trained_on(ranks: Ranks) -> None:
+    assert all(ranks(4).run(chunk_in_inference_mode, RankLayout(2, 2)))
+
+
+@pytest.mark.parametrize(("nodes", "local_ranks", "faulty"), [(1, 1, 0), (2, 2, 2), (2, 1, 0), (1, 2, 1)])
+def test_ranks_apply_the_same_chunks_after_a_fault(ranks: Ranks, nodes: int, local_ranks: int, faulty: int) -> None:
+    layout = RankLayout(nodes, local_ranks)
+    for states in ranks(layout.world_size).run(fault_beside_a_chunk, layout, faulty):
+        assert states == [(1, 0, True), (1, 1, True)]
+
+
+LAYOUT = RankLayout(2, 1)
+TABLE_ROWS = 40
+BOTH = dict.fromkeys(("item", "shop"), Jagged(torch.arange(TABLE_ROWS), torch.tensor([TABLE_ROWS])))
+
+
+def made() -> EmbeddingCollection:
+    tables = [flexd.EmbeddingTable(name, TABLE_ROWS, 4, dtype="float64", init_scale=0.5) for name in ("item", "shop")]
+    return EmbeddingCollection(
+        tables, layout=LAYOUT, optimizer=flexd.Adagrad(lr=0.5), replica_slots=[2 * TABLE_ROWS], average_gradients=False
+    )
+
+
+def move_to_the_other_node(collection: EmbeddingCollection, keys: np.ndarray) -> None:
+    tiers = (REHOMED + 1 - LAYOUT.home_node(keys)).astype(np.uint8)
+    delta = Placement.empty().delta_to(Placement.of(keys, tiers))
+    stored = 4 * 8 + 4 * 8  # values and Adagrad's state
+    assert collection.engine.migrator.copied_bytes(delta) == len(keys) * stored, "what paces chunks counts moves"
+    offer(collection, delta)
+    for _ in range(2):  # to agree on the chunk, and to apply it
+        look_up(collection)
+    assert collection.engine.migrator.rehomed_rows == len(keys)
+
+
+def look_up(collection: EmbeddingCollection) -> dict[str, Any]:
+    with torch.no_grad():
+        return {name: part.values.numpy() for name, part in collection(BOTH).items()}
+
+
+def whole_tables(collection: EmbeddingCollection) -> dict[str, Any]:
+    return {name: collection.gather_table(name).numpy() for name in ("item", "shop")}
+
+
+def train(collection: EmbeddingCollection) -> None:
+    sum((rows.values.sin()).sum() for rows in collection(BOTH).values()).backward()
+    collection.optimizer.step()
+
+
+def load(rank: int) -> list[dict[str, Any]]:
+    """Return all tables after training with re-homed rows, after rows of one table were set, after a state was loaded,
+    and after a look-up that follows."""
+    collection = made()
+    kept = collection.state_dict()
+    found = [whole_tables(collection)]
+    move_to_the_other_node(collection, np.arange(0, 2 * TABLE_ROWS, 3))
+    train(collection)
+    collection.set_rows("shop", 0, torch.zeros(TABLE_ROWS, 4, dtype=torch.float64))
+    found.append(whole_tables(collection))
+    train(collection)
+    found.append(whole_tables(collection))
+    collection.load_state_dict(kept)
+    found.append(whole_tables(collection))
+    found.append(look_up(collection))
+    collection.close()
+    return found
+
+
+def launches_and_waits(rank: int, moves: bool) -> tuple[int, int]:
+    """Return what a step launches on an accelerator, and how often the host waits."""
+    with mock.patch("flexd.embedding.devices.in_host_memory", return_value=False):
+        collection = made()
+        if moves:
+            move_to_the_other_node(collection, np.arange(0, 2 * TABLE_ROWS, 3))
+        for _ in range(2):
+            train(collection)
+        counting = Counting()
+        with counting, counting.host_reads():
+            train(collection)
+        collection.close()
+    return counting.launches.total(), counting.waits.total()
+
+
+def test_what_is_loaded_replaces_rehomed_rows_and_no_others(ranks: Ranks) -> None:
+    for first, set_rows, trained, loaded, looked_up in ranks(2).run(load):
+        assert not set_rows["shop"].any()
+        assert not np.equal(set_rows["item"], first["item"]).any(), "re-homed rows keep what they learnt"
+        assert not np.equal(trained["item"], set_rows["item"]).any()
+        for name, table in first.items():
+            np.testing.assert_array_equal(loaded[name], table)
+            np.testing.assert_array_equal(looked_up[name], table)
+
+
+def test_the_host_waits_for_nothing_more_where_rows_have_moved(ranks: Ranks) -> None:
+    pool = ranks(2)
+    for still, moved in zip(pool.run(launches_and_waits, False), pool.run(launches_and_waits, True), strict=True):
+        assert moved[1] == still[1]
+        assert still[0] < moved[0] <= still[0] + 2 * 22, "22 kernels a station, whatever the tables"

@@ -8,24 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexd.embedding import devices
 from flexd.embedding.exchange.route import FeatureKeys
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, InputValues
-
-
-class Launches(TorchDispatchMode):
-    """Counts the operations that reach a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+from tools.bench.sections.dispatch import Counting
 
 
 def read(given: Mapping[str, Any]) -> InputValues:
@@ -94,7 +82,7 @@ def test_launches_do_not_grow_with_features() -> None:
     counts = []
     for features in (2, 200):
         given = {str(name): Jagged(torch.arange(3), torch.tensor([1, 2])) for name in range(features)}
-        with Launches() as launches:
+        with Counting() as counting:
             announced_of(given).compare(given)
-        counts.append(launches.count)
+        counts.append(counting.launches.total())
     assert counts[0] == counts[1] <= 6

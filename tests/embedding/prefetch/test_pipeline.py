@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import flexd
 from flexd.core.errors import EmbeddingError
@@ -21,8 +19,7 @@ from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.exchange.arms import Arm
 from flexd.embedding.jagged import Jagged
-from tests.support import accelerator_jobs, changed_inputs, prefetch_pipeline_jobs
-from tests.support.collection_jobs import some, tables
+from tests.support import changed_inputs, prefetch_pipeline_jobs
 from tests.support.exactness import (
     Scenario,
     train_alone,
@@ -71,61 +68,23 @@ def masked_badly(rank: int, one_thread: bool | None, bad: int) -> str:
     return ""
 
 
-class Tower(nn.Module):
-    """A dense layer; with ``collection`` the tables are part of the module, as in many trainers."""
-
-    def __init__(self, collection: EmbeddingCollection | None = None) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(3)
-        self.dense = nn.Linear(8, 4, dtype=torch.float64)
-        with torch.no_grad():
-            for parameter in self.dense.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-        self.collection = collection
-
-    def forward(self, inputs: Any) -> torch.Tensor:
-        rows = inputs if self.collection is None else self.collection(inputs)["item"].values
-        return self.dense(rows.tanh()).square().sum()
-
-
-def ddp(rank: int, layout: RankLayout, inside: bool, ahead: bool, steps: int) -> dict[str, np.ndarray]:
-    """Train beside DDP; with the prefetch pipeline two threads have collectives under way at the same time."""
-    collection = EmbeddingCollection(
-        tables(names=("item",)), optimizer=flexd.SGD(0.05), layout=layout, replica_slots=[61]
-    )
-    model = DistributedDataParallel(Tower(collection if inside else None))
-    dense_optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    loader = [{"item": some(0, step, rank)["item"]} for step in range(steps)]
-    for features in flexd.prefetch(loader, collection) if ahead else loader:
-        loss = model(features if inside else collection(features)["item"].values)
-        dense_optimizer.zero_grad()
-        collection.optimizer.zero_grad()
-        loss.backward()
-        dense_optimizer.step()
-        collection.optimizer.step()
-    module = model.module
-    return {"item": collection.gather_table("item").numpy(), "dense": module.dense.weight.detach().numpy()}
-
-
 pytestmark = pytest.mark.slow
 
 Ranks = Callable[[int], RankPool]
 
 
-def check(
-    scenario: Scenario, ranks: Ranks, loop: Loop | None = None, tolerance: float = 1e-9, accelerator: bool = False
-) -> list[dict]:
-    """Compare with training in one process or, if the loop does more, with training without the prefetch pipeline."""
-    loop = loop or Loop()
+def check(scenario: Scenario, ranks: Ranks, loop: Loop) -> list[dict]:
+    """Compare with training in one process or, if the loop does more, with training without the prefetch pipeline and
+    without migrations."""
     pool = ranks(scenario.layout.world_size)
-    job = (accelerator_jobs.run, prefetch_pipeline_jobs.train) if accelerator else (prefetch_pipeline_jobs.train,)
-    results = pool.run(*job, scenario, loop)
+    results = pool.run(prefetch_pipeline_jobs.train, scenario, loop)
     same = {"announced_passes": 0, "loops": 1, "break_at": -1, "changes": "", "one_thread": None, "depth": 1}
     if replace(loop, **same) == Loop():
         losses, tables = train_alone(scenario)
         expected = [(part, tables) for part in losses]
     else:
-        plain = pool.run(prefetch_pipeline_jobs.train, scenario, replace(loop, ahead=False, loops=1, break_at=-1))
+        still = replace(scenario, moved=False, replica_fraction=0.0)
+        plain = pool.run(prefetch_pipeline_jobs.train, still, replace(loop, ahead=False, loops=1, break_at=-1))
         assert [result["errors"] for result in plain] == [result["errors"] for result in results]
         expected = [(result["losses"], result["tables"]) for result in plain]
     for result, (losses, tables) in zip(results, expected, strict=True):
@@ -135,9 +94,9 @@ def check(
         assert result["deferred"] == results[0]["deferred"]
         assert result["threads"] == []
         assert result["unused"] == results[0]["unused"]
-        np.testing.assert_allclose(result["losses"], losses, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(result["losses"], losses, rtol=0, atol=1e-9)
         for name, table in tables.items():
-            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)
+            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
     return results
 
 
@@ -164,7 +123,7 @@ def test_several_passes_a_step_train_equally_announced_or_not(ranks: Ranks, pass
     ids=["evaluate", "read", "extra pass", "step between", "save", "clip", "loops", "break", "bad 0", "bad 6"],
 )
 def test_other_work_in_the_loop_changes_nothing(ranks: Ranks, loop: Loop) -> None:
-    results = check(Scenario(2, 2, "rowwise_adagrad", two_dims=True, steps=12, seed=5), ranks, loop)
+    results = check(Scenario(2, 2, "rowwise_adagrad", two_dims=True, moved=True, seed=5), ranks, loop)
     assert (results[0]["deferred"] == 0) == (loop.max_norm > 0), "all gradients are needed for their norm"
     if loop.bad_at >= 0:
         assert "row -1 of table 'item'" in results[-1]["errors"][0]
@@ -223,6 +182,7 @@ scenarios = st.builds(
     two_dims=st.booleans(),
     only_rail=st.sampled_from([-1, -1, 0]),
     idle_rank=st.sampled_from([-1, -1, 0]),
+    moved=st.booleans(),
 )
 loops = st.builds(
     Loop,
@@ -253,14 +213,6 @@ def test_any_schedule_trains_equally(ranks: Ranks, scenario: Scenario, loop: Loo
     """Any schedule trains as without the prefetch pipeline. ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of
     examples."""
     check(scenario, ranks, replace(loop, loops=1 if loop.break_at >= 0 else loop.loops))
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_prefetch_pipeline_beside_the_collectives_of_ddp_trains_equally(ranks: Ranks, inside: bool) -> None:
-    plain, ahead = (ranks(4).run(ddp, RankLayout(2, 2), inside, each, 6) for each in (False, True))
-    for expected, result in zip(plain, ahead, strict=True):
-        for name, values in expected.items():
-            np.testing.assert_allclose(result[name], values, rtol=1e-9, atol=1e-9)
 
 
 def test_a_failed_job_is_raised_at_the_next_step_and_at_every_later_one() -> None:

@@ -1,4 +1,4 @@
-"""The tap counts every look-up of training, and no step waits or fails because of it."""
+"""The tap counts every look-up of training, keeps the same passes without agreement, and no step waits or fails."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ import torch
 import flexd
 from flexd.core import tap_counts
 from flexd.core.tap_counts import TapCounts
-from flexd.embedding.tap.counters import TableCounter
+from flexd.embedding.tap.counters import PassSample, TableCounter
 from tests.support.until import until
-
-
-def collection() -> flexd.EmbeddingCollection:
-    return flexd.EmbeddingCollection([
-        flexd.EmbeddingTable("item", 20_000, 4, features=("history", "target")), flexd.EmbeddingTable("shop", 50, 4)
-    ])  # fmt: skip
 
 
 class Job:
@@ -25,7 +19,9 @@ class Job:
 
     def __init__(self, **options: object) -> None:
         self.seconds = 100.0
-        self.collection = collection()
+        self.collection = flexd.EmbeddingCollection([
+            flexd.EmbeddingTable("item", 20_000, 4, features=("history", "target")), flexd.EmbeddingTable("shop", 50, 4)
+        ])  # fmt: skip
         self.tap = flexd.Tap(self.collection, **{"clock": lambda: self.seconds, "interval_seconds": 1e9, **options})
         self.exact = {"item": np.zeros(20_000, np.int64), "shop": np.zeros(50, np.int64)}
         self.rng = np.random.default_rng(0)
@@ -35,7 +31,7 @@ class Job:
                 (("history", 300), ("target", 7), ("shop", 1))}  # fmt: skip
         return {name: flexd.Jagged(torch.from_numpy(ids), torch.tensor([n - 10, 10])) for name, ids in draw.items()}
 
-    def step(self) -> None:
+    def step(self) -> dict[str, flexd.Jagged]:
         features = self.features()
         out = self.collection(features)
         sum(part.values.sum() for part in out.values()).backward()
@@ -43,6 +39,7 @@ class Job:
         for name, jagged in features.items():
             np.add.at(self.exact["shop" if name == "shop" else "item"], jagged.values.numpy(), 1)
         self.seconds += 1
+        return features
 
     def drain(self, deltas: list[TapCounts], seconds: float = 20.0) -> None:
         """Acknowledge messages like a daemon until the tap has handed over all its counts."""
@@ -140,3 +137,24 @@ def test_counts_too_large_for_one_message_are_split(monkeypatch):
     job.finish(deltas)
     assert len(deltas) > 2
     assert max(tap_counts.value_count(batch.tables) for batch in deltas) <= 40
+
+
+def test_a_tap_sends_the_distinct_rows_of_one_pass_in_so_many():
+    job = Job(interval_steps=64, touch_steps=4)
+    job.tap.start()
+    drawn = []
+    for _ in range(64):
+        features = job.step()
+        history, target, shop = (features[name].values.numpy() for name in ("history", "target", "shop"))
+        drawn.append((np.unique(np.concatenate([history, target])), np.unique(shop)))
+        history[:] = 0  # a loader may fill its buffers again
+        with torch.no_grad():
+            job.collection(features)  # evaluation has no number
+    offered = until(job.tap.outbox.current, 20)
+    sampled = tap_counts.decode(offered.payload).sampled
+    assert sampled.tables == ("item", "shop")
+    assert [each.number for each in sampled.passes] == [n for n in range(64) if PassSample(4, 1, 1).wants(n)]
+    assert 8 <= len(sampled.passes) <= 24
+    for each in sampled.passes:
+        assert all(map(np.array_equal, each.rows, drawn[each.number]))
+        assert each.accesses == (120, 60)
