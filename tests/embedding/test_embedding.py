@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flexd
 from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout
 from flexd.embedding import dense_adam
 from tests.support.rank_pool import Job, RankPool
 

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import flexd
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, RankLayout
 from tests.support.rank_pool import RankPool
 
 ROWS, DIM, STEPS = 40, 8, 4

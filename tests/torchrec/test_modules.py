@@ -22,7 +22,7 @@ from torchrec.types import DataType
 
 import flexd
 from flexd.core.errors import EmbeddingError, FlexdError
-from flexd.core.layout import RankLayout
+from flexd.core.placement import RankLayout
 from flexd.torchrec import (
     FlexEmbeddingBagCollection,
     FlexEmbeddingCollection,

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.homes import Homes
-from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.keyspace import Homes, KeySpace, TableSpec
+from flexd.core.placement import RankLayout
 from flexd.embedding.store.store import DeviceHomes, FreeSlots, make_stores
 from tools.bench.sections.dispatch import Counting
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from flexd.control.protocol.report import MAX_NAMED_TABLES, SlowTableReport, named_tables
 from flexd.core.errors import SlowMemoryError
-from flexd.core.homes import Homes
-from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
+from flexd.core.keyspace import Homes, KeySpace, TableSpec
+from flexd.core.placement import RankLayout
 from flexd.embedding.store.packing import packed
 from flexd.embedding.store.slow.cold_rows import ColdRows, HostRows
 from flexd.embedding.store.slow.file_rows import FileRows
