@@ -1,22 +1,25 @@
 """Find the fastest arm of a job: measure each in blocks of steps, in random order, and keep the one that wins.
 
 Numbers only: who runs the tuner gives it the seconds of every step, and gets the arm to use from now on. Blocks of the
-arms are paired in rounds, so drift and load change all of them alike; a signed-rank interval on their ratios
-(``flexd.core.switchback``) drops an arm that is slower or that makes no difference, and one that is clearly slower
-leaves after two rounds. Exploring is bounded by a share of all steps.
+arms are paired in rounds, so drift and load change all of them alike. A signed-rank interval on their ratios
+(``flexd.core.switchback``) drops an arm that is slower or that makes no difference; one that is slower by more than the
+blocks vary leaves after two rounds. A trial decides after ``TRIAL_STEPS`` by what it knows, and the next one goes on
+with its rounds if nothing has changed. Exploring is bounded by a share of all steps.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Generic, TypeVar
 
-from flexd.core.switchback import SwitchbackRule
+import numpy as np
+
+from flexd.core.switchback import FIRST_LOOK, PAIRS_BETWEEN_LOOKS, estimate_effect
 
 SKIPPED_STEPS = 2
 """After a change: the first steps fill or empty the pipeline."""
@@ -25,13 +28,21 @@ SHORT_BLOCK_STEPS = 4
 """Steps after which a block ends early if all of them took much longer than steps of the best arm."""
 MUCH_SLOWER, CLEARLY_SLOWER = 1.25, 1.10
 """Step times over those of the best arm."""
-CLEAR_ROUNDS, MOSTLY_CLEAR_ROUNDS = 2, 4
-"""Rounds after which an arm leaves that was clearly slower in every one, or slower in nearly every one."""
-RULE = SwitchbackRule(max_pairs=24, confidence=0.95, resolution=0.01)
+CLEAR_Z = 2.2
+"""Standard deviations by which an arm is clearly slower, of a normal distribution."""
+LOOK_ERROR, ALIKE, KEEP = 0.01, 0.01, 0.003
+"""Probability that one look drops the better of two arms; shares of a step by which arms are alike, and by which
+another one must be faster than the arm in use."""
+TRIAL_STEPS = 470
+"""After these a trial decides by what it knows. The next one goes on with its rounds."""
+MAX_ROUNDS = 64
+"""Rounds of earlier trials that count."""
 START_STEPS = 10
 """Steps that come before the first trial: their memory and connections are made."""
 FIRST_PAUSE_STEPS, LONGEST_PAUSE_STEPS = 1_000, 128_000
 """Between two trials without cause: the pause doubles each time."""
+UNDECIDED_PAUSE_STEPS, UNDECIDED_TRIALS = 500, 3
+"""Pause after a trial that did not find which arm is best, and how many of the first trials are followed by it."""
 CHANGE, LARGE_CHANGE = 0.10, 0.50
 """Change of the step time, as a share, that is a cause for a trial when it lasts ``CHANGE_STEPS``. It grows with each
 trial that changed nothing, up to the large one, which is always a cause."""
@@ -61,24 +72,32 @@ def block_seconds(seconds: Sequence[float]) -> float:
     return sum(middle) / len(middle)
 
 
+def _student_quantile(normal: float, freedom: int) -> float:
+    """Return the quantile of Student's t at the level of a normal one (Abramowitz and Stegun, 26.7.5, two terms)."""
+    second = (5 * normal**5 + 16 * normal**3 + 3 * normal) / (96 * freedom**2)
+    return normal + (normal**3 + normal) / (4 * freedom) + second
+
+
 class Trial(Generic[A]):
     """Compares arms in rounds, one block of each in random order, until one is left.
 
     Args:
         arms: at least one; the first is kept where another makes no difference.
+        earlier: rounds of trials before it, under the same conditions.
 
     Attributes:
         live: arms that may still win.
-        seconds: of a step in every block, by arm.
-        explored_steps: steps lost so far by blocks of arms that are not the best.
+        rounds: seconds of a step in every block, by arm, the earlier rounds first.
+        decided: whether one arm was found, not just taken as the time was up.
+        explored_steps: steps lost so far by blocks of arms that are not the best, noise included.
     """
 
-    def __init__(self, arms: Sequence[A], draw: random.Random) -> None:
+    def __init__(self, arms: Sequence[A], draw: random.Random, earlier: Sequence[dict[A, float]] = ()) -> None:
         self.live = list(arms)
-        self.seconds: dict[A, list[float]] = {arm: [] for arm in arms}
+        self.rounds = list(earlier)
+        self._earlier = len(earlier)
+        self.decided = True
         self._kept = arms[0]
-        self._slower: Counter[A] = Counter()
-        """Rounds in which an arm was clearly slower."""
         self._draw = draw
         self._last: A | None = None
         self._order: list[A] = []
@@ -93,17 +112,26 @@ class Trial(Generic[A]):
 
     @property
     def best(self) -> A:
-        """The arm with the lowest typical step time among those that may win."""
-        return min(self.live, key=lambda arm: median(self.seconds[arm]) if self.seconds[arm] else float("inf"))
+        """The arm with the lowest typical step time, next to those of its rounds, among those that may win."""
+        rounds = [one for one in self.rounds if all(arm in one for arm in self.live)]
+        if not rounds:
+            return self.live[0]
+        return min(self.live, key=lambda arm: median(one[arm] / sum(one[each] for each in self.live) for one in rounds))
+
+    @property
+    def seconds(self) -> dict[A, float]:
+        """Of a typical step of each arm in this trial."""
+        new = self.rounds[self._earlier :]
+        return {arm: median(one[arm] for one in new if arm in one) for arm in (new[0] if new else ())}
 
     @property
     def explored_steps(self) -> float:
-        best = min((block_seconds(steps) for steps in self.seconds.values() if steps), default=0.0)
-        return sum(max(0.0, seconds / best - 1) * steps for _, seconds, steps in self._blocks) if best else 0.0
+        best = min(self.seconds.values(), default=math.inf)
+        return sum(max(0.0, seconds / best - 1) * steps for _, seconds, steps in self._blocks)
 
     def much_slower(self, seconds: Sequence[float]) -> bool:
         """Return whether the block of ``next`` need not go on: every step took much longer than those of another."""
-        best = min((typical for arm, parts in self.seconds.items() if arm != self.next for typical in parts), default=0)
+        best = min((typical for arm, typical, _ in self._blocks if arm != self.next), default=0)
         return len(seconds) >= SHORT_BLOCK_STEPS and 0 < best * MUCH_SLOWER < min(seconds)
 
     def add(self, seconds: Sequence[float]) -> None:
@@ -113,8 +141,7 @@ class Trial(Generic[A]):
         self._blocks.append((arm, block_seconds(seconds), len(seconds)))
         if self._order:
             return
-        for of_arm, steps in self._round.items():
-            self.seconds[of_arm].append(block_seconds(steps))
+        self.rounds.append({of_arm: block_seconds(steps) for of_arm, steps in self._round.items()})
         self._drop_clearly_slower()
         self._drop_by_rule()
         if len(self.live) > 1:
@@ -124,42 +151,59 @@ class Trial(Generic[A]):
         """Forget the blocks of this round: they were not alike."""
         self._begin_round()
 
+    def end(self) -> None:
+        """Decide by what is known."""
+        self.live, self._order = [self._better(self.best, self._kept)], []
+        self.decided = False
+
     def _begin_round(self) -> None:
         self._round = {}
         self._order = self._draw.sample(self.live, len(self.live)) if len(self.live) > 1 else []
         if len(self._order) > 1 and self._order[0] == self._last:  # not two blocks of a slow arm in a row
             self._order.append(self._order.pop(0))
 
+    def _pairs(self, arm: A, other: A) -> tuple[list[float], list[float]]:
+        both = [one for one in self.rounds if arm in one and other in one]
+        return [one[arm] for one in both], [one[other] for one in both]
+
     def _drop_clearly_slower(self) -> None:
-        """Drop arms that were clearly slower than the best one in every round, or in nearly all of some rounds: one
-        block may have met a burst."""
-        best = self.best
-        fast = self._round[best]
-        slow_of_best = sorted(fast)[-1 - len(fast) // 4]
-        for arm in [one for one in self.live if one != best]:
-            steps = self._round[arm]
-            apart = sorted(steps)[len(steps) // 4] > slow_of_best
-            if apart and block_seconds(steps) > CLEARLY_SLOWER * block_seconds(fast):
-                self._slower[arm] += 1
-            ratios = [mine / of_best for mine, of_best in zip(self.seconds[arm], self.seconds[best], strict=True)]
-            rounds = len(ratios)
-            always = self._slower[arm] == rounds >= CLEAR_ROUNDS
-            mostly = sum(ratio > 1 for ratio in ratios) >= rounds - rounds // 4 and median(ratios) > CLEARLY_SLOWER
-            if always or (rounds >= MOSTLY_CLEAR_ROUNDS and mostly):
-                self.live.remove(arm)
+        """Drop arms that are slower than the best one by more than what the blocks vary: one may have met a burst.
+
+        The spread is that of the residuals of log seconds less the means of their arm and round.
+        """
+        rounds = self.rounds[self._earlier :]
+        freedom = (len(rounds) - 1) * (len(self.live) - 1)
+        if not freedom:
+            return
+        logs = np.log([[one[arm] for arm in self.live] for one in rounds])
+        typical = logs.mean(axis=0)
+        residuals = logs - typical - logs.mean(axis=1, keepdims=True) + logs.mean()
+        spread = math.sqrt(2 * float(np.square(residuals).sum()) / freedom / len(rounds))
+        bound = max(math.log(CLEARLY_SLOWER), _student_quantile(CLEAR_Z, freedom) * spread)
+        slower = typical - typical.min() > bound
+        self.live = [arm for arm, is_slower in zip(self.live, slower, strict=True) if not is_slower]
 
     def _drop_by_rule(self) -> None:
         leader = self.best
         for arm in [one for one in self.live if one != leader]:
-            effect = RULE.effect(self.seconds[leader], self.seconds[arm])
-            if RULE.verdict(effect) is None:
+            pairs = self._pairs(leader, arm)
+            if len(pairs[0]) < FIRST_LOOK or len(pairs[0]) % PAIRS_BETWEEN_LOOKS:
                 continue
-            margin = RULE.resolution * ((arm == self._kept) - (leader == self._kept))
-            if effect.share > margin:
-                self.live.remove(arm)
-            else:
-                self.live.remove(leader)
+            effect = estimate_effect(*pairs, LOOK_ERROR)
+            alike = effect.low >= -ALIKE and effect.high <= ALIKE
+            if not alike and effect.low <= 0 <= effect.high:
+                continue
+            better = self._better(leader, arm)
+            self.live.remove(arm if better == leader else leader)
+            if better != leader:
                 return
+
+    def _better(self, leader: A, arm: A) -> A:
+        """Return the faster arm; the one that is kept if it takes less than the resolution longer."""
+        if leader == arm:
+            return leader
+        share = estimate_effect(*self._pairs(leader, arm), LOOK_ERROR).share
+        return leader if share > KEEP * ((arm == self._kept) - (leader == self._kept)) else arm
 
 
 @dataclass(frozen=True)
@@ -196,6 +240,9 @@ class Tuner(Generic[A]):
         """Choices of trials, by the arms that they compared."""
         self._block: list[float] = []
         self._skip = self._waited = self._restarts = 0
+        self._rounds: list[dict[A, float]] = []
+        """Of earlier trials, since the last cause for one."""
+        self._trial_from = 0
         self._begin_at, self._pause = START_STEPS, FIRST_PAUSE_STEPS
         self._cause_from, self._least_change, self._caused = 0, CHANGE, False
         self._most = math.inf
@@ -243,7 +290,7 @@ class Tuner(Generic[A]):
     def _set_arms(self, arms: tuple[A, ...]) -> None:
         if self.trial is not None:
             self.explored_steps += self.trial.explored_steps
-        self._arms, self.trial, self.times = arms, None, ()
+        self._arms, self.trial, self.times, self._rounds = arms, None, (), []
         known = self._chosen_of.get(arms)
         self._begin_at = self.steps + (START_STEPS if known is None else self._pause)
         self._newest.clear()
@@ -294,8 +341,10 @@ class Tuner(Generic[A]):
         self._begin_at, self._pause = self.steps + self._pause, min(2 * self._pause, LONGEST_PAUSE_STEPS)
 
     def _begin(self) -> None:
-        self.trial = Trial(self._near(), self._draw)
-        self._restarts, self._tried_version = 0, self._version
+        if self._caused:
+            self._rounds = []
+        self.trial = Trial(self._near(), self._draw, self._rounds)
+        self._restarts, self._tried_version, self._trial_from = 0, self._version, self.steps
         self._begin_block()
 
     def _begin_block(self) -> None:
@@ -317,6 +366,8 @@ class Tuner(Generic[A]):
             if len(self._block) == BLOCK_STEPS or trial.much_slower(self._block):
                 trial.add(self._block)
                 self._begin_block()
+                if self.steps - self._trial_from > TRIAL_STEPS:
+                    trial.end()
         if trial.next is None:
             self._end(trial)
             return True
@@ -333,14 +384,18 @@ class Tuner(Generic[A]):
         self.trials += 1
         self.measured_at_step = self.steps
         self.explored_steps += trial.explored_steps
-        new = {arm: median(seconds) for arm, seconds in trial.seconds.items()}
+        new = trial.seconds
+        self._rounds = trial.rounds[-MAX_ROUNDS:]
         left_out = {one.arm: one.seconds for one in self.times} | new
         self.times = tuple(ArmTime(arm, left_out[arm]) for arm in self._arms)
         if before != self.chosen:
             self._least_change = CHANGE
         elif self._caused:
             self._least_change = min(LARGE_CHANGE, self._least_change * CHANGE_GROWTH)
-        self._pause_longer()
+        if trial.decided or self.trials > UNDECIDED_TRIALS:
+            self._pause_longer()
+        else:
+            self._begin_at = self.steps + UNDECIDED_PAUSE_STEPS
         self._forget(new[self.chosen])
 
     def _forget(self, usual: float | None) -> None:

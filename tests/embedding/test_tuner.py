@@ -27,7 +27,9 @@ def test_the_fastest_arm_is_found_under_noise_and_exploring_costs_little(kind: s
     assert [one.excess for one in runs] == [0.0] * len(runs)
     assert np.mean([one.regret for one in runs]) < 0.025
     assert max(one.longest_slow_row for one in runs) <= 16
-    assert sum(run(3_000, (1.03, 1.0), seed).excess > 0 for seed in range(12)) <= 2
+    close = [run(5_000, (1.03, 1.0, 1.03, 1.2), seed) for seed in range(12)]
+    assert sum(one.excess > 0 for one in close) <= 1
+    assert max(one.first_steps for one in (*runs, *close)) <= 500
 
 
 @pytest.mark.parametrize("kind", ["plain", "bursts", "noisy"])
