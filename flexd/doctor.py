@@ -123,8 +123,10 @@ def versions(config: Config) -> Iterator[Finding]:
 def disk(config: Config) -> Iterator[Finding]:
     """Check that the state directory is writable, private, and has room for the snapshots."""
     directory = config.state.dir
-    there = _nearest(directory)
-    if there == directory.absolute() and there.stat().st_mode & stat.S_IRWXO:
+    absolute = directory.absolute()
+    # Itself, or its nearest parent that exists.
+    there = next((path for path in (absolute, *absolute.parents) if path.exists()), Path("/"))
+    if there == absolute and there.stat().st_mode & stat.S_IRWXO:
         yield warning("disk", f"state.dir: {there} is open to others on this machine", f"chmod 0700 {there}")
     if not os.access(there, os.W_OK | os.X_OK):
         yield fault("disk", f"state.dir: {there} cannot be written by this user", "give a writable directory")
@@ -236,12 +238,6 @@ def reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def _nearest(directory: Path) -> Path:
-    """Return the directory, or its nearest parent that exists."""
-    absolute = directory.absolute()
-    return next((path for path in (absolute, *absolute.parents) if path.exists()), Path("/"))
-
-
 MAX_MESSAGES = 200
 SKEW_SECONDS = 60.0
 """An event further ahead of this machine's clock comes from a wrong clock."""
@@ -265,7 +261,10 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
             )
             return
         yield ok("stream", f"{name}: {_partitions(sum(1 for entry in path.iterdir() if entry.is_dir()))}")
-        payloads = _first_messages(path)
+        from flexd.stream.file_log.log import FileLogSource
+
+        with contextlib.closing(FileLogSource(path)) as log:
+            payloads = tuple(bytes(message.payload) for message in log.poll(0.2)[:MAX_MESSAGES])
     elif isinstance(source, KafkaSourceConfig):
         from flexd.stream.kafka.topic_admin import inspect_topic
 
@@ -353,13 +352,6 @@ def _age(newest: float) -> Iterator[Finding]:
         )
     else:
         yield ok("event time", f"the newest event is {units.age(max(0.0, -ahead))} old")
-
-
-def _first_messages(path: Path) -> tuple[bytes, ...]:
-    from flexd.stream.file_log.log import FileLogSource
-
-    with contextlib.closing(FileLogSource(path)) as log:
-        return tuple(bytes(message.payload) for message in log.poll(0.2)[:MAX_MESSAGES])
 
 
 def _partitions(count: int) -> str:

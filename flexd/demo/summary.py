@@ -172,10 +172,6 @@ class RunRecord:
         """The last tenth of the run."""
         return slice(self.setup.steps - max(1, self.setup.steps // 10), self.setup.steps)
 
-    def plans_applied(self) -> tuple[MigrationRecord, ...]:
-        """Return the plans of which rows have reached every rank."""
-        return tuple(plan for plan in self.plans if plan.rows_applied)
-
 
 def inter_node_bytes(record: RunRecord, steps: slice) -> dict[str, float]:
     """Return the bytes per step that the whole job sent between nodes, by kind."""
@@ -272,7 +268,7 @@ def summarise(record: RunRecord) -> DemoSummary:
             if name.startswith("touches/")
         },
         replica_budget=options.replica_budget,
-        plans=len(record.plans_applied()),
+        plans=sum(1 for plan in record.plans if plan.rows_applied),
         migrated_rows=sum(plan.rows_applied for plan in record.plans),
         last_plan=LastPlan.from_object(record.plans[-1]) if record.plans else None,
         placement_version=int(record.ranks[0]["version"][-1]),

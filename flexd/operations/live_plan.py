@@ -32,7 +32,7 @@ from flexd.planner.model.prices import Exchange, PriceCorrection
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.moves import MoveRoom, with_moves
 from flexd.planner.plan import Plan, PlanOrigin, make_plan
-from flexd.planner.solver.limits import PlanLimits, RowPin
+from flexd.planner.solver.assign import PlanLimits, RowPin
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link
 

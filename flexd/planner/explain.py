@@ -31,7 +31,7 @@ from flexd.planner.model.workload import (
     make_loads,
 )
 from flexd.planner.plan import Plan
-from flexd.planner.solver.limits import FREE, PlanLimits, slots_used
+from flexd.planner.solver.assign import FREE, PlanLimits, slots_used
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.cluster import Cluster
 
@@ -261,8 +261,7 @@ class _GroupPricing:
     @cached_property
     def paid(self) -> Float64Array:
         """float64[tier]: the copying of one row, a step of the horizon."""
-        paid: Float64Array = migration_seconds(self.load, self.plan.costs.cluster) / self.horizon_steps
-        return paid
+        return migration_seconds(self.load, self.plan.costs.cluster) / self.horizon_steps
 
     @cached_property
     def slot_seconds(self) -> float:

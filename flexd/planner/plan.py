@@ -18,7 +18,7 @@ from flexd.core.placement import Delta, Placement, RankLayout, Tier, by_slots, i
 from flexd.planner.model.cost import CostBreakdown, canonical_tiers, joint_cost, migration_seconds
 from flexd.planner.model.prices import Exchange, TrafficPhase
 from flexd.planner.model.workload import GroupLoad, TrainingShape, make_loads
-from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, slots_used
+from flexd.planner.solver.assign import FREE, GroupLimits, PlanLimits, slots_used
 from flexd.planner.solver.tiers import Optimum, choose_jointly
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import INTER, Cluster, Collective, Link
@@ -40,8 +40,7 @@ def moved_bytes(delta: Delta, keyspace: KeySpace, layout: RankLayout) -> Int64Ar
     )
     promoted = copies[without_moves(delta.new_tiers)] > copies[without_moves(delta.old_tiers)]
     times = promoted.astype(np.int64) + is_rehomed(delta.old_tiers) + is_rehomed(delta.new_tiers)
-    moved: Int64Array = times * payload[keyspace.group_of(delta.keys)]
-    return moved
+    return times * payload[keyspace.group_of(delta.keys)]
 
 
 def plan_delta(
@@ -71,8 +70,10 @@ def plan_delta(
     changes = live.delta_to(target)
     up = by_slots(changes.new_tiers) > by_slots(changes.old_tiers)
     demotions, promotions = changes.select(np.flatnonzero(~up)), changes.select(np.flatnonzero(up))
-    order = _by_gain(promotions, target, gains, keyspace, layout)
-    promotions = promotions.select(order)
+    # By gain per byte moved, equal ones by key.
+    gain = gains[np.searchsorted(target.keys, promotions.keys)]
+    density = gain / np.maximum(moved_bytes(promotions, keyspace, layout), 1)
+    promotions = promotions.select(np.lexsort((promotions.keys, -density)))
     block = max(_MIN_BLOCK_ROWS, -(-len(changes) // _MAX_BLOCKS))
     freed = _cumulative(demotions, block, keyspace, layout)
     taken = _cumulative(promotions, block, keyspace, layout)
@@ -110,15 +111,6 @@ def delta_chunks(
         start = end
 
 
-def _by_gain(
-    promotions: Delta, target: Placement, gains: Float64Array, keyspace: KeySpace, layout: RankLayout
-) -> Int64Array:
-    """Return the order of the promotions: gain per byte moved, largest first; equal ones by key."""
-    gain = gains[np.searchsorted(target.keys, promotions.keys)]
-    density = gain / np.maximum(moved_bytes(promotions, keyspace, layout), 1)
-    return np.lexsort((promotions.keys, -density)).astype(np.int64)
-
-
 def _cumulative(delta: Delta, block: int, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
     """Return int64[blocks + 1, groups, world_size]: slots used (below 0: freed) by the first i blocks."""
     changes = [np.zeros((len(keyspace.groups), layout.world_size), np.int64)]
@@ -127,11 +119,6 @@ def _cumulative(delta: Delta, block: int, keyspace: KeySpace, layout: RankLayout
         new, old = (slots_used(part.keys, tiers, keyspace, layout) for tiers in (part.new_tiers, part.old_tiers))
         changes.append(new - old)
     return np.cumsum(np.stack(changes), axis=0)
-
-
-def rows_by_tier(placement: Placement) -> dict[str, int]:
-    """Return the number of rows above HOME, by the name of their tier."""
-    return {tier.name: int(np.count_nonzero(placement.tiers == tier)) for tier in (Tier.NODE, Tier.DEVICE)}
 
 
 BASELINES = {"row_wise_dedup": Exchange.DIRECT_DEDUP, "two_hop": Exchange.CHAIN}
@@ -267,7 +254,7 @@ class Plan:
             **asdict(self.origin),
             "cluster": costs.cluster.name,
             "replica_slots": list(self.slots),
-            "rows": rows_by_tier(self.target),
+            "rows": {tier.name: int(np.count_nonzero(self.target.tiers == tier)) for tier in (Tier.NODE, Tier.DEVICE)},
             "rehomed_rows": len(self.target.rehomed),
             "moves_save_seconds": self.moves_save_seconds,
             "promotions": self.promotions,

@@ -323,8 +323,7 @@ class _StepModel:
 
     def seconds(self, option: ExchangeOption) -> Float64Array:
         """float64 [steps, phases]: of the job; latencies of a scale model are divided by the scale already."""
-        seconds: Float64Array = self.correction * self.given.scale * self.run(option).seconds[self.steps]
-        return seconds
+        return self.correction * self.given.scale * self.run(option).seconds[self.steps]
 
     def run(self, option: ExchangeOption) -> StrategyRun:
         return self.simulation.runs[option.strategy.name]

@@ -160,8 +160,7 @@ class StrategyRun:
     @property
     def exposed_seconds(self) -> Float64Array:
         """float64 [steps]: time that a step waits."""
-        exposed: Float64Array = self.seconds @ self.exposed_share
-        return exposed
+        return self.seconds @ self.exposed_share
 
     def job_bytes(self, phases: Sequence[int], link: int) -> Int64Array:
         """int64 [steps]: sent by all ranks together."""

@@ -74,10 +74,13 @@ def choose(
         if wider.log2_width > MAX_LOG2_WIDTH or wider.bytes > most or not upgrade(i, wider):
             growing.remove(i)
     sketched_rows = sum(tables[i].rows for i in ascending if chosen[i].kind == "logarithmic")
-    return tuple(
-        _with_larger_sample(choice, int(left * table.rows / sketched_rows)) if choice.kind == "logarithmic" else choice
-        for table, choice in zip(tables, chosen, strict=True)
-    )
+    for i, choice in enumerate(chosen):
+        if choice.kind == "logarithmic":
+            more = int(left * tables[i].rows / sketched_rows) // AccessSample.bytes_of(1)
+            more = min(more, _MAX_LOG_SAMPLE - choice.sampled_accesses)
+            size = choice.bytes + AccessSample.bytes_of(more)
+            chosen[i] = replace(choice, sampled_accesses=choice.sampled_accesses + more, bytes=size)
+    return tuple(chosen)
 
 
 def _smallest(table: TableSpec, max_hot_rows: int, *, logarithmic: bool) -> TableChoice:
@@ -110,9 +113,3 @@ def _logarithmic(table: TableSpec, bits: int, max_hot_rows: int) -> TableChoice:
     return TableChoice(
         table.name, "logarithmic", size, 0.0, 0.0, 0, hot_rows, sampled, bits, relative_error(bits)
     )  # fmt: skip
-
-
-def _with_larger_sample(choice: TableChoice, extra_bytes: int) -> TableChoice:
-    sampled = min(_MAX_LOG_SAMPLE, choice.sampled_accesses + extra_bytes // AccessSample.bytes_of(1))
-    more = AccessSample.bytes_of(sampled - choice.sampled_accesses)
-    return replace(choice, sampled_accesses=sampled, bytes=choice.bytes + more)

@@ -25,7 +25,7 @@ from flexd.core import tap_counts
 from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowArray, UInt32Array, places_of_runs
 from flexd.core.errors import SketchError
 from flexd.core.tap_counts import GAMMA
-from flexd.sketch.kernel_parts import finalise
+from flexd.sketch.kernel_parts import finalise, readonly
 
 MIN_BYTES = 65_536
 MAX_ROWS = 2**32
@@ -236,8 +236,8 @@ class CoAccessSample:
         else:
             base = tap_counts.entry_base(table, source_rank, bits)
         look_up = _LookUp(
-            _readonly(_NONE if sample_ids is None else sample_ids), np.uint64(base),
-            _readonly(_NONE if user_ids is None else user_ids), _readonly(lengths), _readonly(rows), table,
+            readonly(_NONE if sample_ids is None else sample_ids), np.uint64(base),
+            readonly(_NONE if user_ids is None else user_ids), readonly(lengths), readonly(rows), table,
             self._table_rows[table], event_time_seconds,
         )  # fmt: skip
         at = place = 0
@@ -326,10 +326,3 @@ def _parts(words: UInt32Array) -> tuple[Int64Array, Int64Array]:
     if end != len(words):
         raise SketchError("saved co-access sample is damaged", remedy="use an earlier snapshot")
     return places, words[places + 7].astype(np.int64)
-
-
-def _readonly(values: Any) -> Any:
-    """Return a read-only view: one compiled version serves arrays of both kinds."""
-    view = values.view()
-    view.flags.writeable = False
-    return view

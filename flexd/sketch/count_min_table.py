@@ -12,6 +12,7 @@ from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import count_min_kernels as kernels
 from flexd.sketch.decay import ForwardDecay
+from flexd.sketch.kernel_parts import readonly
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.table_sketch import TableChoice, TableSketch, are_rows
 
@@ -171,11 +172,9 @@ class CountMinTable(TableSketch):
         Returns:
             (next id to count, ids below 0, ids beyond the table).
         """
-        readonly = rows.view()
-        readonly.flags.writeable = False
         end, negative, outside, self._buffered, joined = kernels.add(
-            readonly, start, np.uint64(self.spec.rows), self.cells, self.log2_width, np.uint64(units), self.registers,
-            np.uint64(self._threshold), self._buffer, self._buffered,
+            readonly(rows), start, np.uint64(self.spec.rows), self.cells, self.log2_width, np.uint64(units),
+            self.registers, np.uint64(self._threshold), self._buffer, self._buffered,
         )  # fmt: skip
         self._joined_pairs += joined
         self.total_units += units * (end - start - negative - outside)

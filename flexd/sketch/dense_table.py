@@ -12,7 +12,7 @@ from flexd.core.arrays import Arrays, Float64Array, Int64Array, RowArray, UInt32
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
-from flexd.sketch.kernel_parts import prefetch
+from flexd.sketch.kernel_parts import prefetch, readonly
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.table_sketch import TableChoice, TableSketch, are_rows
 
@@ -183,12 +183,10 @@ class DenseTable(TableSketch):
 
     def add_units(self, rows: RowArray, units: int) -> tuple[int, int]:
         """Add ``units`` (0 to 2^31 / 4096) to each row once for every occurrence; as ``add``."""
-        readonly = rows.view()
-        readonly.flags.writeable = False
-        start, negative, outside = 0, 0, 0
+        start, negative, outside, given = 0, 0, 0, readonly(rows)
         while start < len(rows):
             start, below, beyond, self._pending_count = _add(
-                readonly, start, self._low, np.uint32(units), _BLOCK_IDS, self._pending, self._pending_count
+                given, start, self._low, np.uint32(units), _BLOCK_IDS, self._pending, self._pending_count
             )
             negative += below
             outside += beyond

@@ -13,6 +13,7 @@ from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import logarithmic_kernels as kernels
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
+from flexd.sketch.kernel_parts import readonly
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.table_sketch import TableChoice, TableSketch
 
@@ -100,14 +101,12 @@ class LogTable(TableSketch):
         """
         if units:
             self._fit_step(float(units))
-        readonly = rows.view()
-        readonly.flags.writeable = False
-        negative, outside = 0, 0
+        negative, outside, given = 0, 0, readonly(rows)
         weight = units / self.step if units else 0.0
         for start in range(0, len(rows), CHECK_IDS):
             end = min(start + CHECK_IDS, len(rows))
             below, beyond = kernels.add(
-                readonly, start, end, np.uint64(self.spec.rows), self._packed, self.level_rows, self.bits,
+                given, start, end, np.uint64(self.spec.rows), self._packed, self.level_rows, self.bits,
                 level_values(self.bits), weight, np.uint64(self._draws),
             )  # fmt: skip
             self._skip_draws(end - start)
@@ -169,18 +168,18 @@ class LogTable(TableSketch):
         kernels.collect(self._packed, self.spec.rows, self.bits, ends - room, ends, rows)
         return rows
 
-    def level_errors(self, units: float, *, equal: bool) -> Float64Array:
+    def _level_errors(self, decay: ForwardDecay) -> Float64Array:
         """Return the relative standard error of the estimate of each level, float64[2^bits].
 
         An access of u steps, at a level whose gap to the next is g, adds (g - u) u to the variance while u < g, and
         g^2 / 6 on average if it is wider. The gap is linear in the count, so this is integrated up to the level. High
         levels approach ``relative_error``.
 
-        Args:
-            units: of a typical access.
-            equal: all accesses have the same weight, so that steps as wide as one are exact.
+        Without decay all accesses have the same weight, so that steps as wide as one are exact. With it an access of a
+        steady stream weighs half of one made now on average.
         """
-        values = level_values(self.bits)
+        values, equal = level_values(self.bits), decay.half_life_seconds is None
+        units = self.access_units(decay.newest_seconds, decay) / (1 if equal else 2)
         weight = units / self.step if self.step and units > 0 else 1.0
         gaps = np.append(np.diff(values), (values[-1] - values[-2]) * BASES[self.bits])
         growth = np.maximum(gaps - weight, 0.0 if equal else gaps**2 / (6 * weight))
@@ -313,13 +312,6 @@ class LogTable(TableSketch):
             bin_rows=bin_rows,
             distinct_rows=float(self.spec.rows - histogram[0]),
         )
-
-    def _level_errors(self, decay: ForwardDecay) -> Float64Array:
-        access_units = float(self.access_units(decay.newest_seconds, decay))
-        if decay.half_life_seconds is None:
-            return self.level_errors(access_units, equal=True)
-        # An access of a steady stream weighs half of one made now on average.
-        return self.level_errors(access_units / 2, equal=False)
 
     def _count(self, rows: RowArray, time: float, decay: ForwardDecay) -> tuple[int, int]:
         return self.add_units(rows, self.access_units(time, decay))

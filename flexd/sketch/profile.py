@@ -65,8 +65,7 @@ class TableSources:
         found, at = matches(wanted, self.hot_position)
         # Assignment is enough, because (row, node) pairs do not repeat.
         counts[at, self.hot_node[found]] = self.hot_accesses[found]
-        result: Float32Array = counts[where.reshape(-1)]
-        return result
+        return counts[where.reshape(-1)]
 
 
 def read_sources(rows: Int64Array, ranks: Int32Array, hot_rows: Int64Array, layout: RankLayout) -> TableSources:

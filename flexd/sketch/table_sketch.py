@@ -18,7 +18,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.core.placement import RankLayout
 from flexd.core.tap_counts import GAMMA
 from flexd.sketch.decay import ForwardDecay
-from flexd.sketch.kernel_parts import finalise
+from flexd.sketch.kernel_parts import finalise, readonly
 from flexd.sketch.profile import TableProfile, read_sources
 
 Kind = Literal["dense", "logarithmic", "count_min"]
@@ -194,12 +194,10 @@ class AccessSample:
             self._gap -= len(rows) * chance
             return
         rank = np.int32(source_rank if 0 <= source_rank <= _MAX_RANK else -1)
-        readonly = rows.view()
-        readonly.flags.writeable = False
-        start = 0
+        start, given = 0, readonly(rows)
         while start < len(rows):
             start, self._gap, self._count = _select(
-                readonly, start, self._chance(log_weight), self._gap, self._random, table_rows, rank, log_weight,
+                given, start, self._chance(log_weight), self._gap, self._random, table_rows, rank, log_weight,
                 self._rows, self._ranks, self._keys, self._count,
             )  # fmt: skip
             if self._count == len(self._rows):
@@ -413,8 +411,7 @@ class TableSketch(ABC):
 
     def query(self, rows: Int64Array, decay: ForwardDecay) -> Float64Array:
         """Return the decayed accesses of int64[n] rows of the table as float64[n]."""
-        weight: Float64Array = self.row_units(rows).astype(np.float64) * self._unit_weight(decay)
-        return weight
+        return self.row_units(rows).astype(np.float64) * self._unit_weight(decay)
 
     def _unit_weight(self, decay: ForwardDecay) -> float:
         return 0.0 if self.exponent is None else decay.unit_weight(self.exponent)

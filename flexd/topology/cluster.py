@@ -25,20 +25,17 @@ _Share = Annotated[float, Range(0.0, 1.0), "give a share between 0 and 1"]
 _Several = Annotated[int, Range(2, _MOST), "give a number of at least 2"]
 
 
-def _bounds(kind: type) -> dict[str, tuple[Range, str]]:
-    """Return the bounds of the figures of a class, which their types state, and what to give instead."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {name: hint.__metadata__ for name, hint in hints.items() if hasattr(hint, "__metadata__")}
-
-
 def _check(value: Any, where: str) -> None:
-    """Raise TopologyError that names ``where`` and the key of a figure outside its bounds, of this or a part of it."""
-    known = _bounds(type(value))
+    """Raise TopologyError that names ``where`` and the key of a figure outside its bounds, of this or a part of it.
+
+    Types of figures state their bounds, and what to give instead.
+    """
+    hints = get_type_hints(type(value), include_extras=True)
     for name, given in vars(value).items():
         if is_dataclass(given):
             _check(given, f"{where}{name}.")
-        elif name in known:
-            bounds, remedy = known[name]
+        elif hasattr(hints[name], "__metadata__"):
+            bounds, remedy = hints[name].__metadata__
             # NaN is in none.
             if not bounds.low <= given <= bounds.high:
                 raise TopologyError(f"{where}{name}: {given!r}", remedy=remedy)

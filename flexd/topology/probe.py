@@ -105,8 +105,7 @@ class ProbeGroups:
         """Collective. Return the element-wise maximum of float64[n] over all ranks, on every rank."""
         shared = torch.tensor(values, dtype=torch.float64, device=self.device)
         self.run(lambda: dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.world))
-        result: Float64Array = shared.cpu().numpy()
-        return result
+        return shared.cpu().numpy()
 
     def from_rank0(self, value: float) -> float:
         """Collective. Return rank 0's value."""
@@ -336,15 +335,13 @@ def probe(groups: ProbeGroups, options: ProbeOptions | None = None) -> ProbeRepo
     world = None
     if has_world:
         world = measured(groups.world, Collective.ALL_TO_ALL, 1)
-        world = CollectiveTimes(world.message_bytes * _share_between_nodes(groups.layout), world.seconds)
+        layout = groups.layout
+        # Of a rank's peers that are on other nodes.
+        share = (layout.world_size - layout.local_ranks) / (layout.world_size - 1)
+        world = CollectiveTimes(world.message_bytes * share, world.seconds)
     seconds = float(groups.max_over_ranks(np.array([time.perf_counter() - started]))[0])
     conditions = _conditions(groups, options, times)
     return ProbeReport(times, started_unix_seconds, seconds, conditions, groups.layout, world)
-
-
-def _share_between_nodes(layout: RankLayout) -> float:
-    """Return the share of a rank's peers that are on other nodes."""
-    return (layout.world_size - layout.local_ranks) / (layout.world_size - 1)
 
 
 def _measure_one(

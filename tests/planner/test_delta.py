@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.planner.plan import delta_chunks, moved_bytes, plan_delta
-from flexd.planner.solver.limits import slots_used
+from flexd.planner.solver.assign import slots_used
 
 KEYSPACE = KeySpace(
     [TableSpec("a", 1500, 8), TableSpec("b", 700, 16, optimizer="rowwise_adagrad"), TableSpec("c", 800, 8)]

@@ -13,7 +13,7 @@ from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.planner.explain import TableExplanation, TierReason, explain
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.plan import Plan, make_plan
-from flexd.planner.solver.limits import PlanLimits, RowPin
+from flexd.planner.solver.assign import PlanLimits, RowPin
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.files import load_preset, scale_model
 from tests.support.planner_cases import ORIGIN

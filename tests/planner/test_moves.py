@@ -15,7 +15,7 @@ from flexd.planner.affinity.outlook import rule_nodes
 from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.moves import MoveRoom, placed_homes, rehomed_placement, with_moves
 from flexd.planner.plan import Plan
-from flexd.planner.solver.limits import slots_used
+from flexd.planner.solver.assign import slots_used
 
 KEYSPACE = KeySpace([TableSpec("a", 60, 4), TableSpec("b", 40, 8), TableSpec("c", 20, 8, sharding="table_row_wise:0")])
 ROWS = 120

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
+from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.logarithmic_table import BASES, TOP_SHARE, LogTable, level_values, packed_bytes, relative_error
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.table_sketch import SketchSettings, TableChoice
@@ -76,7 +77,8 @@ def test_the_stated_error_of_a_level_is_the_error_of_counts_as_large(bits):
     for _ in range(times):
         counter.add_units(np.arange(rows), 1)
     estimates = _estimates(counter)[:rows]
-    errors = counter.level_errors(1, equal=True)
+    counter.exponent = 0
+    errors = counter._level_errors(ForwardDecay(None, 0.0))
     stated = float(np.interp(times, counter.values, errors))
     assert estimates.std() / times == pytest.approx(stated, rel=0.15)
     assert errors[1] == 0, "one access is one step"

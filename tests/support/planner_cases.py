@@ -12,7 +12,7 @@ from flexd.planner.model.cost import CostBreakdown, joint_cost
 from flexd.planner.model.prices import Exchange
 from flexd.planner.model.workload import GroupLoad, RowLoads, TrainingShape
 from flexd.planner.plan import PlanOrigin
-from flexd.planner.solver.limits import FREE, GroupLimits
+from flexd.planner.solver.assign import FREE, GroupLimits
 from flexd.planner.solver.tiers import JointChoice, choose_jointly
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel

@@ -29,8 +29,7 @@ NodesOfSamples = Callable[[SampledWindow, Int64Array], Int64Array]
 
 def rule_nodes(keys: Int64Array, layout: RankLayout) -> Int64Array:
     """Return int64 [n]: the node of each key's home rank by the rule ``key % world_size``."""
-    nodes: Int64Array = keys % layout.world_size // layout.local_ranks
-    return nodes
+    return keys % layout.world_size // layout.local_ranks
 
 
 def crossing_rows(samples: SampleRows, to: Int64Array, home: Int64Array, weight: Float32Array) -> float:
@@ -216,7 +215,9 @@ def plan_affinity(
     forecast = AffinityForecast()
     if judged.homes is not None:
         newest = window.of_batches(window.batches - _judged_batches(window.batches), window.batches)
-        alone = _by_rule(layout)
+        # Homes that know no row: all are where their rule puts them.
+        none = np.empty(0, dtype=np.int64)
+        alone = NodeHomes(none, none, np.empty((0, layout.nodes), dtype=np.float32), 0.0)
         dealing_loader = _range(*crossings(newest, alone, layout, dealt_nodes(alone, layout)))
         forecast = AffinityForecast(
             loader=_range(judged.sent, judged.chain),
@@ -235,12 +236,6 @@ def plan_affinity(
     return AffinityPlan(
         homes, unseen, moves, forecast, users, window.batch_samples, judged.continued, judged.probability
     )
-
-
-def _by_rule(layout: RankLayout) -> NodeHomes:
-    """Return homes that know no row: all are where their rule puts them."""
-    none = np.empty(0, dtype=np.int64)
-    return NodeHomes(none, none, np.empty((0, layout.nodes), dtype=np.float32), 0.0)
 
 
 def _current(keys: Int64Array, layout: RankLayout, placed: NodeHomes | None) -> Int64Array:

@@ -39,8 +39,7 @@ def _equal_shares(sizes: Int64Array, nodes: int) -> Int64Array:
     spare = sizes % nodes
     first = (np.cumsum(spare) - spare) % nodes
     turn = (np.arange(nodes)[None, :] - first[:, None]) % nodes
-    shares: Int64Array = (sizes // nodes)[:, None] + (turn < spare[:, None])
-    return shares
+    return (sizes // nodes)[:, None] + (turn < spare[:, None])
 
 
 def deal(costs: Float32Array, groups: Int64Array, sweeps: int = _SWEEPS) -> Int64Array:

@@ -30,8 +30,7 @@ _KNOTS = 16
 def independent(accesses: Float64Array, layout: RankLayout) -> Float64Array:
     """Return the touches of rows that every rank looks up Poisson(accesses) times, independent of the other ranks."""
     ranks = np.array([1, layout.local_ranks, layout.world_size], dtype=np.float64)
-    result: Float64Array = -np.expm1(-np.outer(ranks, accesses))
-    return result
+    return -np.expm1(-np.outer(ranks, accesses))
 
 
 def bounded(touches: Float64Array, accesses: Float64Array, layout: RankLayout) -> Float64Array:
@@ -305,8 +304,7 @@ class GroupLoad:
     @cached_property
     def total(self) -> Float64Array:
         """float64[STATISTICS] summed over all rows."""
-        summed: Float64Array = self._listed_sum + self._bin_sum
-        return summed
+        return self._listed_sum + self._bin_sum
 
     @property
     def has_trained(self) -> bool:
@@ -320,8 +318,7 @@ class GroupLoad:
 
     @cached_property
     def _bin_sum(self) -> Float64Array:
-        summed: Float64Array = self.statistics_of(self.bins) @ self.bin_rows
-        return summed
+        return self.statistics_of(self.bins) @ self.bin_rows
 
     def by_tier(self, tiers: UInt8Array, unlisted: Float64Array) -> Float64Array:
         """Return float64[tier, statistic] summed over all rows.

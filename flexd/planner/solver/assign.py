@@ -18,8 +18,115 @@ import numpy as np
 
 from flexd.core.arrays import BoolArray, Float64Array, Int64Array, UInt8Array
 from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace
 from flexd.core.placement import RankLayout, Tier
-from flexd.planner.solver.limits import FREE, GroupLimits
+from flexd.core.sharding_types import ROW_WISE
+
+FREE = 255
+"""Marks a row that is not pinned: the optimiser chooses its tier."""
+
+
+@dataclass(frozen=True)
+class RowPin:
+    """Rows of one table that keep one tier.
+
+    Attributes:
+        rows: int64[n] row ids; None: the whole table.
+    """
+
+    table: str
+    tier: Tier
+    rows: Int64Array | None = None
+
+
+@dataclass(frozen=True)
+class PlanLimits:
+    """Limits that the user sets.
+
+    Attributes:
+        pins: rows whose tier is fixed, whether it pays or not. A later pin of the same row counts.
+        exclude_tables: tables that stay at HOME; a pin above HOME of such a table is an error.
+    """
+
+    pins: tuple[RowPin, ...] = ()
+    exclude_tables: frozenset[str] = frozenset()
+
+    def check(self, keyspace: KeySpace) -> None:
+        """Raise PlanError that names the fault: an unknown table, or a row outside."""
+        named = {*self.exclude_tables, *(pin.table for pin in self.pins)}
+        unknown = sorted(named - set(keyspace.index))
+        if unknown:
+            raise PlanError(f"tables that do not exist: {', '.join(unknown)}", remedy="name tables of the job")
+        for pin in self.pins:
+            if pin.table in self.exclude_tables and pin.tier != Tier.HOME:
+                raise PlanError(
+                    f"table {pin.table!r} is excluded and pinned to {pin.tier.name}", remedy="give one of the two"
+                )
+            if keyspace.tables[keyspace.index[pin.table]].sharding != ROW_WISE and pin.tier != Tier.HOME:
+                raise PlanError(
+                    f"table {pin.table!r} is not {ROW_WISE} and is pinned to {pin.tier.name}",
+                    remedy=f"plans copy rows of {ROW_WISE} tables alone",
+                )
+            rows = keyspace.tables[keyspace.index[pin.table]].rows
+            if pin.rows is not None and len(pin.rows) and not 0 <= int(pin.rows.min()) <= int(pin.rows.max()) < rows:
+                raise PlanError(
+                    f"a pinned row of table {pin.table!r} is outside it", remedy=f"rows are 0 to {rows - 1}"
+                )
+
+    def replicated_keys(self, keyspace: KeySpace) -> Int64Array:
+        """Return int64[n] keys pinned above HOME, which the loads must list."""
+        keys = [
+            keyspace.keys(
+                keyspace.index[pin.table],
+                np.arange(keyspace.tables[keyspace.index[pin.table]].rows) if pin.rows is None else pin.rows,
+            )
+            for pin in self.pins
+            if pin.tier != Tier.HOME
+        ]
+        return np.unique(np.concatenate([np.empty(0, np.int64), *keys]))
+
+    def fixed_tiers(self, keys: Int64Array, keyspace: KeySpace) -> UInt8Array:
+        """Return uint8[n]: the tier that pins and excluded tables give each of the ascending keys, else FREE."""
+        # Copies of rows that are not spread over all ranks have other costs than are priced here.
+        stay = self.exclude_tables | {table.name for table in keyspace.tables if table.sharding != ROW_WISE}
+        fixed = np.full(len(keys), FREE, np.uint8)
+        for pin in (*(RowPin(name, Tier.HOME) for name in sorted(stay)), *self.pins):
+            fixed[_of_rows(keys, keyspace, keyspace.index[pin.table], pin.rows)] = pin.tier
+        return fixed
+
+
+def _of_rows(keys: Int64Array, keyspace: KeySpace, table: int, rows: Int64Array | None) -> Int64Array:
+    """int64: positions in the ascending ``keys`` of these rows (None: all) of the table."""
+    first = int(keyspace.first_key[table])
+    start, end = np.searchsorted(keys, [first, first + keyspace.tables[table].rows])
+    of_table = np.arange(start, end)
+    return of_table if rows is None else of_table[np.isin(keys[start:end], keyspace.keys(table, rows))]
+
+
+@dataclass(frozen=True)
+class GroupLimits:
+    """Limits of one dim-group.
+
+    Attributes:
+        slots: int64[world], replica slots of each rank.
+        fixed: uint8[h], tier of each listed row that is pinned, else FREE.
+    """
+
+    slots: Int64Array
+    fixed: UInt8Array
+
+    def fits(self, keys: Int64Array, tiers: UInt8Array, layout: RankLayout) -> bool:
+        """Return whether these tiers keep to slots and pins."""
+        within = bool((layout.replica_slots_used(keys, tiers) <= self.slots).all())
+        return within and not bool(((self.fixed != FREE) & (tiers != self.fixed)).any())
+
+
+def slots_used(keys: Int64Array, tiers: UInt8Array, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
+    """Return int64[groups, world]: replica slots that rows at these tiers use."""
+    group = keyspace.group_of(keys)
+    return np.stack(
+        [layout.replica_slots_used(keys[group == g], tiers[group == g]) for g in range(len(keyspace.groups))]
+    )
 
 
 def best_within_slots(gains: Float64Array, homes: Int64Array, slots: Int64Array) -> BoolArray:
@@ -51,8 +158,7 @@ def best_within_slots(gains: Float64Array, homes: Int64Array, slots: Int64Array)
 
     def among_best(count: int) -> Int64Array:
         """int64[r]: how many of the ``count`` best rows each home has."""
-        found: Int64Array = np.searchsorted(code, ranks * rows + count) - starts
-        return found
+        return np.searchsorted(code, ranks * rows + count) - starts
 
     def choose(total: int) -> Int64Array:
         """int64[r]: rows of each home in the best choice of ``total`` rows."""
@@ -62,8 +168,7 @@ def best_within_slots(gains: Float64Array, homes: Int64Array, slots: Int64Array)
             middle = (low + high) // 2
             enough = int(np.maximum(among_best(middle), quota).sum()) >= total
             low, high = (low, middle) if enough else (middle + 1, high)
-        chosen: Int64Array = np.maximum(among_best(low), quota)
-        return chosen
+        return np.maximum(among_best(low), quota)
 
     def value(total: int) -> float:
         return float((prefix[starts + choose(total)] - prefix[starts]).sum())
@@ -97,12 +202,6 @@ _SCALE = 1e5
 """Of the largest gain: HiGHS stops within 1e-6 of the optimum."""
 _SLACK = 1e-9
 """By which a bound of HiGHS may be too tight, as a share of the gain."""
-
-
-def core_rows(limits: int) -> int:
-    """Rows that are chosen exactly with so many limits; 0: too many limits."""
-    rows = min(_MAX_CORE_ROWS, _MAX_CORE_ENTRIES // max(limits, 1))
-    return rows if rows >= _MIN_CORE_ROWS else 0
 
 
 def best_core(
@@ -217,14 +316,11 @@ class _GainingRows:
     def home(self) -> Int64Array:
         return self.layout.home_rank(self.keys)
 
-    @property
-    def few(self) -> bool:
-        return len(self.keys) <= _SMALL_PROBLEM_ROWS
-
     @cached_property
     def exact_rows(self) -> int:
-        """Number of rows that can be chosen exactly."""
-        return core_rows(self.layout.world_size)
+        """Number of rows that can be chosen exactly; 0: the ranks' slots are too many limits."""
+        rows = min(_MAX_CORE_ROWS, _MAX_CORE_ENTRIES // self.layout.world_size)
+        return rows if rows >= _MIN_CORE_ROWS else 0
 
     def gain(self, tiers: UInt8Array) -> float:
         return float(np.take_along_axis(self.decision, tiers[None, :].astype(np.int64), axis=0).sum())
@@ -245,7 +341,7 @@ class _GainingRows:
             gain = self.gain(tiers)
             if gain > most:
                 best, most = tiers, gain
-        if len(has) > 1 and self.few and bound > most:
+        if len(has) > 1 and len(self.keys) <= _SMALL_PROBLEM_ROWS and bound > most:
             best, bound = self.refine(best, bound, price)
         return best, max(bound, self.gain(best))
 
@@ -284,7 +380,7 @@ class _GainingRows:
         node_first[Tier.DEVICE] = np.inf
         yield self.fit_slots(node_first)
         yield self.fit_slots(self.slot_prices(np.full(world, price)))
-        if self.few and price > 0 and len(self.keys) > self.exact_rows:
+        if price > 0 and self.exact_rows < len(self.keys) <= _SMALL_PROBLEM_ROWS:
             for factor in _PRICE_FACTORS:
                 yield self.fit_slots(self.slot_prices(np.full(world, price * factor)))
             yield from self.uneven_prices(price)
@@ -379,7 +475,9 @@ def best_price(
     dual, used = relaxed(0.0)
     if used <= slots:
         return 0.0, dual
-    low, high = 0.0, _max_price(node, node_slots, device, device_slots)
+    # The highest possible price of a slot.
+    low, high = 0.0, max(float(node.max()) / node_slots if node_slots > 0 else 0.0, float(device.max()) / device_slots)
+    high = max(high, 0.0)
     middle = high
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -389,12 +487,6 @@ def best_price(
         if high - low <= 1e-9 * high or used == slots:
             break
     return (middle if used == slots else high), dual
-
-
-def _max_price(node: Float64Array, node_slots: float, device: Float64Array, device_slots: float) -> float:
-    """Return the highest possible price of a slot."""
-    at_node = float(node.max()) / node_slots if node_slots > 0 else 0.0
-    return max(at_node, float(device.max()) / device_slots, 0.0)
 
 
 def single_tier_bound(gains: Float64Array, rows: float) -> float:

@@ -34,8 +34,7 @@ from flexd.planner.model.cost import (
 )
 from flexd.planner.model.prices import Exchange, linear_exposure
 from flexd.planner.model.workload import GroupLoad
-from flexd.planner.solver.assign import Assignment
-from flexd.planner.solver.limits import FREE, GroupLimits
+from flexd.planner.solver.assign import FREE, Assignment, GroupLimits
 from flexd.topology.cluster import Cluster
 
 _PRICE_ROUNDS = 4

@@ -77,10 +77,6 @@ class RankLoads:
         """float64[P]: the largest load of a rank in each phase."""
         return self._by_phase(self.total[:-1].max(axis=(1, 2))[:, None])[:, 0]
 
-    def axis_targets(self) -> Float64Array:
-        """float64[K]: the largest load of each axis' phase."""
-        return np.asarray(self.maxima()[self.tables.axis_phase], dtype=np.float64)
-
     def seconds(self) -> float:
         """Seconds of a step that the busiest ranks take, phase by phase."""
         return float(self.tables.seconds_per_unit @ self.maxima())
@@ -262,7 +258,8 @@ class LocalSearch:
         best = (most, int(self.option[at]), int(self.place[at]))
         for option in self._options(at):
             self.evaluations -= 1
-            seconds = self._seconds_at(at, option, around)
+            seconds = self.loads.seconds_at(int(self.table[at]), option, around)
+            seconds[self._siblings(at)] = np.inf
             if tie is not None and self.tables.options[option].rule is ShardingKind.TABLE_ROW_WISE:
                 seconds = seconds + tie.max(axis=1)
             elif tie is not None:
@@ -271,12 +268,6 @@ class LocalSearch:
             if seconds[least] < best[0]:
                 best = (float(seconds[least]), option, least)
         return best
-
-    def _seconds_at(self, at: int, option: int, around: GroupMaxima) -> Float64Array:
-        """float64[places]: of a step with this piece."""
-        seconds = self.loads.seconds_at(int(self.table[at]), option, around)
-        seconds[self._siblings(at)] = np.inf
-        return seconds
 
     def _now(self) -> ShardAssignment:
         return ShardAssignment(self.table.copy(), self.option.copy(), self.place.copy())

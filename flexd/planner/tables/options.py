@@ -217,11 +217,9 @@ class TableWork:
     @property
     def bag_length(self) -> Float64Array:
         """float64[T]: ids of a bag in the mean; 0 for un-pooled tables."""
-        length: Float64Array = self.statistics[:, ACCESSES] / np.where(self.bags > 0, self.bags, np.inf)
-        return length
+        return self.statistics[:, ACCESSES] / np.where(self.bags > 0, self.bags, np.inf)
 
     @property
     def stored_bytes(self) -> Float64Array:
         """float64[T]: rows and optimizer state."""
-        stored: Float64Array = self.rows * (self.row_bytes + self.state_bytes)
-        return stored
+        return self.rows * (self.row_bytes + self.state_bytes)

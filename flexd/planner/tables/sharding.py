@@ -170,12 +170,6 @@ def _checked(table: ListedTable) -> ListedTable:
     return table
 
 
-def unique_names(tables: Sequence[ListedTable]) -> list[str]:
-    """Return one name for each table: its own, with the module's path before it where several have it."""
-    names = Counter(table.name for table in tables)
-    return [table.name if names[table.name] == 1 else f"{table.module}.{table.name}" for table in tables]
-
-
 _KINDS = {kind.value: kind for kind in ShardingKind} | {
     "TW": ShardingKind.TABLE_WISE, "RW": ShardingKind.ROW_WISE, "CW": ShardingKind.COLUMN_WISE,
     "TWRW": ShardingKind.TABLE_ROW_WISE, "DP": ShardingKind.DATA_PARALLEL,
@@ -214,7 +208,9 @@ def listed_work(
     Raises:
         PlanError: the profile has a table of this name with other rows.
     """
-    names = unique_names(tables)
+    # A table's own name, with the module's path before it where several have it.
+    times = Counter(table.name for table in tables)
+    names = [table.name if times[table.name] == 1 else f"{table.module}.{table.name}" for table in tables]
     known = {} if statistics.profile is None else {table.table: table for table in statistics.profile.tables}
     specs = [
         TableSpec(name, table.rows, table.dim, table.dtype or statistics.dtype, statistics.optimizer)

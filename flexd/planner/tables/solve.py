@@ -134,8 +134,10 @@ class _Solver:
                 priced.append(self.seconds(candidates[-1]))
         best = int(np.argmin(priced))
         if not np.isfinite(priced[best]):
+            memory = self.tables.mean(self.tables.memory_bytes, self.layout) * self.layout.world_size
+            least = float(np.where(self.tables.allowed, memory, np.inf).min(axis=1).sum()) / 1e9
             raise PlanError(
-                f"{count} tables of {self._least_memory() / 1e9:.1f} GB find no place within the memory of "
+                f"{count} tables of {least:.1f} GB find no place within the memory of "
                 f"{self.layout.world_size} ranks, {float(self.capacity.sum()) / 1e9:.1f} GB",
                 remedy="give more memory or more ranks, or allow tables to be spread over all ranks",
             )
@@ -171,7 +173,7 @@ class _Solver:
             if not thorough:
                 return found
             rounded.append((self.seconds(found), number, found))
-            most = RankLoads.of(tables, self.layout, self.capacity, placed).axis_targets()
+            most = RankLoads.of(tables, self.layout, self.capacity, placed).maxima()[tables.axis_phase]
             near = replace(near, target=0.5 * (near.target + np.maximum(most, relaxed.target)))
         return self._search(min(rounded)[2], tables, self.evaluations)
 
@@ -199,10 +201,6 @@ class _Solver:
 
     def _search(self, pieces: ShardAssignment, tables: TableOptions, evaluations: int) -> ShardAssignment:
         return LocalSearch(tables, self.layout, self.capacity, pieces, evaluations).run()
-
-    def _least_memory(self) -> float:
-        memory = self.tables.mean(self.tables.memory_bytes, self.layout) * self.layout.world_size
-        return float(np.where(self.tables.allowed, memory, np.inf).min(axis=1).sum())
 
 
 def _pieces_of(tables: TableOptions, chosen: Int64Array) -> ShardAssignment:

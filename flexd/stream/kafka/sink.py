@@ -109,7 +109,9 @@ class KafkaSink:
         if producer is None:
             raise StreamError(self._connector.problem or f"{self._name}: not connected", remedy="check the broker")
         with self._acknowledged:
-            if not self._acknowledged.wait_for(self._has_room, self._max_wait_seconds):
+            if not self._acknowledged.wait_for(
+                lambda: self._unacknowledged_bytes < self._max_unacknowledged_bytes, self._max_wait_seconds
+            ):
                 raise StreamError(
                     f"{self._name}: {self._unacknowledged_bytes} bytes unacknowledged", remedy="check the broker"
                 )
@@ -139,9 +141,6 @@ class KafkaSink:
 
     def close(self) -> None:
         self._connector.close(_CLOSE_SECONDS)
-
-    def _has_room(self) -> bool:
-        return self._unacknowledged_bytes < self._max_unacknowledged_bytes
 
     def _replace_dead_producer(self) -> None:
         with self._acknowledged:

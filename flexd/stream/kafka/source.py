@@ -488,8 +488,8 @@ def sampled_partitions(job: str, topic: str, partitions: Collection[int], share:
     They are the same at every start. A partition that is added to the topic takes the place of at most one other.
     """
     number = max(1, round(share * len(partitions)))
-    return frozenset(sorted(partitions, key=lambda partition: _hash(f"{job}/{topic}/{partition}"))[:number])
 
+    def drawn(partition: int) -> bytes:
+        return hashlib.blake2b(f"{job}/{topic}/{partition}".encode(), digest_size=8).digest()
 
-def _hash(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return frozenset(sorted(partitions, key=drawn)[:number])

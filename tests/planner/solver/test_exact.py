@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from flexd.core.placement import RankLayout, Tier
 from flexd.planner.solver import assign
-from flexd.planner.solver.assign import Assignment, best_core, best_price, best_within_slots, single_tier_bound
-from flexd.planner.solver.limits import FREE, GroupLimits
+from flexd.planner.solver.assign import (
+    FREE,
+    Assignment,
+    GroupLimits,
+    best_core,
+    best_price,
+    best_within_slots,
+    single_tier_bound,
+)
 
 
 @settings(max_examples=120, deadline=None)

@@ -17,7 +17,7 @@ from flexd.planner.model.cost import row_seconds, usable_tiers
 from flexd.planner.model.prices import Exchange
 from flexd.planner.model.workload import TrainingShape
 from flexd.planner.plan import Plan, make_plan
-from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, RowPin, slots_used
+from flexd.planner.solver.assign import FREE, GroupLimits, PlanLimits, RowPin, slots_used
 from flexd.topology.cluster import Exposed
 from tests.support.planner_cases import ORIGIN, choose_tiers, cluster, group_cost, load, profile
 
