@@ -1,4 +1,4 @@
-"""``docs/how-it-works.md`` lists the files that a message, a plan, a step and a command really enter."""
+"""``docs/how-it-works.md`` lists the files that a message, a plan, a step, a command and a tick really enter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.until import until
 ROWS, IDS = 5_000, 2_000
 SECONDS = 60.0
 PAGE = ROOT / "docs" / "how-it-works.md"
-LIMITS = {"message": 12, "plan": 40, "step": 28, "status": 44}
+LIMITS = {"message": 12, "plan": 40, "step": 28, "status": 11, "renewal": 35}
 """By way: the most files that it may enter."""
 
 
@@ -58,7 +58,8 @@ def starts() -> dict[str, list[Callable[..., Any]]]:
         "message": [Ingestor._read_some],
         "plan": [Executions.start, Coordinator._tick_until_stopped, RankConnection.run, RowEngine._apply_chunks],
         "step": [train_step],
-        "status": [run_command, AccessControl.__call__, RequestGuard.__call__, Daemon.handler, Daemon.status],
+        "status": [run_command, AccessControl.__call__, RequestGuard.__call__, Daemon.call],
+        "renewal": [Daemon.renew_status],
     }
 
 
@@ -128,8 +129,9 @@ def live(rank: int, directory: str) -> dict[str, list[str]]:
     files.recorded.clear()
     if rank == 0:
         # Every plan's summary is worked out by the first status that shows it.
-        run_command("status", "--url", daemon.address)
-        files.recorded.update(("message", "status"))
+        daemon.renew_status()
+        files.recorded.update(("message", "status", "renewal"))
+        daemon.renew_status()
         run_command("status", "--url", daemon.address)
         counted = daemon.components.ingestor.counter.messages
         publisher.publish("item", torch.arange(9), step=steps)
@@ -158,7 +160,9 @@ def test_the_page_lists_the_files_that_are_entered(ranks: Callable[[int], RankPo
     page = PAGE.read_text(encoding="utf-8")
     if os.environ.get("RECORD_GOLDEN"):
         for way, found in entered.items():
-            tasks = [f"`{path}`" if way in ("plan", "status") else f"`{path}`: {task_of(path)}" for path in found]
+            tasks = [
+                f"`{path}`" if way in ("plan", "status", "renewal") else f"`{path}`: {task_of(path)}" for path in found
+            ]
             listed = "".join(f"{n}. {task}\n" for n, task in enumerate(tasks, 1))
             page = re.sub(rf"(<!-- entered: {way} -->\n).*?(?=<!-- end -->)", rf"\g<1>{listed}", page, flags=re.DOTALL)
         PAGE.write_text(page, encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -78,12 +77,12 @@ class DaemonApi(Protocol):
     paused, 503 if this daemon does not have the data), ``PlanError`` if no plan can be made.
     """
 
-    def handler(self, name: str) -> Callable[..., Any]:
-        """Return the handler of a route. Raises ApiError (503) while the daemon waits for its state or its tables."""
+    def call(self, route: Operation[Answer], **given: Any) -> Answer:
+        """Carry out an operation. Raises ApiError (503) while the daemon waits for its state or its tables."""
         ...
 
     def status(self) -> DaemonStatus:
-        """Return everything on one screen. Takes no lock that ingest or a migration holds for long."""
+        """Return everything on one screen, as the daemon keeps it. Takes no lock of any part."""
         ...
 
     def health(self) -> ProbeResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -257,6 +257,8 @@ class DaemonStatus(Model):
     """Version of flexd."""
     started_unix_seconds: Annotated[float, HIDDEN] = 0.0
     """When the daemon started."""
+    age_seconds: Annotated[float, HIDDEN] = 0.0
+    """Since it was made: the daemon keeps it, and makes it anew at every tick and after every command."""
     uptime_seconds: float = 0.0
     """Since the daemon started."""
     healthy: bool = True
@@ -342,8 +344,8 @@ class ProcessStart:
         return time.monotonic() - self.monotonic_seconds
 
 
-def base_status(config: Config, started: ProcessStart, health: ProbeResult, ready: ProbeResult) -> DaemonStatus:
-    """Return what a daemon of any role knows: the job, the process and its probes."""
+def base_status(config: Config, started: ProcessStart, health: ProbeResult, not_ready: Sequence[str]) -> DaemonStatus:
+    """Return what a daemon knows without tables: the job, the process, and why it is not healthy or ready."""
     from flexd import __version__
 
     return DaemonStatus(
@@ -352,7 +354,7 @@ def base_status(config: Config, started: ProcessStart, health: ProbeResult, read
         started_unix_seconds=started.unix_seconds,
         uptime_seconds=started.uptime_seconds,
         healthy=health.ok,
-        ready=ready.ok,
-        reasons=(*health.reasons, *ready.reasons),
+        ready=not not_ready,
+        reasons=(*health.reasons, *not_ready),
         stream=StreamStatus(source=config.stream.source.kind),
     )

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from flexd.api.base import ProbeResult
+from flexd.api.routes import Answer, Operation
 from flexd.api.status import DaemonStatus, ProcessStart, ReloadReport, base_status, threads_status
 from flexd.config.checks import check_config
 from flexd.config.model import Config
@@ -47,6 +48,10 @@ LOOK_SECONDS = 1.0
 """Time between two looks at a state directory that cannot be used."""
 HEALTHY_TICK_SECONDS = 30.0
 """The daemon is unhealthy if its loop has not ticked for this long; planning a large job takes seconds."""
+STALE_SECONDS = 1.0
+"""A request makes an older status anew: the loop is at work on a plan."""
+RENEWAL_SHARE = 0.01
+"""Largest share of time spent on making the status: one that took long is kept for longer."""
 _OWN_HANDLERS = ("status", "reload", "preview_reload")
 
 
@@ -71,6 +76,7 @@ class Daemon:
         self._loop_watch = self.supervisor.watch("loop")
         self._planning_watch = self.supervisor.watch("loop", "planning")
         self._tables_watch = self.supervisor.watch("loop", "tables")
+        self._status_watch = self.supervisor.watch("loop", "status")
         # Looked at between two ticks. No ``threading.Event``: a signal handler that runs inside ``Event.wait``, which
         # holds the event's lock, would block for ever in ``Event.set``.
         self._stop_requested = self._reload_requested = False
@@ -85,7 +91,9 @@ class Daemon:
         self._seen: frozenset[tuple[str, int]] | None = None
         """The files of the state that cannot be used; None where they can."""
         self._look_at = 0.0
+        self._renewing = threading.Lock()
         self._build()
+        self.renew_status()
 
     @property
     def _config(self) -> Config:
@@ -118,6 +126,7 @@ class Daemon:
             # A taken address is found before any rank is served.
             self._server.bind()
             self._begin()
+            self.renew_status()
             self._server.start()
         except BaseException:
             self.stop(self._config.shutdown_seconds)
@@ -159,10 +168,12 @@ class Daemon:
             if time.monotonic() >= self._look_at:
                 self._look_at = time.monotonic() + LOOK_SECONDS
                 self._loop_watch.attempt(self._look)
-            return
-        self._loop_watch.attempt(self._work)
-        if self._components is not None and self._components.operator.paused is None:
-            self._planning_watch.attempt(self._components.auto.tick)
+        else:
+            self._loop_watch.attempt(self._work)
+            if self._components is not None and self._components.operator.paused is None:
+                self._planning_watch.attempt(self._components.auto.tick)
+        if time.monotonic() >= self._renew_at:
+            self._status_watch.attempt(self.renew_status)
 
     def _work(self) -> None:
         proposed = None
@@ -182,7 +193,8 @@ class Daemon:
         The API stops last, so that the shutdown can be observed.
         """
         self._stop_requested = True
-        for watch in (self._loop_watch, self._planning_watch, self._tables_watch):
+        self._status_watch.attempt(self.renew_status)
+        for watch in (self._loop_watch, self._planning_watch, self._tables_watch, self._status_watch):
             watch.rest()
         budget = ShutdownBudget(seconds)
         self._stop_learning()
@@ -333,16 +345,36 @@ class Daemon:
         else:
             logger.info("config reload requested by %s: %s", requested_by or "anonymous", reason)
 
-    def handler(self, name: str) -> Callable[..., Any]:
-        """Implement ``DaemonApi.handler``."""
-        handler: Callable[..., Any] = attrgetter(name)(self if name in _OWN_HANDLERS else self.components)
-        return handler
+    def call(self, route: Operation[Answer], **given: Any) -> Answer:
+        """Implement ``DaemonApi.call``: statuses read afterwards show what a POST has changed."""
+        try:
+            handler = attrgetter(route.handler)(self if route.handler in _OWN_HANDLERS else self.components)
+            answer: Answer = handler(**given)
+            return answer
+        finally:
+            if route.method == "POST":
+                self.renew_status()
 
     def status(self) -> DaemonStatus:
-        base = base_status(self._config, self._started, self.health(), self.ready())
-        base = base.model_copy(update={"config": self._file.status(), "threads": threads_status(self.supervisor)})
-        components = self._components
-        return base if components is None else components.status(base)
+        """Return the status that is kept, with its age."""
+        kept, now = self._kept, time.monotonic()
+        if now - kept[0] > STALE_SECONDS and now >= self._renew_at:
+            self.renew_status()
+            kept = self._kept
+        return kept[1].model_copy(update={"age_seconds": max(0.0, now - kept[0])})
+
+    def renew_status(self) -> None:
+        """Make the status anew that requests read. What was done before the call is in it."""
+        with self._renewing:
+            began, components = time.monotonic(), self._components
+            reasons = [self._reason()] if components is None else components.not_ready()
+            reasons += self.supervisor.reasons()
+            if self._stop_requested:
+                reasons.append("shutting down")
+            base = base_status(self._config, self._started, self.health(), reasons)
+            base = base.model_copy(update={"config": self._file.status(), "threads": threads_status(self.supervisor)})
+            self._kept = began, base if components is None else components.status(base)
+            self._renew_at = time.monotonic() + (time.monotonic() - began) / RENEWAL_SHARE
 
     def health(self) -> ProbeResult:
         components, reasons = self._components, []
@@ -354,12 +386,8 @@ class Daemon:
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))
 
     def ready(self) -> ProbeResult:
-        components = self._components
-        reasons = [self._reason()] if components is None else components.not_ready()
-        reasons += self.supervisor.reasons()
-        if self._stop_requested:
-            reasons.append("shutting down")
-        return ProbeResult(ok=not reasons, reasons=tuple(reasons))
+        status = self.status()
+        return ProbeResult(ok=status.ready, reasons=() if status.ready else status.reasons)
 
     def _reason(self) -> str:
         """Return why there are no parts."""

@@ -64,7 +64,7 @@ class Metrics(Collector):
         """Yield the metric families of the daemon's status, its ranks and its API; keep nothing between scrapes."""
         yield from self._api.status().metrics()
         try:
-            ranks = self._api.handler(RANKS.handler)(offset=0, limit=MAX_LABEL_VALUES)
+            ranks = self._api.call(RANKS, offset=0, limit=MAX_LABEL_VALUES)
         except ApiError:  # A daemon that waits for its state or its tables has no ranks.
             ranks = RankPage()
         yield from ranks.metrics()
@@ -150,8 +150,7 @@ def _endpoint(route: Operation[Any], api: DaemonApi, slow: SlowCalls) -> Callabl
         if "requested_by" in given:
             given["requested_by"] = requester(given["requested_by"])
         with slow.one() if route.slow else nullcontext():
-            # Looked up at every request, because a daemon with other tables may replace another.
-            result = api.handler(route.handler)(**given)
+            result = api.call(route, **given)
         going_on = route.waits and result.outcome in ("accepted", "timed_out")
         return json_response(result, 202 if going_on else 200)
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import yaml
 
+from flexd.api import routes
 from flexd.config.load import load_config
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.daemon.config_file import ConfigFile
@@ -51,7 +52,7 @@ def test_a_preview_lists_the_keys_of_a_reload_and_applies_none(job: DaemonOnFile
     assert job.daemon.components.inspect.config().config == config
     answer = httpx.post(f"{job.daemon.address}/v1/config/reload/preview", headers=COMMAND_HEADERS)
     assert (answer.status_code, answer.json()["applied"]) == (200, ["planner.min_samples"])
-    taken = job.daemon.reload()
+    taken = job.daemon.call(routes.RELOAD)
     assert (taken.dry_run, taken.changes) == (False, preview.changes)
     assert [each.key for each in job.daemon.preview_reload().changes] == ["control.chunk_rows"]
 
@@ -64,7 +65,7 @@ def test_hot_keys_are_applied_at_once(job: DaemonOnFile) -> None:
         state={**job.settings["state"], "snapshot_interval_seconds": 0.2, "keep_snapshots": 9},
     )
     written = job.daemon.status().snapshot.written
-    report = job.daemon.reload()
+    report = job.daemon.call(routes.RELOAD)
     assert set(report.applied) == {
         "planner.interval_seconds", "planner.min_samples", "planner.drift_threshold",
         "control.throttle.bytes_per_second", "log.level", "state.snapshot_interval_seconds", "state.keep_snapshots",
@@ -85,11 +86,11 @@ def test_hot_keys_are_applied_at_once(job: DaemonOnFile) -> None:
     until(lambda: job.daemon.status().snapshot.written >= written + 4, 30)
 
     job.write()
-    back = job.daemon.reload()
+    back = job.daemon.call(routes.RELOAD)
     assert set(back.applied) == set(report.applied)
     assert back.pending == ()
     assert job.daemon.status().config.pending == ()
-    assert job.daemon.reload().applied == ()
+    assert job.daemon.call(routes.RELOAD).applied == ()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_a_bad_file_is_rejected_and_the_old_one_kept(job: DaemonOnFile, change: 
     level = logging.getLogger().level
     job.write(**change)
     with pytest.raises(FlexdError, match=expected):
-        job.daemon.reload()
+        job.daemon.call(routes.RELOAD)
     assert job.daemon.components.inspect.config().config == before
     assert logging.getLogger().level == level
     status = job.daemon.status().config
@@ -116,9 +117,9 @@ def test_a_bad_file_is_rejected_and_the_old_one_kept(job: DaemonOnFile, change: 
     assert expected in answer.json()["error"]["message"]
     job.path.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
-        job.daemon.reload()
+        job.daemon.call(routes.RELOAD)
     job.write()
-    job.daemon.reload()
+    job.daemon.call(routes.RELOAD)
     assert job.daemon.status().config.problem is None
     assert job.daemon.status().config.reloads["rejected"] == 3
 

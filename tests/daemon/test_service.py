@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flexd.api import routes
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, ControlError, FlexdError, PlanError
 from flexd.daemon import Daemon
+from flexd.daemon import daemon as daemon_module
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
@@ -46,8 +48,8 @@ def test_commands_without_ranks(start: Start, make_config: Make) -> None:
     with pytest.raises(PlanError, match="no plan without ranks"):
         daemon.components.planning.explain("item", 2_999, 10)
 
-    assert daemon.components.operator.pause("one").changed is True
-    assert daemon.components.operator.pause("two").changed is False
+    assert daemon.call(routes.PAUSE, reason="one").changed is True
+    assert daemon.call(routes.PAUSE, reason="two").changed is False
     assert daemon.status().pause_reason == "two"
     with pytest.raises(ApiError, match="paused: two") as refused:
         daemon.components.planning.replan("r", 0.0)
@@ -60,6 +62,30 @@ def test_commands_without_ranks(start: Start, make_config: Make) -> None:
     assert daemon.components.operator.resume().changed is False
     with pytest.raises(PlanError):
         daemon.components.planning.replan("r", 0.0)
+
+
+def test_requests_read_the_kept_status_that_ticks_and_commands_renew(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request touches a part for it, unless the loop has not ticked for long."""
+    monkeypatch.setattr(daemon_module, "RENEWAL_SHARE", 1e9)
+    daemon = Daemon(make_config())
+    kept = daemon.status()
+    daemon.components.operator.pause("behind its back")
+    assert (daemon.status().paused, daemon.ready().reasons) == (False, kept.reasons)
+    assert daemon.status().age_seconds > kept.age_seconds
+    daemon.tick()
+    assert daemon.status().pause_reason == "behind its back"
+    daemon.call(routes.RESUME, reason="r")
+    assert not daemon.status().paused
+    with pytest.raises(FlexdError, match="not started from a file"):
+        daemon.call(routes.RELOAD)
+    assert "not started from a file" in (daemon.status().config.problem or "")
+    daemon.components.operator.pause("a long plan")
+    assert not daemon.status().paused
+    monkeypatch.setattr(daemon_module, "STALE_SECONDS", 0.0)
+    assert daemon.status().pause_reason == "a long plan"
+    assert daemon.stop(20.0)
 
 
 def test_a_stopping_daemon_is_not_ready_and_refuses_a_replan(start: Start, make_config: Make) -> None:

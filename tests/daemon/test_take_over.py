@@ -33,6 +33,7 @@ class Job(DaemonOnFile):
         state = {"dir": str(directory / "state"), "on_unusable": "wait"}
         super().__init__(directory, tables=[], stream={"source": {"kind": "tap"}}, state=state)
         self.patch = patch
+        patch.setattr(daemon_module, "RENEWAL_SHARE", 1e9)  # every tick
         self.daemon.start()
 
     def propose(self) -> Any:

@@ -50,6 +50,7 @@ def test_a_fault_in_every_thread_is_counted_shown_and_survived(
     daemon, shown, address = running.daemon, set[str](), running.daemon.address
 
     def all_have_failed() -> bool:
+        daemon.renew_status()  # some problems are shorter than a tick
         shown.update(reason.split(":")[0].removeprefix("thread ") for reason in daemon.ready().reasons)
         counted = daemon.supervisor.faults()
         return all(counted.get(name.split(" ")[0], 0) >= 3 for name in POINTS_OF_THREADS)

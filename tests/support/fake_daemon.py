@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ from flexd.api.migration import AbortPreview, AbortResult, MigrationList, Replan
 from flexd.api.plan import PlanReport, ReplicationReport, ShareRangeReport, UserNodePage
 from flexd.api.planning import ProposalList, ProposalReport
 from flexd.api.rank import RankPage, RankReport
+from flexd.api.routes import Operation
 from flexd.api.status import ConfigReport, DaemonStatus, KeyChange, PauseState, ReloadReport
 from flexd.api.stream import StreamStatus
 from flexd.api.table import HotRow, HotRowPage, TableOrder, TablePage, TableReport
@@ -93,10 +93,9 @@ class FakeDaemon:
     shown: DaemonStatus = STATUS
     kept_throttle: ThrottleStatus = THROTTLE
 
-    def handler(self, name: str) -> Callable[..., Any]:
-        """Return its own method: the parts of a daemon are one here."""
-        found: Callable[..., Any] = getattr(self, name.rpartition(".")[2])
-        return found
+    def call(self, route: Operation[Any], **given: Any) -> Any:
+        """Call its own method: the parts of a daemon are one here."""
+        return getattr(self, route.handler.rpartition(".")[2])(**given)
 
     def _enter(self, *call: object) -> None:
         self.calls.append(call)
