@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flexd.embedding.connect import connect
     from flexd.embedding.dense_adam import DenseAdam
     from flexd.embedding.embedding import Embedding, embed_all
-    from flexd.embedding.jagged import Jagged
+    from flexd.embedding.features import Jagged
     from flexd.embedding.joined_optimizer import JoinedOptimizer
     from flexd.embedding.prefetch.loop import prefetch
     from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowWiseAdagrad, RowWiseAdam
@@ -37,7 +37,7 @@ _HOMES = {
     "EmbeddingBagTable": "flexd.embedding.bag_collection",
     "EmbeddingCollection": "flexd.embedding.collection",
     "EmbeddingTable": "flexd.embedding.collection",
-    "Jagged": "flexd.embedding.jagged",
+    "Jagged": "flexd.embedding.features",
     "JoinedOptimizer": "flexd.embedding.joined_optimizer",
     "Publisher": "flexd.stream.publisher",
     "RankLayout": "flexd.core.placement",
@@ -82,6 +82,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "affinity":
         return import_module("flexd.affinity")
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'flexd' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flexd' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOMES[name]), name)  # asked once
+    return found

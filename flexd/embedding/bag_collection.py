@@ -25,7 +25,7 @@ from flexd.core.sharding_types import DATA_PARALLEL, OWNER, REQUESTER
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, JaggedLike
 from flexd.embedding.exchange.bag_exchange import joined_offsets
 from flexd.embedding.exchange.route import FeatureKeys
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.embedding.step import RoutedInput
 
 POOLINGS = ("sum", "mean")

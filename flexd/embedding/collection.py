@@ -19,8 +19,8 @@ from flexd.core.placement import RankLayout
 from flexd.core.sharding_types import OWNER, REQUESTER, ROW_WISE, PooledTables
 from flexd.embedding.devices import allocated_device
 from flexd.embedding.engine import RowEngine
+from flexd.embedding.exchange.calls import PhaseMeter, in_phase
 from flexd.embedding.exchange.collectives import Traffic
-from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.process_groups import (
     ChainGroups,
     Setting,
@@ -30,12 +30,10 @@ from flexd.embedding.exchange.process_groups import (
     seed_of_tables,
 )
 from flexd.embedding.exchange.route import FeatureKeys, Route
-from flexd.embedding.features import FeatureMap
-from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
-from flexd.embedding.jagged import Jagged, as_jagged
+from flexd.embedding.features import FeatureMap, Jagged, as_jagged
 from flexd.embedding.optimizer_handle import FusedOptimizer, TableRate
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
-from flexd.embedding.step import ForwardPass, LookupFunction, RoutedInput
+from flexd.embedding.step import AnchorParameter, ForwardPass, LookupFunction, RoutedInput, clip_grad_norm_
 from flexd.embedding.store.initial_values import initial_rows
 from flexd.embedding.store.store import TORCH_DTYPES
 from flexd.embedding.table_access import TableAccess

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.embedding.jagged import RefusedInput
+from flexd.embedding.features import RefusedInput
 from flexd.embedding.optimizer_handle import FusedOptimizer
 from flexd.embedding.store.store import TORCH_DTYPES
 

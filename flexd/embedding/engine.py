@@ -19,19 +19,17 @@ from flexd.core.keyspace import KeySpace, homes_of
 from flexd.core.placement import Delta
 from flexd.core.sharding_types import NO_POOLED, PooledTables
 from flexd.embedding.exchange.arms import AgreedArm, bag_hops, row_hops
+from flexd.embedding.exchange.calls import StepGuard, in_phase
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.hop import SETTINGS_BITS, Agreement, CallSignature, Hop
-from flexd.embedding.exchange.phase_meter import in_phase
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.exchange.router import Router
-from flexd.embedding.exchange.step_guard import StepGuard
-from flexd.embedding.gradients import StepGradients
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowUpdate
-from flexd.embedding.step import ForwardPass, StepHooks, StepMoments
+from flexd.embedding.step import ForwardPass, StepGradients, StepHooks, StepMoments
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.store import make_stores
 
@@ -210,7 +208,8 @@ class RowEngine:
             self.stale_replicas = False
         if self.summed is not None and self.summed.overflowed:
             self.summed = None  # their step was skipped, on every rank
-        self.migrator.complete()  # no fetch followed the last chunk: the pass was given up
+        if self.migrator.carrier is not None:  # no fetch followed the last chunk: the pass was given up
+            self.migrator.complete()
         if not self.passes and self.summed is None and not self.hooks.holds_route:
             self._change_exchange()
             self._apply_chunks()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.gradients import clip_grad_norm_
 from flexd.embedding.optimizer_handle import FusedOptimizer
+from flexd.embedding.step import clip_grad_norm_
 
 
 class JoinedOptimizer(torch.optim.Optimizer):

@@ -10,8 +10,8 @@ import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.engine import RowEngine
-from flexd.embedding.gradients import StepGradients
 from flexd.embedding.row_optimizers import RowOptimizer, RowUpdate
+from flexd.embedding.step import StepGradients
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from flexd.core.placement import RankLayout
 from flexd.core.sharding_types import DATA_PARALLEL, ROW_WISE
 from flexd.embedding import devices
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import GroupUpdate, RowWiseAdagrad
 from flexd.topology.cluster import StepCosts
 

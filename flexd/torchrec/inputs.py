@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 
 
 def as_keyed_jagged(given: Any, features: Sequence[str], rank: int) -> KeyedJaggedTensor:

@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.bag_collection import EmbeddingBagCollection
 from flexd.embedding.collection import EmbeddingTable
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.embedding.step import RoutedInput
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
 from flexd.torchrec.inputs import (

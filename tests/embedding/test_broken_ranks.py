@@ -19,7 +19,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.placement import Delta, RankLayout, Tier
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.embedding.prefetch.loop import prefetch
 from tests.support.rank_pool import RankPool
 

@@ -7,8 +7,7 @@ import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.embedding.features import FeatureMap
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import FeatureMap, Jagged
 
 CPU = torch.device("cpu")
 

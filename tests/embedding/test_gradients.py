@@ -12,10 +12,10 @@ import torch
 import flexd
 from flexd.core.placement import Delta, RankLayout
 from flexd.core.usage_warnings import UsageWarningLog
-from flexd.embedding import gradients
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD
+from flexd.embedding.step import RowGate
 from tests.support.plain_tables import ids
 from tests.support.rank_pool import RankPool
 
@@ -62,8 +62,8 @@ def test_clipping_rows_by_torch_is_warned_of_once(
     foreach: bool | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = UsageWarningLog()
-    monkeypatch.setattr(gradients, "USAGE_WARNINGS", log)
-    monkeypatch.setattr(gradients.RowGate, "warned", False)
+    monkeypatch.setattr("flexd.embedding.step.USAGE_WARNINGS", log)
+    monkeypatch.setattr(RowGate, "warned", False)
     collection, dense = make(), torch.nn.Parameter(torch.zeros(3))
     optimizer = flexd.JoinedOptimizer(torch.optim.SGD([dense], 0.1), collection.optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)

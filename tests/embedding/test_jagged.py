@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import flexd
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.jagged import Jagged, as_jagged
+from flexd.embedding.features import Jagged, as_jagged
 
 
 def test_jagged_checks_its_lengths_and_has_offsets() -> None:

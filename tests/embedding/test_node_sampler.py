@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.placement import RankLayout
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.embedding.node_sampler import BatchPrices, BatchRows, deal_batch
 from tests.support.rank_pool import RankPool
 

@@ -19,7 +19,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout
 from flexd.core.usage_warnings import USAGE_WARNINGS
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.operations.training_monitor import TrainingMonitor
 from tests.cli.test_show_commands import text_of
 from tests.support.collection_jobs import tables

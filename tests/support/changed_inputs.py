@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 
 Features = dict[str, Jagged]
 ROWS = {"history": 61, "target": 61, "shop": 17}

@@ -9,7 +9,7 @@ from flexd.embedding.checkpoint.given_rows import fingerprint
 from flexd.embedding.checkpoint.sharded_state import CPU, saved_tables
 from flexd.embedding.checkpoint.table_rows import gather_table
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD, Adam, RowOptimizer, RowWiseAdagrad
 from tests.support.collection_jobs import ROWS, some, train_step
 

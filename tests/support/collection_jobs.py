@@ -7,7 +7,7 @@ import torch
 
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 
 ROWS = {"item": 61, "odd": 23, "tiny": 3}
 """``tiny`` has fewer rows than a world of four ranks."""

@@ -15,7 +15,7 @@ from flexd.core.sharding_types import ROW_WISE, ShardingType
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.dense_adam import DenseAdam
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
 
 

@@ -9,7 +9,7 @@ import torch
 
 from flexd.core.placement import Delta, RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD
 
 ROWS = 40

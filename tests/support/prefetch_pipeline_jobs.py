@@ -16,7 +16,7 @@ import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.arms import ARMS, AgreedArm, Arm
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.embedding.prefetch.pipeline import PrefetchPipeline
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import StepMoments

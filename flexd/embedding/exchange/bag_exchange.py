@@ -23,13 +23,12 @@ from torch.nn import functional
 
 from flexd.control.protocol.report import StepPhase
 from flexd.embedding import devices
+from flexd.embedding.exchange.calls import in_phase
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import Column, add_columns, whole_columns
-from flexd.embedding.exchange.hop import Agreement, Counts, Hop, host_numbers
-from flexd.embedding.exchange.phase_meter import in_phase
+from flexd.embedding.exchange.hop import Agreement, Counts, Hop, host_numbers, with_parts_transposed
 from flexd.embedding.exchange.route import BagIds, BagLeg, BagRoute, FeatureKeys, Route, StationRows, counts_of_group
 from flexd.embedding.exchange.router import Router
-from flexd.embedding.exchange.unit_message import with_parts_transposed
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.store.store import GroupStore
 

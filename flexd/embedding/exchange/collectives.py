@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from flexd.core.errors import CollectiveError, TopologyError
 from flexd.core.placement import RankLayout
+from flexd.embedding.exchange.calls import PhaseMeter
 from flexd.embedding.exchange.fault_notice import FIRST_LOOK, FaultNotices
-from flexd.embedding.exchange.phase_meter import PhaseMeter
 
 # torch 2.13 renamed it and warns of the old name.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

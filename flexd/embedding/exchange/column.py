@@ -1,7 +1,7 @@
 """Rows of several kinds in one message to each peer: packed before a collective and unpacked after it.
 
 One kernel gathers the rows of a column, and one more joins the parts of all columns and peers, before the collective
-and after it. On an accelerator a message of many parts is made in units instead (``UnitColumns``).
+and after it. On an accelerator a message of many parts is made in units instead (``unit_message.UnitColumns``).
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import TrafficKind
-from flexd.embedding.exchange.unit_message import Geometry, UnitMessage
+
+MAX_JOINED_PARTS = 128
+"""Parts that ``torch.cat`` joins with one kernel on a GPU; with fewer an index does not pay."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,39 @@ class ReceivedRows:
         """Return [n, width] rows of all peers, in their order."""
         return joined_columns([self])[0].to(dtype)
 
+    @property
+    def rows_ahead(self) -> torch.Tensor | None:
+        """[ahead, width] rows to be filled before the column is joined; None: they are given to ``joined_columns``."""
+        return None
+
+    @staticmethod
+    def join(arrived: Sequence[ReceivedRows], *, own_last: bool, ahead: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As ``joined_columns``, of the columns of one message."""
+        joined: dict[int, torch.Tensor] = {}
+        together: dict[torch.dtype, list[int]] = {}
+        for number, rows in enumerate(arrived):
+            mine = rows.by_peer[rows.me]
+            if mine.dtype != rows.wire:
+                joined[number] = torch.cat([*ahead[number : number + 1], *rows.as_rows(own_last=own_last)])
+            elif not ahead and mine.shape[0] == sum(rows.counts):
+                joined[number] = mine
+            else:
+                together.setdefault(rows.wire, []).append(number)
+        for wire, numbers in together.items():
+            parts: list[torch.Tensor] = []
+            sizes = []
+            for number in numbers:
+                rows, before = arrived[number], ahead[number : number + 1]
+                parts += [*map(bytes_of, before), *rows.as_bytes(own_last=own_last)]
+                sizes.append((sum(len(some) for some in before) + sum(rows.counts)) * rows.width)
+            for number, part in zip(numbers, torch.cat(parts).view(wire).split_with_sizes(sizes), strict=True):
+                joined[number] = part.view(-1, arrived[number].width)
+        return [joined[number] for number in range(len(arrived))]
+
     def as_bytes(self, *, own_last: bool) -> list[torch.Tensor]:
         """Return the bytes of each peer, in their order. This rank's own rows have the dtype of the wire."""
         before, after = self.by_peer[: self.me], self.by_peer[self.me + 1 :]
-        own = _as_bytes(self.by_peer[self.me])
+        own = bytes_of(self.by_peer[self.me])
         return [*before, *after, own] if own_last else [*before, own, *after]
 
     def as_rows(self, *, own_last: bool) -> list[torch.Tensor]:
@@ -102,48 +131,6 @@ class ReceivedRows:
             for some in (self.by_peer[: self.me], self.by_peer[self.me + 1 :])
         )
         return [before, after, mine] if own_last else [before, mine, after]
-
-
-@dataclass(frozen=True)
-class UnitRows(ReceivedRows):
-    """Received rows of a column of a ``UnitMessage``. ``by_peer`` has those of this rank itself alone, if they did not
-    travel, at its place.
-
-    Attributes:
-        message, bytes: what has arrived.
-        column: which column.
-        aside: this rank's own rows are not in the message: they do not have the dtype of the wire.
-    """
-
-    message: UnitMessage
-    bytes: torch.Tensor
-    column: int
-    source: Column
-
-    @property
-    def width(self) -> int:
-        return self.source.source.shape[1]
-
-    @property
-    def rows_ahead(self) -> torch.Tensor:
-        """[ahead, width] rows to be filled before the column is joined."""
-        return self.message.rows_ahead(self.bytes, self.column).view(self.wire).view(-1, self.width)
-
-
-def _joined_units(arrived: Sequence[UnitRows], *, own_last: bool) -> list[torch.Tensor]:
-    """As ``joined_columns``, after the rows ahead."""
-    parts = arrived[0].message.read_columns(arrived[0].bytes, [rows.column for rows in arrived])
-    joined = []
-    for rows, part in zip(arrived, parts, strict=True):
-        together = part.view(rows.wire).view(-1, rows.width)
-        mine = rows.counts[rows.me]
-        if mine and own_last != rows.source.added:
-            raise AssertionError("rows are joined in another order than their column says")
-        if mine and rows.source.source.dtype != rows.wire:
-            before = rows.source.ahead + (len(together) if own_last else sum(rows.counts[: rows.me]))
-            together = torch.cat([together[:before], rows.by_peer[0], together[before:]])
-        joined.append(together)
-    return joined
 
 
 def whole_columns(arrived: Sequence[ReceivedRows], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
@@ -191,35 +178,13 @@ def joined_columns(
 
     Args:
         own_last: this rank's rows after those of all other peers.
-        ahead: of each column rows that are put before them, in the dtype of the wire; of ``UnitRows`` they are in
-            their ``rows_ahead`` instead.
+        ahead: of each column rows that are put before them, in the dtype of the wire; not of columns
+            that have ``rows_ahead``.
     """
-    of_units = [rows for rows in arrived if isinstance(rows, UnitRows)]
-    if of_units:
-        return _joined_units(of_units, own_last=own_last)
-    joined: dict[int, torch.Tensor] = {}
-    together: dict[torch.dtype, list[int]] = {}
-    for number, rows in enumerate(arrived):
-        mine = rows.by_peer[rows.me]
-        if mine.dtype != rows.wire:
-            joined[number] = torch.cat([*ahead[number : number + 1], *rows.as_rows(own_last=own_last)])
-        elif not ahead and mine.shape[0] == sum(rows.counts):
-            joined[number] = mine
-        else:
-            together.setdefault(rows.wire, []).append(number)
-    for wire, numbers in together.items():
-        parts: list[torch.Tensor] = []
-        sizes = []
-        for number in numbers:
-            rows, before = arrived[number], ahead[number : number + 1]
-            parts += [*map(_as_bytes, before), *rows.as_bytes(own_last=own_last)]
-            sizes.append((sum(len(some) for some in before) + sum(rows.counts)) * rows.width)
-        for number, part in zip(numbers, torch.cat(parts).view(wire).split_with_sizes(sizes), strict=True):
-            joined[number] = part.view(-1, arrived[number].width)
-    return [joined[number] for number in range(len(arrived))]
+    return arrived[0].join(arrived, own_last=own_last, ahead=ahead) if arrived else []
 
 
-def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+def bytes_of(rows: torch.Tensor) -> torch.Tensor:
     """View contiguous [n, width] rows as uint8 [bytes]."""
     return rows.view(-1).view(torch.uint8)
 
@@ -232,7 +197,7 @@ def pack(columns: Sequence[Column], me: int) -> tuple[torch.Tensor, list[torch.T
         rows, first = column.rows(0, sum(column.sent)), sum(column.sent[:me])
         own.append(rows[first : first + column.sent[me]])
         width = column.row_bytes
-        flat = _as_bytes(rows.to(column.wire).contiguous())
+        flat = bytes_of(rows.to(column.wire).contiguous())
         parts.append(flat.split_with_sizes([count * width for count in column.sent]))
     of_peers = list(zip(*parts, strict=True))
     pieces = [part for of_peer in (*of_peers[:me], *of_peers[me + 1 :]) for part in of_peer]
@@ -257,77 +222,3 @@ def unpack(
     return [
         ReceivedRows(parts, me, column.received, column.wire) for parts, column in zip(by_column, columns, strict=True)
     ]
-
-
-class UnitColumns:
-    """Columns of a message that is packed and taken apart in units; see ``unit_message``.
-
-    Args:
-        me: this rank's place among the peers.
-        numbers: of the device.
-    """
-
-    def __init__(self, columns: Sequence[Column], me: int, numbers: devices.Numbers) -> None:
-        self._columns = list(columns)
-        self._me = me
-        sent, received = (
-            np.array(of_columns, dtype=np.int64)
-            for of_columns in ([c.sent for c in columns], [c.received for c in columns])
-        )
-        aside = [column.source.dtype != column.wire for column in columns]
-        sent[aside, me] = received[aside, me] = 0
-        geometry = Geometry(
-            [column.row_bytes for column in columns], sent, received,
-            np.array([column.ahead for column in columns]), [column.added for column in columns], me,
-        )  # fmt: skip
-        self.sent, self.received = geometry.sent_bytes, geometry.received_bytes
-        self._message = UnitMessage(geometry, numbers)
-
-    @property
-    def room(self) -> int:
-        """Bytes that ``unpack`` needs behind the received message."""
-        return self._message.room
-
-    def pack(self) -> torch.Tensor:
-        """Return the uint8 message."""
-        columns, message = self._columns, self._message
-        self._own = [self._aside(column) for column in columns]
-        parts: list[torch.Tensor] = []
-        for of_class in message.classes:
-            if all(columns[c].index is not None and self._own[c] is None for c in of_class):
-                flat = torch.empty(message.flat_bytes(of_class), dtype=torch.uint8, device=columns[0].source.device)
-                for c, out in zip(of_class, flat.split_with_sizes(message.sizes_of(of_class)), strict=True):
-                    columns[c].write(0, sum(columns[c].sent), out.view(columns[c].wire).view(-1, columns[c].width))
-                parts.append(flat)
-                continue
-            rows = [part.to(columns[c].wire).contiguous() for c in of_class for part in self._sent_rows(c)]
-            parts.append(_as_bytes(rows[0]) if len(rows) == 1 else torch.cat([_as_bytes(part) for part in rows]))
-        return message.pack(parts)
-
-    def _sent_rows(self, c: int) -> list[torch.Tensor]:
-        """Return the rows of a column that travel, one peer after another."""
-        column, own = self._columns[c], self._own[c]
-        if own is None:
-            return [column.rows(0, sum(column.sent))]
-        first = sum(column.sent[: self._me])
-        return [column.rows(0, first), column.rows(first + len(own), sum(column.sent))]
-
-    def _aside(self, column: Column) -> torch.Tensor | None:
-        """Return the rows that this rank keeps because they do not have the dtype of the wire; None without any."""
-        if column.source.dtype == column.wire or not column.sent[self._me]:
-            return None
-        first = sum(column.sent[: self._me])
-        return column.rows(first, first + column.sent[self._me])
-
-    def unpack(self, whole: torch.Tensor) -> list[ReceivedRows]:
-        """Return the rows of each column.
-
-        Args:
-            whole: uint8, the received message and ``room`` bytes.
-        """
-        return [
-            UnitRows(
-                [] if own is None else [own], self._me, column.received, column.wire, self._message, whole, c, column
-            )
-            for c, (column, own) in enumerate(zip(self._columns, self._own, strict=True))
-        ]

@@ -12,13 +12,7 @@ import torch
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers, TrafficKind
-from flexd.embedding.exchange.column import Column, ReceivedRows, UnitColumns, pack, unpack
-from flexd.embedding.exchange.unit_message import (
-    MAX_JOINED_PARTS,
-    places_of_units,
-    transposition,
-    with_parts_transposed,
-)
+from flexd.embedding.exchange.column import MAX_JOINED_PARTS, Column, ReceivedRows, pack, unpack
 
 Counts = npt.NDArray[np.int64]
 """int64 [peers, groups] numbers of rows."""
@@ -260,9 +254,11 @@ class Hop:
         if words is not None:
             out, back = (np.column_stack(both) for both in ((out, words.sent), (back, words.received)))
             ids = torch.cat([ids, words.words])
-        tables = [transposition(out.T), transposition(back)]
-        known = iter(places_of_units([t for t in tables if t is not None], self._numbers_on(ids.device)))
-        to_send, to_keep = (None if table is None else next(known) for table in tables)
+        to_send = to_keep = None
+        if max(out.size, back.size) > MAX_JOINED_PARTS:
+            from flexd.embedding.exchange.unit_message import transpositions
+
+            to_send, to_keep = transpositions([out.T, back], self._numbers_on(ids.device))
         arrived = self.peers.all_to_all(
             with_parts_transposed(ids, out.T, to_send),
             out.sum(axis=1).tolist(),
@@ -289,6 +285,8 @@ class Hop:
     def _exchange_units(self, columns: Sequence[Column]) -> list[ReceivedRows]:
         """As ``exchange``, with a constant number of kernels and of the host's steps. Rows of this rank for itself
         take part in the collective, where they are copied, unless the wire would round them."""
+        from flexd.embedding.exchange.unit_message import UnitColumns
+
         packed = UnitColumns(columns, self.peers.index, self._numbers_on(columns[0].source.device))
         synced, migrated = self._of_kinds(columns)
         arrived = self.peers.all_to_all(
@@ -325,3 +323,17 @@ class Hop:
 def host_numbers(numbers: torch.Tensor) -> npt.NDArray[np.int64]:
     """Read int64 [n] numbers of a device. Waits for it."""
     return np.array(numbers.tolist(), dtype=np.int64)
+
+
+def with_parts_transposed(flat: torch.Tensor, sizes: Counts, places: torch.Tensor | None = None) -> torch.Tensor:
+    """Transpose the order of the parts of a flat tensor: those of ``sizes`` [a, b], a by a, become b by b.
+
+    Args:
+        places: those of ``unit_message.transpositions``; None: the parts are joined one by one.
+    """
+    if places is not None:
+        return flat.index_select(0, places)
+    if min(sizes.shape) == 1:
+        return flat
+    parts = flat.split_with_sizes(sizes.ravel().tolist())
+    return torch.cat([part for b in range(sizes.shape[1]) for part in parts[b :: sizes.shape[1]]])

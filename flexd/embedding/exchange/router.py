@@ -16,29 +16,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
+from flexd.embedding.exchange.calls import in_phase
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import (
     Column,
     ReceivedRows,
-    UnitRows,
     add_columns,
     joined_columns,
     whole_columns,
 )
 from flexd.embedding.exchange.hop import Agreement, Hop, host_numbers
-from flexd.embedding.exchange.phase_meter import in_phase
-from flexd.embedding.exchange.route import COUNT_SHIFT, FeatureKeys, Route, StationRows, counts_of_group
-from flexd.embedding.exchange.station_lookup import StationLookup
-from flexd.embedding.replicas.replica_sums import ReplicaSums
+from flexd.embedding.exchange.route import COUNT_SHIFT, FeatureKeys, Route, StationLookup, StationRows, counts_of_group
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
+
+if TYPE_CHECKING:
+    from flexd.embedding.replicas.replica_sync import ReplicaSums
 
 _KEY_MASK = (1 << COUNT_SHIFT) - 1
 
@@ -237,14 +237,13 @@ class Router:
                 found.append((source, slots if index is None else slots.index_select(0, index)))
                 continue
             received = arrived[group] if arrived is not None and rows.held < rows.rows else None
-            if isinstance(received, UnitRows):
-                ahead = received.rows_ahead
-                if source.dtype == wire:
-                    torch.index_select(source, 0, slots, out=ahead)
-                else:
-                    ahead.copy_(source.index_select(0, slots))
-            else:
+            ahead = None if received is None else received.rows_ahead
+            if ahead is None:
                 ahead = source.index_select(0, slots).to(wire)
+            elif source.dtype == wire:
+                torch.index_select(source, 0, slots, out=ahead)
+            else:
+                ahead.copy_(source.index_select(0, slots))
             found.append((ahead, index))
             if received is not None:
                 joined.append(group)

@@ -17,15 +17,12 @@ from itertools import pairwise
 from math import gcd, lcm
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from flexd.core.arrays import Int64Array
 from flexd.embedding import devices
+from flexd.embedding.exchange.column import MAX_JOINED_PARTS, Column, ReceivedRows, bytes_of
 
-Int64Array = npt.NDArray[np.int64]
-
-MAX_JOINED_PARTS = 128
-"""Parts that ``torch.cat`` joins with one kernel on a GPU; with fewer an index does not pay."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CLASS_BYTES = 16
 _TAIL_BYTES = 16
@@ -69,26 +66,21 @@ def places_of_units(tables: Sequence[PartTable], numbers: devices.Numbers) -> li
     )
 
 
-def transposition(sizes: Int64Array) -> PartTable | None:
-    """Return the parts of a flat tensor in the order of ``with_parts_transposed``; None if it needs no table."""
-    if min(sizes.shape) == 1 or sizes.size <= MAX_JOINED_PARTS:
-        return None
-    starts = (np.cumsum(sizes) - sizes.ravel()).reshape(sizes.shape)
-    return PartTable(starts.T.ravel(), sizes.T.ravel())
-
-
-def with_parts_transposed(flat: torch.Tensor, sizes: Int64Array, places: torch.Tensor | None = None) -> torch.Tensor:
-    """Transpose the order of the parts of a flat tensor: those of ``sizes`` [a, b], a by a, become b by b.
+def transpositions(all_sizes: Sequence[Int64Array], numbers: devices.Numbers) -> list[torch.Tensor | None]:
+    """Return of each int64 [a, b] sizes of the parts of a flat tensor the place of each of its numbers once the parts
+    are transposed; None where joining the parts one by one is as fast.
 
     Args:
-        places: those of ``transposition``; None: the parts are joined one by one.
+        numbers: of the device.
     """
-    if places is not None:
-        return flat.index_select(0, places)
-    if min(sizes.shape) == 1:
-        return flat
-    parts = flat.split_with_sizes(sizes.ravel().tolist())
-    return torch.cat([part for b in range(sizes.shape[1]) for part in parts[b :: sizes.shape[1]]])
+    tables = [
+        None
+        if min(sizes.shape) == 1 or sizes.size <= MAX_JOINED_PARTS
+        else PartTable((np.cumsum(sizes) - sizes.ravel()).reshape(sizes.shape).T.ravel(), sizes.T.ravel())
+        for sizes in all_sizes
+    ]
+    known = iter(places_of_units([table for table in tables if table is not None], numbers))
+    return [None if table is None else next(known) for table in tables]
 
 
 @dataclass(frozen=True)
@@ -273,3 +265,121 @@ def _offsets_in_message(widths: Sequence[int], rows: Int64Array) -> tuple[Int64A
     ends = np.cumsum(sizes)
     starts: Int64Array = (ends - sizes.ravel()).reshape(sizes.shape).T
     return starts, int(ends[-1])
+
+
+@dataclass(frozen=True)
+class UnitRows(ReceivedRows):
+    """Received rows of a column of a ``UnitMessage``. ``by_peer`` has those of this rank itself alone, if they did not
+    travel, at its place.
+
+    Attributes:
+        message, bytes: what has arrived.
+        column: which column.
+        aside: this rank's own rows are not in the message: they do not have the dtype of the wire.
+    """
+
+    message: UnitMessage
+    bytes: torch.Tensor
+    column: int
+    source: Column
+
+    @property
+    def width(self) -> int:
+        return self.source.source.shape[1]
+
+    @property
+    def rows_ahead(self) -> torch.Tensor:
+        """[ahead, width] rows to be filled before the column is joined."""
+        return self.message.rows_ahead(self.bytes, self.column).view(self.wire).view(-1, self.width)
+
+    @staticmethod
+    def join(arrived: Sequence[ReceivedRows], *, own_last: bool, ahead: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As ``joined_columns``, after the rows ahead, which are in the message."""
+        del ahead
+        units = [rows for rows in arrived if isinstance(rows, UnitRows)]
+        parts = units[0].message.read_columns(units[0].bytes, [rows.column for rows in units])
+        joined = []
+        for rows, part in zip(units, parts, strict=True):
+            together = part.view(rows.wire).view(-1, rows.width)
+            mine = rows.counts[rows.me]
+            if mine and own_last != rows.source.added:
+                raise AssertionError("rows are joined in another order than their column says")
+            if mine and rows.source.source.dtype != rows.wire:
+                before = rows.source.ahead + (len(together) if own_last else sum(rows.counts[: rows.me]))
+                together = torch.cat([together[:before], rows.by_peer[0], together[before:]])
+            joined.append(together)
+        return joined
+
+
+class UnitColumns:
+    """Columns of a message that is packed and taken apart in units.
+
+    Args:
+        me: this rank's place among the peers.
+        numbers: of the device.
+    """
+
+    def __init__(self, columns: Sequence[Column], me: int, numbers: devices.Numbers) -> None:
+        self._columns = list(columns)
+        self._me = me
+        sent, received = (
+            np.array(of_columns, dtype=np.int64)
+            for of_columns in ([c.sent for c in columns], [c.received for c in columns])
+        )
+        aside = [column.source.dtype != column.wire for column in columns]
+        sent[aside, me] = received[aside, me] = 0
+        geometry = Geometry(
+            [column.row_bytes for column in columns], sent, received,
+            np.array([column.ahead for column in columns]), [column.added for column in columns], me,
+        )  # fmt: skip
+        self.sent, self.received = geometry.sent_bytes, geometry.received_bytes
+        self._message = UnitMessage(geometry, numbers)
+
+    @property
+    def room(self) -> int:
+        """Bytes that ``unpack`` needs behind the received message."""
+        return self._message.room
+
+    def pack(self) -> torch.Tensor:
+        """Return the uint8 message."""
+        columns, message = self._columns, self._message
+        self._own = [self._aside(column) for column in columns]
+        parts: list[torch.Tensor] = []
+        for of_class in message.classes:
+            if all(columns[c].index is not None and self._own[c] is None for c in of_class):
+                flat = torch.empty(message.flat_bytes(of_class), dtype=torch.uint8, device=columns[0].source.device)
+                for c, out in zip(of_class, flat.split_with_sizes(message.sizes_of(of_class)), strict=True):
+                    columns[c].write(0, sum(columns[c].sent), out.view(columns[c].wire).view(-1, columns[c].width))
+                parts.append(flat)
+                continue
+            rows = [part.to(columns[c].wire).contiguous() for c in of_class for part in self._sent_rows(c)]
+            parts.append(bytes_of(rows[0]) if len(rows) == 1 else torch.cat([bytes_of(part) for part in rows]))
+        return message.pack(parts)
+
+    def _sent_rows(self, c: int) -> list[torch.Tensor]:
+        """Return the rows of a column that travel, one peer after another."""
+        column, own = self._columns[c], self._own[c]
+        if own is None:
+            return [column.rows(0, sum(column.sent))]
+        first = sum(column.sent[: self._me])
+        return [column.rows(0, first), column.rows(first + len(own), sum(column.sent))]
+
+    def _aside(self, column: Column) -> torch.Tensor | None:
+        """Return the rows that this rank keeps because they do not have the dtype of the wire; None without any."""
+        if column.source.dtype == column.wire or not column.sent[self._me]:
+            return None
+        first = sum(column.sent[: self._me])
+        return column.rows(first, first + column.sent[self._me])
+
+    def unpack(self, whole: torch.Tensor) -> list[ReceivedRows]:
+        """Return the rows of each column.
+
+        Args:
+            whole: uint8, the received message and ``room`` bytes.
+        """
+        return [
+            UnitRows(
+                [] if own is None else [own], self._me, column.received, column.wire, self._message, whole, c, column
+            )
+            for c, (column, own) in enumerate(zip(self._columns, self._own, strict=True))
+        ]

@@ -14,7 +14,7 @@ from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.route import FeatureKeys
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 
 Flag = bool | torch.Tensor
 """A bool of the host, or a bool [] on the device."""

@@ -53,8 +53,8 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding import devices
 from flexd.embedding.engine import RowEngine
+from flexd.embedding.exchange.calls import PhaseMeter
 from flexd.embedding.exchange.collectives import Peers, Traffic
-from flexd.embedding.exchange.phase_meter import PhaseMeter
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, ChangeNotice, LoaderEnd, may_be_input
 from flexd.embedding.prefetch.pipeline_job import DeferredGradients, PrefetchPipelineJob, PrefetchPipelineResult

@@ -24,7 +24,7 @@ from flexd.core.tap_counts import (
     value_count,
 )
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.embedding.tap.counters import PassSample, TableCounter, check_memory, max_values, thinned
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flexd.control.protocol.report import PhaseReport, StepPhase
-from flexd.embedding.exchange import phase_meter
-from flexd.embedding.exchange.phase_meter import PhaseMeter
+from flexd.embedding.exchange import calls
+from flexd.embedding.exchange.calls import PhaseMeter
 
 
 class _Clock:
@@ -20,7 +20,7 @@ class _Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     clock = _Clock()
-    monkeypatch.setattr(phase_meter.time, "perf_counter", clock)
+    monkeypatch.setattr(calls.time, "perf_counter", clock)
     return clock
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import flexd
 from flexd.core.placement import RankLayout
-from flexd.embedding.exchange.step_guard import ProcessEnd
+from flexd.embedding.exchange.calls import ProcessEnd
 from tests.support.forked import Forked
 
 SECONDS = 180.0

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.embedding import devices
-from flexd.embedding.exchange.station_lookup import MAX_TABLE_ROWS, Dedup
+from flexd.embedding.exchange.route import MAX_TABLE_ROWS, Dedup
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.embedding import devices
-from flexd.embedding.exchange.column import Column, UnitColumns, UnitRows, joined_columns
+from flexd.embedding.exchange.column import Column, joined_columns
+from flexd.embedding.exchange.unit_message import UnitColumns, UnitRows
 
 CPU = torch.device("cpu")
 KINDS = [

@@ -19,7 +19,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout, Tier
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.exchange.collectives import Peers
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import RowWiseAdagrad
 from flexd.embedding.store.store import GroupStore
 from tests.support.collection_jobs import offer

@@ -11,7 +11,7 @@ import torch
 
 from flexd.embedding import devices
 from flexd.embedding.exchange.route import FeatureKeys
-from flexd.embedding.jagged import Jagged, as_jagged
+from flexd.embedding.features import Jagged, as_jagged
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, InputValues
 from tools.bench.sections.dispatch import Counting
 

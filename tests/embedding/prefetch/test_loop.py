@@ -12,7 +12,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.exchange.arms import Arm
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from tests.support.prefetch_pipeline_jobs import threads
 from tests.support.rank_pool import RankPool
 

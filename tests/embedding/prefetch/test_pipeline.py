@@ -18,7 +18,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.exchange.arms import Arm
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from tests.support import changed_inputs, prefetch_pipeline_jobs
 from tests.support.exactness import (
     Scenario,

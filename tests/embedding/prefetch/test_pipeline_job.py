@@ -11,7 +11,7 @@ import torch
 import flexd
 from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from tests.support.rank_pool import RankPool
 
 

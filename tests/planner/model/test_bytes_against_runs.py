@@ -11,7 +11,7 @@ import torch
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import Delta, Placement, RankLayout, Tier
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.planner.model.cost import CostBreakdown
 from flexd.planner.model.prices import Exchange
 from flexd.planner.model.workload import make_loads

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import flexd
 from flexd.affinity import NodeSampler
 from flexd.core.placement import Placement, RankLayout
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.planner.affinity.outlook import rule_nodes
 from flexd.planner.affinity.partition import learn_homes
 from flexd.planner.affinity.window import RowCosts, SampleRows

@@ -21,7 +21,7 @@ import flexd
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import RowWiseAdagrad
 from flexd.planner.plan import PlanOrigin, make_plan
 from tools.bench import workloads as data
