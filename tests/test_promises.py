@@ -6,8 +6,8 @@ import ast
 import re
 
 from flexd.control.daemon.channel_events import ChannelOptions
-from flexd.control.protocol.frames import MAX_FRAME_BYTES
 from flexd.control.protocol.handshake import MAX_CLIENT_BYTES
+from flexd.control.protocol.wire import MAX_FRAME_BYTES
 from flexd.server import access, app, http, protocol
 from flexd.stream.kafka.bounded_fetcher import BatchLimits
 from tests.support.repository import ROOT

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from flexd.control.daemon.migration import MigrationState
-from flexd.control.protocol.frames import HEAD, MAX_BODY_BYTES
 from flexd.control.protocol.handshake import MAGIC, NONCE_BYTES, OWN, PROOF_BYTES, Versions, encode_hello
+from flexd.control.protocol.wire import HEAD, MAX_BODY_BYTES
 from flexd.core.placement import RankLayout
 from tests.support.channel import RawPeer, raw_connection
 from tests.support.ranks_in_threads import SECRET, Ranks, migrate, same_content, target

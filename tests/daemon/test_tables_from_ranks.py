@@ -12,7 +12,7 @@ import pytest
 
 from flexd.config.model import Config
 from flexd.control.daemon.membership import ProposedTables
-from flexd.control.protocol.report import RankIdentity
+from flexd.control.protocol.messages import RankIdentity
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout

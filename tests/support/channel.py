@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.daemon.channel_events import ChannelOptions, Closed, Event, Received
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.protocol.frames import FrameKey, SealedPayload
 from flexd.control.protocol.handshake import OWN, Session, client_steps
 from flexd.control.protocol.network import ChannelCredentials
+from flexd.control.protocol.wire import FrameKey, SealedPayload
 from tests.support.until import until
 
 SECRET = b"0123456789abcdef0123456789abcdef"

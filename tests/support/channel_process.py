@@ -15,7 +15,7 @@ import tracemalloc
 
 from flexd.control.daemon.channel_events import ChannelOptions, Opened, Received
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.protocol.frames import MAX_BODY_BYTES
+from flexd.control.protocol.wire import MAX_BODY_BYTES
 from tests.support.channel import CREDENTIALS
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from flexd.control.protocol.report import StepReport
-from flexd.control.protocol.wire_json import FieldType, wire_fields
+from flexd.control.protocol.wire import FieldType, wire_fields
 from flexd.core.bounds import Longest, Range
 
 

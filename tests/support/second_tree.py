@@ -79,7 +79,7 @@ def write_second_tree(directory: Path) -> Path:
     })  # fmt: skip
     messages = directory / _MESSAGES
     _add_field(messages, _messages(messages), f"{ADDED}: tuple[int, ...] = (1, 2)")
-    _append(directory / "flexd/control/protocol/wire_json.py", _WITHOUT_REMOVED)
+    _append(directory / "flexd/control/protocol/wire.py", _WITHOUT_REMOVED)
     _append(directory / "flexd/control/agent/channel_client.py", _CLIENT_GREETS)
     _append(directory / "flexd/control/daemon/channel_server.py", _SERVER_GREETS)
     _add_field(directory / "flexd/control/protocol/report.py", ["StepReport"], f"{ADDED}: int = 5")

@@ -17,16 +17,16 @@ from typing import Any
 
 import flexd.api
 from flexd.api.base import CommandRequest
-from flexd.control.protocol import frames, handshake, messages
+from flexd.control.protocol import handshake, messages, wire
 from flexd.control.protocol import report as parts
-from flexd.control.protocol.wire_json import wire_fields
+from flexd.control.protocol.wire import wire_fields
 from flexd.core import tap_counts
 from flexd.core.model import Model, build_models
 
 FOLDER = Path(__file__).parents[1] / "control" / "protocol" / "wire"
 OPTIONAL = " (optional)"
 _PARTS = (
-    messages.Fence, parts.RankIdentity, parts.TrainerSettings, parts.PlacementState, parts.StepReport, parts.SentBytes,
+    messages.Fence, messages.RankIdentity, parts.TrainerSettings, parts.PlacementState, parts.StepReport, parts.SentBytes,
     parts.BatchReport, parts.UsedExchange, parts.ArmReport, parts.PhasesReport, parts.PhaseReport,
 )  # fmt: skip
 
@@ -43,7 +43,7 @@ def schema() -> Schema:
         "version": handshake.VERSION,
         "fixed": {
             "handshake": [handshake.MAGIC.decode("latin-1"), handshake._HEAD.format, handshake._FIELDS.format],
-            "frame": [frames.HEAD.format, frames.TAG_BYTES, {kind.name: kind.value for kind in frames.FrameKind}],
+            "frame": [wire.HEAD.format, wire.TAG_BYTES, {kind.name: kind.value for kind in wire.FrameKind}],
         },
         "formats": {
             "tap counts": {"writes": tap_counts.FORMAT, "reads": [tap_counts.OLDEST_FORMAT, tap_counts.NEWEST_FORMAT]}

@@ -14,6 +14,7 @@ import time
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.agent.rank_connection import AgentContext, PlacementLists, RankConnection
 from flexd.control.agent.tap_outbox import TapOutbox
+from flexd.control.protocol.messages import RankIdentity
 from flexd.control.protocol.network import (
     CHANNEL_ERRORS,
     ChannelCredentials,
@@ -22,7 +23,7 @@ from flexd.control.protocol.network import (
     parse_address,
     reconnect_backoff,
 )
-from flexd.control.protocol.report import RankIdentity, StepReport
+from flexd.control.protocol.report import StepReport
 from flexd.core.errors import AuthenticationError, StaleMessageError, TopologyError
 from flexd.core.keyspace import TableSpec
 from flexd.core.secrets import Secret

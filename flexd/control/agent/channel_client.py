@@ -8,7 +8,9 @@ import socket
 import ssl
 import time
 
-from flexd.control.protocol.frames import (
+from flexd.control.protocol.handshake import OWN, Session, Steps, client_steps
+from flexd.control.protocol.network import ChannelCredentials, TlsContext
+from flexd.control.protocol.wire import (
     READ_BYTES,
     Body,
     Frame,
@@ -18,8 +20,6 @@ from flexd.control.protocol.frames import (
     FrameReader,
     SealedPayload,
 )
-from flexd.control.protocol.handshake import OWN, Session, Steps, client_steps
-from flexd.control.protocol.network import ChannelCredentials, TlsContext
 from flexd.core.errors import AuthenticationError, ControlError
 from flexd.core.secrets import accepted_keys
 

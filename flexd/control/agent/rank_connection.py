@@ -26,7 +26,6 @@ import numpy.typing as npt
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.inbox import ChunkInbox, cannot_prepare
 from flexd.control.agent.tap_outbox import TapOutbox, TapSender
-from flexd.control.protocol.frames import Frame
 from flexd.control.protocol.messages import (
     Bytes,
     ChunkHeader,
@@ -44,6 +43,7 @@ from flexd.control.protocol.messages import (
     Listing,
     ListRequest,
     Progress,
+    RankIdentity,
     RowsAssembly,
     RowsPiece,
     Settled,
@@ -55,8 +55,9 @@ from flexd.control.protocol.messages import (
     rows_body,
 )
 from flexd.control.protocol.network import CHANNEL_ERRORS, ChannelCredentials, named_error, new_token
-from flexd.control.protocol.report import PendingReports, PlacementState, RankIdentity
+from flexd.control.protocol.report import PlacementState, StepReport, merge_reports
 from flexd.control.protocol.table_list import tables_body
+from flexd.control.protocol.wire import Frame, clamp
 from flexd.core.errors import (
     ChunkRefusedError,
     ControlError,
@@ -77,6 +78,36 @@ _HEARD_SHARE = 0.5
 
 
 PlacementLists = Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]]
+
+
+class PendingReports:
+    """Steps not reported yet, merged into one report. ``add``, from the training thread, waits for a swap at most."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: StepReport | None = None
+
+    @property
+    def waiting(self) -> bool:
+        return self._pending is not None
+
+    def add(self, report: StepReport) -> bool:
+        """Add a report; True if none was waiting. What it has outside its bounds is clamped: a sum would keep it."""
+        report = clamp(report)
+        with self._lock:
+            first = self._pending is None
+            self._pending = merge_reports(self._pending, report)
+            return first
+
+    def drain(self) -> StepReport | None:
+        with self._lock:
+            pending, self._pending = self._pending, None
+        return None if pending is None else clamp(pending)
+
+    def restore(self, report: StepReport) -> None:
+        """Restore a report that could not be sent; it is older than any added meanwhile."""
+        with self._lock:
+            self._pending = report if self._pending is None else merge_reports(report, self._pending)
 
 
 @dataclass

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from flexd.control.protocol.frames import MAX_FRAME_BYTES, READ_BYTES, Body
 from flexd.control.protocol.handshake import MAX_CLIENT_BYTES
+from flexd.control.protocol.wire import MAX_FRAME_BYTES, READ_BYTES, Body
 
 PEER_SHARE_BYTES = 2**14
 """Unread bytes that each peer may have whatever the others do, so that nobody's flood stops another one's messages."""

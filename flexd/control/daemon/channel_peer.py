@@ -8,7 +8,8 @@ import time
 from collections import deque
 
 from flexd.control.daemon.channel_events import EVENT_BYTES, Received, UnreadEvents
-from flexd.control.protocol.frames import (
+from flexd.control.protocol.handshake import HandshakeRefusedError, Session, Steps
+from flexd.control.protocol.wire import (
     READ_BYTES,
     Body,
     FrameKey,
@@ -16,7 +17,6 @@ from flexd.control.protocol.frames import (
     FrameReader,
     SealedPayload,
 )
-from flexd.control.protocol.handshake import HandshakeRefusedError, Session, Steps
 
 _BUFFERS = 48
 """Buffers of one system call: 16 frames of three."""

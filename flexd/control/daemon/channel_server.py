@@ -25,9 +25,9 @@ from flexd.control.daemon.channel_events import (
     UnreadEvents,
 )
 from flexd.control.daemon.channel_peer import ChannelPeer, OutputTotal, PeerClosedError, UnprovenConnection
-from flexd.control.protocol.frames import Body, FrameError, FrameKind, SealedPayload
 from flexd.control.protocol.handshake import OWN, HandshakeRefusedError, HandshakeStatus, Session, server_steps
 from flexd.control.protocol.network import ChannelCredentials, TlsContext, listen
+from flexd.control.protocol.wire import Body, FrameError, FrameKind, SealedPayload
 from flexd.core.errors import AuthenticationError
 from flexd.core.secrets import accepted_keys
 from flexd.core.supervision import Supervisor, fault_point

@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.protocol.report import PlacementState, RankIdentity, StepReport
-from flexd.control.protocol.wire_json import FieldError, build, parsed, to_json
+from flexd.control.protocol.report import PlacementState, StepReport, TrainerSettings
+from flexd.control.protocol.wire import FieldError, build, parsed, to_json
 from flexd.core.errors import ControlError, UnknownMessageError
 from flexd.core.placement import Delta
 
@@ -63,6 +63,33 @@ class DaemonNotice(ControlMessage):
     job: str
     instance: str
     table_digest: str
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """The identity of one training process, fixed for its life.
+
+    Attributes:
+        job: name, equal on daemon and ranks.
+        attempt: the job attempt (unique per launch, equal on all its ranks).
+        rank, nodes, local_ranks: see ``RankLayout``.
+        replica_slots: replica slots of this rank for each dim-group of the key space.
+        table_digest: ``KeySpace.digest`` of the trainer's tables.
+        trainer: how its collections were constructed; None: the daemon goes by its configuration.
+    """
+
+    job: str
+    attempt: str
+    rank: int
+    nodes: int
+    local_ranks: int
+    replica_slots: tuple[int, ...]
+    table_digest: str
+    trainer: TrainerSettings | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.local_ranks
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,16 @@
-"""The identity of a rank, and the reports of its training steps.
+"""The settings of a trainer, and the reports of its training steps.
 
 Every field of a report states its bounds. A rank brings what it measured inside of them (``PendingReports``); a daemon
-refuses a report that is not (``wire_json.build``), since one value that is not finite would stay in its averages.
+refuses a report that is not (``wire.build``), since one value that is not finite would stay in its averages.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from flexd.control.protocol.wire_json import clamp
 from flexd.core.bounds import Count, Longest, Name, Range, Seconds
 from flexd.core.keyspace import TableSpec
 from flexd.core.usage_warnings import UsageWarningReport
@@ -82,33 +80,6 @@ def _bits(text: str, table_count: int) -> int:
     if len(text) > table_count // 4 + 1:
         raise ValueError("too long")
     return int(text, 16) if text else 0
-
-
-@dataclass(frozen=True)
-class RankIdentity:
-    """The identity of one training process, fixed for its life.
-
-    Attributes:
-        job: name, equal on daemon and ranks.
-        attempt: the job attempt (unique per launch, equal on all its ranks).
-        rank, nodes, local_ranks: see ``RankLayout``.
-        replica_slots: replica slots of this rank for each dim-group of the key space.
-        table_digest: ``KeySpace.digest`` of the trainer's tables.
-        trainer: how its collections were constructed; None: the daemon goes by its configuration.
-    """
-
-    job: str
-    attempt: str
-    rank: int
-    nodes: int
-    local_ranks: int
-    replica_slots: tuple[int, ...]
-    table_digest: str
-    trainer: TrainerSettings | None = None
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.local_ranks
 
 
 class ExchangeReason(StrEnum):
@@ -379,33 +350,3 @@ def _joined(key: str, older: Sequence[Part], newer: Sequence[Part]) -> tuple[Par
         of = getattr(report, key)
         found[of] = _sum(found[of], report, **{key: of}) if of in found else report
     return tuple(found.values())
-
-
-class PendingReports:
-    """Steps not reported yet, merged into one report. ``add``, from the training thread, waits for a swap at most."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pending: StepReport | None = None
-
-    @property
-    def waiting(self) -> bool:
-        return self._pending is not None
-
-    def add(self, report: StepReport) -> bool:
-        """Add a report; True if none was waiting. What it has outside its bounds is clamped: a sum would keep it."""
-        report = clamp(report)
-        with self._lock:
-            first = self._pending is None
-            self._pending = merge_reports(self._pending, report)
-            return first
-
-    def drain(self) -> StepReport | None:
-        with self._lock:
-            pending, self._pending = self._pending, None
-        return None if pending is None else clamp(pending)
-
-    def restore(self, report: StepReport) -> None:
-        """Restore a report that could not be sent; it is older than any added meanwhile."""
-        with self._lock:
-            self._pending = report if self._pending is None else merge_reports(report, self._pending)

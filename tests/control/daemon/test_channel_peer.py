@@ -12,14 +12,14 @@ import pytest
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.daemon.channel_events import EVENT_BYTES, ChannelOptions, Closed
 from flexd.control.daemon.channel_peer import OutputTotal, PeerOutput
-from flexd.control.protocol.frames import (
+from flexd.control.protocol.network import ChannelCredentials
+from flexd.control.protocol.wire import (
     HEAD,
     MAX_BODY_BYTES,
     MAX_MESSAGE_BYTES,
     FrameKey,
     SealedPayload,
 )
-from flexd.control.protocol.network import ChannelCredentials
 from flexd.core.errors import ControlError
 from flexd.core.secrets import KeyFile
 from tests.support.channel import (

@@ -14,8 +14,8 @@ from typing import Any
 
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.daemon.channel_events import ChannelOptions
-from flexd.control.protocol.frames import MAX_BODY_BYTES
 from flexd.control.protocol.handshake import NONCE_BYTES, OWN, encode_hello
+from flexd.control.protocol.wire import MAX_BODY_BYTES
 from tests.support.channel import CREDENTIALS, DEADLINE_SECONDS, RawPeer, raw_connection
 from tests.support.repository import ROOT, child_environment
 from tests.support.until import until

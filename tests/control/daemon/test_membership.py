@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from flexd.control.daemon.membership import MAX_ATTEMPTS, MAX_REFUSALS, Membership
-from flexd.control.protocol.messages import Hello, TableList
-from flexd.control.protocol.report import PlacementState, RankIdentity, TrainerSettings
+from flexd.control.protocol.messages import Hello, RankIdentity, TableList
+from flexd.control.protocol.report import PlacementState, TrainerSettings
 from flexd.control.protocol.table_list import tables_body
 from flexd.core.errors import TopologyError
 from flexd.core.keyspace import KeySpace, TableSpec

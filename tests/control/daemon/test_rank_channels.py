@@ -27,10 +27,11 @@ from flexd.control.protocol.messages import (
     Hello,
     Listing,
     Progress,
+    RankIdentity,
     decode,
     encode,
 )
-from flexd.control.protocol.report import PlacementState, RankIdentity
+from flexd.control.protocol.report import PlacementState
 from flexd.core.errors import ControlError, StaleMessageError
 from flexd.core.keyspace import KeySpace, TableSpec
 

@@ -14,8 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexd.control.protocol import messages as m
-from flexd.control.protocol.report import PhaseReport, PhasesReport, PlacementState, RankIdentity, TrainerSettings
-from flexd.control.protocol.wire_json import wire_fields
+from flexd.control.protocol.messages import RankIdentity
+from flexd.control.protocol.report import PhaseReport, PhasesReport, PlacementState, TrainerSettings
+from flexd.control.protocol.wire import wire_fields
 from flexd.core.errors import ControlError, UnknownMessageError
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import step_report

@@ -11,8 +11,8 @@ import pytest
 
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.protocol import network
-from flexd.control.protocol.frames import MAX_BODY_BYTES
 from flexd.control.protocol.network import ChannelCredentials, TlsContext, TlsFiles, parse_address
+from flexd.control.protocol.wire import MAX_BODY_BYTES
 from flexd.core.errors import AuthenticationError, ConfigError, ControlError
 from tests.support.certificates import Authority
 from tests.support.channel import (

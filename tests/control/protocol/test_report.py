@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexd.control.protocol.report import PendingReports, TrainerSettings, with_pooling
+from flexd.control.agent.rank_connection import PendingReports
+from flexd.control.protocol.report import TrainerSettings, with_pooling
 from flexd.core.keyspace import TableSpec
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import step_report

@@ -11,16 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexd.control.agent.rank_connection import PendingReports
 from flexd.control.protocol.messages import MAX_MESSAGE_BYTES, Fence, MalformedReportError, Progress, decode, encode
-from flexd.control.protocol.report import (
-    MAX_NAMED_TABLES,
-    PendingReports,
-    PhaseReport,
-    SlowMemoryReport,
-    SlowTableReport,
-    StepReport,
-)
-from flexd.control.protocol.wire_json import FieldType, wire_fields
+from flexd.control.protocol.report import MAX_NAMED_TABLES, PhaseReport, SlowMemoryReport, SlowTableReport, StepReport
+from flexd.control.protocol.wire import FieldType, wire_fields
 from flexd.core.bounds import Longest, Range
 from flexd.core.usage_warnings import MAX_TEXT, UsageWarningKind, UsageWarningReport
 from tests.support.report_values import Leaf, full_report, leaves, reports

@@ -14,7 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.protocol.report import PlacementState, RankIdentity, StepReport
+from flexd.control.protocol.messages import RankIdentity
+from flexd.control.protocol.report import PlacementState, StepReport
 from flexd.core.keyspace import Homes, KeySpace, TableSpec
 from flexd.core.placement import RankLayout
 from tools.bench.harness import resident_bytes

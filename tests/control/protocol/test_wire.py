@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.control.protocol.frames import (
+from flexd.control.protocol.wire import (
     MAX_BODY_BYTES,
     MAX_MESSAGE_BYTES,
     FrameError,
