@@ -26,8 +26,8 @@ from flexd.core.model import Model, build_models
 FOLDER = Path(__file__).parents[1] / "control" / "protocol" / "wire"
 OPTIONAL = " (optional)"
 _PARTS = (
-    messages.Fence, messages.RankIdentity, parts.TrainerSettings, parts.PlacementState, parts.StepReport, parts.SentBytes,
-    parts.BatchReport, parts.UsedExchange, parts.ArmReport, parts.PhasesReport, parts.PhaseReport,
+    messages.Fence, messages.RankIdentity, parts.TrainerSettings, parts.PlacementState, parts.StepReport,
+    parts.SentBytes, parts.BatchReport, parts.UsedExchange, parts.ArmReport, parts.PhasesReport, parts.PhaseReport,
 )  # fmt: skip
 
 Fields = dict[str, str]
