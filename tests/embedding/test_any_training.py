@@ -1,6 +1,6 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
 prefetch pipeline, evaluation, migrations, kills and reloads, rows in tiered storage, sharding types, bags answered by
-rows and by sums, optimizers and rates by table, and the kernels of an accelerator.
+rows and by sums, factors of rows, optimizers and rates by table, and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
@@ -13,12 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from flexd.core.placement import RankLayout
-from tests.support import accelerator_jobs, bag_jobs, prefetch_pipeline_jobs
-from tests.support.exactness import Scenario, sharding_type, train_alone
+from tests.support import accelerator_jobs, prefetch_pipeline_jobs
+from tests.support.exactness import Scenario, train_alone
 from tests.support.prefetch_pipeline_jobs import Loop
 from tests.support.rank_pool import RankPool
 
@@ -62,6 +61,7 @@ scenarios = st.builds(
     second_optimizer=st.sampled_from(["", "", "sgd", "rowwise_adagrad", "adam", "dense_adam"]),
     mixed=st.booleans(),
     moved=st.booleans(),
+    weighted=st.booleans(),
 )
 three_nodes = st.builds(
     Scenario,
@@ -77,7 +77,11 @@ three_nodes = st.builds(
     homes=homes,
     mixed=st.booleans(),
     moved=st.booleans(),
+    weighted=st.booleans(),
 )
+BAGS = Scenario(2, 2, pooling_at=("owner", "requester"), weighted=True, switch_every=3, replica_fraction=1.0, steps=8)
+"""Of bags with factors, which are drawn too."""
+LOOP = {"evaluate_every": 0, "loops": 1, "depth": 0, "restarts": False, "changes": ""}
 
 
 EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "8"))
@@ -99,6 +103,8 @@ EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "8"))
     restarts=st.booleans(),
     changes=st.sampled_from(["", "any"]),
 )
+@example(scenario=BAGS, ahead=True, accelerator=False, **LOOP)
+@example(scenario=replace(BAGS, exchange="direct"), ahead=False, accelerator=True, **LOOP)
 def test_any_training_equals_one_process(
     ranks: Ranks,
     scenario: Scenario,
@@ -136,44 +142,3 @@ def test_any_training_equals_one_process(
         assert result["digest"] == results[0]["digest"]
         for name, table in tables.items():
             np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)
-
-
-@settings(
-    max_examples=max(6, EXAMPLES // 4), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    layout=st.sampled_from([(2, 2), (2, 2), (1, 2), (2, 1), (1, 1)]),
-    exchange=st.sampled_from(["chain", "direct", "auto"]),
-    ahead=st.booleans(),
-    switch_every=st.sampled_from([0, 2, 3]),
-    pooling_at=st.tuples(*[st.sampled_from(["requester", "owner"])] * 2),
-    accelerator=st.booleans(),
-    homes=homes,
-)
-def test_any_training_of_bags_equals_one_process(
-    ranks: Ranks,
-    layout: tuple[int, int],
-    exchange: str,
-    ahead: bool,
-    switch_every: int,
-    pooling_at: tuple[str, str],
-    accelerator: bool,
-    homes: tuple[str, str],
-) -> None:
-    shape = RankLayout(*layout)
-    losses, weight_grads, tables = bag_jobs.train_alone(shape.world_size)
-    job = (accelerator_jobs.run, bag_jobs.train) if accelerator else (bag_jobs.train,)
-    rules = tuple(sharding_type(rule, shape, pooling_at) for rule, pooling_at in zip(homes, pooling_at, strict=True))
-    results = ranks(shape.world_size).run(*job, shape, exchange, ahead, switch_every, pooling_at, rules)
-    for rank, result in enumerate(results):
-        np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)
-        assert result["equal"]
-        assert result["version"] == 1
-        for got, reference in zip(result["weight_grads"], weight_grads[rank], strict=True):
-            assert [got[name] is None for name in reference] == [grad is None for grad in reference.values()]
-            for name, grad in reference.items():
-                np.testing.assert_allclose(
-                    *(0.0 if each is None else each for each in (got[name], grad)), rtol=0, atol=1e-9
-                )
-        for name, table in tables.items():
-            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)

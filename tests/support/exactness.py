@@ -62,6 +62,8 @@ class Scenario:
     """Features of the first table are not pooled where those of the second are."""
     moved: bool = False
     """Rows also move to other nodes than those of their homes."""
+    weighted: bool = False
+    """Rows that are pooled by sum have factors."""
 
     def due(self, step: int, chunks: int) -> int:
         """Return how many of the chunks have been released before a step."""
@@ -203,6 +205,28 @@ def batch(scenario: Scenario, step: int, rank: int) -> dict[str, Jagged]:
     return out
 
 
+def factors_of(
+    scenario: Scenario, index: int, rank: int, features: dict[str, Jagged]
+) -> dict[str, torch.Tensor] | None:
+    """Return factors of the rows of features that are pooled by sum, in every other batch; None in the others. In every
+    fourth one of the two features of their table has a gradient."""
+    if not scenario.weighted or "history" not in scenario.pooled or index % 2 == 0:
+        return None
+    rng = np.random.default_rng([scenario.seed, index, rank, 5])
+    out: dict[str, torch.Tensor] = {}
+    for name in ("history", "target"):
+        if name in features and (name == "history" or rank % 2 == 0):
+            factors = torch.from_numpy(rng.normal(size=features[name].values.numel()))
+            out[name] = factors.requires_grad_(name == "history" and index % 4 == 1)
+    return out
+
+
+def checksums(factors: dict[str, torch.Tensor], scale: float = 1.0) -> list[float]:
+    """Return a number for each gradient of factors."""
+    grads = [each.grad * scale for each in factors.values() if each.grad is not None]
+    return [float(grad @ torch.arange(1.0, 1 + len(grad), dtype=grad.dtype)) for grad in grads]
+
+
 def loss_of(rows: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a smooth function that couples the features."""
     total = sum((values.double().tanh() ** 2).sum() for values in rows.values())
@@ -261,7 +285,8 @@ def random_chunks(scenario: Scenario, collection: EmbeddingCollection) -> list[D
 
 
 def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.ndarray]]:
-    """Return losses by rank and the final tables of plain nn.Embedding tables in this process."""
+    """Return losses by rank, with checksums of the gradients of factors, and the final tables, of plain nn.Embedding
+    in this process."""
     specs = {table.name: table for table in tables_of(scenario)}
     # Of initial values alone: rows without homes of their own and without a pooling place.
     plain_tables = [
@@ -284,6 +309,8 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
             for index in range(scenario.passes):
                 features = batch(scenario, step * scenario.passes + index, rank)
                 rows = {name: tables[table_of[name]](jagged.values) for name, jagged in features.items()}
+                factors = factors_of(scenario, step * scenario.passes + index, rank, features) or {}
+                rows |= {name: rows[name] * each.unsqueeze(1) for name, each in factors.items()}
                 rows |= {
                     name: pooled_alone(part, features[name].lengths, mean=name == "shop")
                     for name, part in rows.items()
@@ -294,7 +321,7 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
                 loss = loss_of(rows)
                 if loss.requires_grad:
                     (loss / shares).backward()
-                losses[rank].append(float(loss.detach()))
+                losses[rank] += [float(loss.detach()), *checksums(factors, shares)]
         slower = scenario.gamma**step
         with torch.no_grad():
             for name, table in tables.items():

@@ -26,7 +26,9 @@ from tests.support import changed_inputs
 from tests.support.exactness import (
     Scenario,
     batch,
+    checksums,
     class_of,
+    factors_of,
     loss_of,
     random_chunks,
     row_optimizer,
@@ -109,11 +111,14 @@ def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> Embeddin
     return collection
 
 
-def backward(collection: EmbeddingCollection, features: dict[str, Jagged]) -> float:
-    loss = loss_of(values_of(collection(features)))
+def backward(
+    collection: EmbeddingCollection, features: dict[str, Jagged], factors: dict[str, torch.Tensor] | None = None
+) -> list[float]:
+    """Return the loss, and checksums of the gradients of factors."""
+    loss = loss_of(values_of(collection(features) if factors is None else collection(features, factors)))
     if loss.requires_grad:
         loss.backward()
-    return float(loss.detach())
+    return [float(loss.detach()), *checksums(factors or {})]
 
 
 def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
@@ -174,7 +179,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         return what > 0 and (index + 1) % scenario.passes == 0 and step % what == 0
 
     def on(batches: Any) -> None:
-        nonlocal unequal, deferred, most_moved
+        nonlocal losses, trained, unequal, deferred, most_moved
         for index, features in batches:
             step, number = divmod(index, scenario.passes)
             if index in changed:
@@ -188,15 +193,16 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             while number == 0 and inbox._received_version < due and rng.random() < 0.7:
                 inbox.offer(inbox._received_version + 1, chunks[inbox._received_version])
             try:
-                losses.append(backward(collection, features))
-                trained.append(losses[-1])
+                found = backward(collection, features, factors_of(scenario, index, rank, features))
+                losses += found
+                trained += found
             except EmbeddingError as error:
                 errors.append(str(error))
                 continue
             if number + 1 < scenario.passes:
                 continue
             if each(index, step, loop.extra_every):
-                losses.append(backward(collection, batch(scenario, 20_000 + step, rank)))
+                losses += backward(collection, batch(scenario, 20_000 + step, rank))
             if loop.max_norm:
                 losses.append(float(collection.clip_grad_norm_(loop.max_norm)))
             collection.optimizer.step()
@@ -208,7 +214,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             hooks = collection.engine.hooks
             deferred += isinstance(hooks, PrefetchPipeline) and hooks.deferred is not None
             if each(index, step, loop.between_every):
-                losses.append(backward(collection, batch(scenario, 30_000 + step, rank)))
+                losses += backward(collection, batch(scenario, 30_000 + step, rank))
                 collection.optimizer.step()
             if each(index, step, loop.evaluate_every):
                 with torch.no_grad():
