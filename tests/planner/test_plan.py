@@ -7,13 +7,16 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexd.core import units
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.planner.model.prices import Exchange
 from flexd.planner.model.workload import make_loads
-from flexd.planner.plan import Plan, PlanCosts, make_plan, placement_cost
+from flexd.planner.plan import Plan, PlanCosts, delta_chunks, make_plan, moved_bytes, placement_cost, plan_delta
+from flexd.planner.solver.assign import slots_used
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import CollectiveCurve, WorldModel
 from flexd.topology.files import load_preset
@@ -132,3 +135,100 @@ def test_replicas_that_cost_more_are_said_to_cost_more() -> None:
     messages, saved = messages_of(np.full(2000, 0.05), Tier.NODE, all_reduce=9e9)
     assert saved < 0
     assert messages[0].startswith(f"replicas cost {units.seconds(-saved)} more exposed communication per step")
+
+
+TWO_DIMS = KeySpace(
+    [TableSpec("a", 1500, 8), TableSpec("b", 700, 16, optimizer="rowwise_adagrad"), TableSpec("c", 800, 8)]
+)
+
+
+def random_placement(rng: np.random.Generator, layout: RankLayout, slots: np.ndarray, rows: int) -> Placement:
+    """A placement that fits: rows are added in random order as long as their prefix does."""
+    keys = rng.permutation(TWO_DIMS.total_rows)[:rows].astype(np.int64)
+    tiers = rng.integers(1, 3, rows).astype(np.uint8)
+    fits = [n for n in range(rows + 1) if (slots_used(keys[:n], tiers[:n], TWO_DIMS, layout) <= slots[:, None]).all()]
+    return Placement.of(keys[: fits[-1]], tiers[: fits[-1]])
+
+
+cases = st.tuples(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 3), RankLayout(3, 1)]),
+    st.integers(0, 250),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases)
+def test_every_prefix_fits_and_ends_at_the_plan(case: tuple[int, RankLayout, int]) -> None:
+    seed, layout, rows = case
+    rng = np.random.default_rng(seed)
+    slots = rng.integers(0, 120, 2)
+    live, target = (random_placement(rng, layout, slots, rows) for _ in range(2))
+    # Most rows live on, so that demotions and promotions mix.
+    gains = rng.exponential(1.0, len(target))
+    delta = plan_delta(live, target, gains, TWO_DIMS, layout, slots.tolist())
+    assert len(np.unique(delta.keys)) == len(delta)
+    placement = live
+    for chunk in delta_chunks(delta, TWO_DIMS, layout, int(rng.integers(1, 40)), int(rng.integers(1, 4000))):
+        placement = placement.apply(chunk)
+        assert (slots_used(placement.keys, placement.tiers, TWO_DIMS, layout) <= slots[:, None]).all()
+    assert np.array_equal(placement.keys, target.keys)
+    assert np.array_equal(placement.tiers, target.tiers)
+    change = np.zeros((2, layout.world_size), np.int64) + slots_used(live.keys, live.tiers, TWO_DIMS, layout)
+    for i in range(len(delta)):
+        one = delta.select(slice(i, i + 1))
+        change = change + slots_used(one.keys, one.new_tiers, TWO_DIMS, layout)
+        change = change - slots_used(one.keys, one.old_tiers, TWO_DIMS, layout)
+        assert (change <= slots[:, None]).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 50), st.integers(1, 3000))
+def test_chunks_keep_their_limits(seed: int, most_rows: int, most_bytes: int) -> None:
+    rng = np.random.default_rng(seed)
+    layout = RankLayout(2, 2)
+    live, target = (random_placement(rng, layout, np.array([60, 60]), 100) for _ in range(2))
+    delta = plan_delta(live, target, np.ones(len(target)), TWO_DIMS, layout, [60, 60])
+    chunks = list(delta_chunks(delta, TWO_DIMS, layout, most_rows, most_bytes))
+    assert np.array_equal(np.concatenate([np.empty(0, np.int64), *(c.keys for c in chunks)]), delta.keys)
+    sizes = [int(moved_bytes(c, TWO_DIMS, layout).sum()) for c in chunks]
+    for i, chunk in enumerate(chunks):
+        assert 1 <= len(chunk) <= most_rows
+        assert sizes[i] <= most_bytes or len(chunk) == 1
+        if i + 1 < len(chunks):
+            more = int(moved_bytes(chunks[i + 1].select(slice(0, 1)), TWO_DIMS, layout).sum())
+            assert len(chunk) == most_rows or sizes[i] + more > most_bytes
+
+
+def test_the_best_rows_per_byte_come_first_and_demotions_late() -> None:
+    layout = RankLayout(2, 1)
+    live = Placement.of(np.arange(0, 200), np.full(200, Tier.NODE, np.uint8))
+    keys = np.concatenate([np.arange(400, 600), np.arange(2400, 2600)])
+    gains = np.random.default_rng(0).permutation(400).astype(np.float64)
+    target = Placement.of(keys, np.full(400, Tier.NODE, np.uint8))
+    gains = gains[np.argsort(np.argsort(keys))]
+    # 100 live rows fill each rank of the first dim-group; there is room for another 40.
+    delta = plan_delta(live, target, gains, TWO_DIMS, layout, [140, 200])
+    up = delta.new_tiers > delta.old_tiers
+    promoted = delta.select(np.flatnonzero(up))
+    density = gains[np.searchsorted(target.keys, promoted.keys)] / moved_bytes(promoted, TWO_DIMS, layout)
+    assert (np.diff(density) <= 0).all()
+    first_demotion = int(np.argmin(up))
+    assert first_demotion > 0, "room was free, so promotions need not wait"
+    assert up[first_demotion:].any(), "demotions are not put off to the end either"
+
+
+def test_moved_bytes() -> None:
+    layout = RankLayout(2, 2)
+    live = Placement.of(np.array([0, 1, 2200]), np.array([Tier.DEVICE, Tier.NODE, Tier.NODE], np.uint8))
+    target = Placement.of(np.array([0, 1, 2, 2500]), np.array([Tier.NODE, Tier.DEVICE, Tier.NODE, Tier.NODE], np.uint8))
+    delta = live.delta_to(target)
+    moved = dict(zip(delta.keys.tolist(), moved_bytes(delta, TWO_DIMS, layout).tolist(), strict=True))
+    payload = [t.row_bytes + t.state_bytes for t in (TWO_DIMS.tables[g.tables[0]] for g in TWO_DIMS.groups)]
+    assert moved == {
+        0: 0,
+        1: payload[0],
+        2: payload[0],
+        2200: 0,
+        2500: payload[TWO_DIMS.group_of(np.array([2500]))[0]],
+    }

@@ -1,8 +1,10 @@
-"""Every kind of counters counts, decays, gives profiles and is saved alike; accesses counted by row."""
+"""Every kind of counters counts, decays by the formula, gives profiles and is saved alike; accesses counted by row; the
+weighted sample of accesses; the clock's rules."""
 
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from flexd.sketch.budget import choose
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.profile import read_sources
 from flexd.sketch.sketch_set import KINDS, SketchSet
-from flexd.sketch.table_sketch import SketchSettings, TableSketch
+from flexd.sketch.table_sketch import AccessSample, SketchSettings, TableSketch
 from tests.support.sketch_memory import array_bytes
 
 ROWS = 50_000
@@ -195,3 +197,140 @@ def test_counts_of_nodes_with_the_same_accesses_have_no_affinity(rows, exponent)
     standard_error = np.std(affinity) / np.sqrt(len(affinity))
     assert standard_error < 0.1
     assert abs(np.mean(affinity)) < 4 * standard_error
+
+
+def test_sample_share_is_the_decayed_share_in_any_order():
+    streams = [(0.0, 1), (np.log(8.0), 2)]
+
+    def sampled(order: list[int], seed: int) -> AccessSample:
+        sample = AccessSample(4000, seed)
+        for part in order:
+            log_weight, row = streams[part]
+            for _ in range(100):
+                sample.add(np.full(2000, row, dtype=np.int32), 0, log_weight, 10)
+        return sample
+
+    for sample in (sampled([0, 1], 1), sampled([1, 0], 2)):
+        assert len(sample.rows()) <= 8000
+        share = (sample.rows() == 2).mean()
+        assert abs(share - 8 / 9) < 5 * np.sqrt(8 / 81 / 4000)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**30), st.sampled_from([1, 7, 40, 1_000]), st.floats(-2.0, 2.0))
+def test_sampled_keys_have_the_distribution_of_the_lowest(seed: int, capacity: int, log_weight: float) -> None:
+    """Of n equal accesses the k-th lowest of n exponentials / weight is near k / n / weight, with and without jumps."""
+    sample = AccessSample(capacity, seed)
+    n = 40_000
+    for start in range(0, n, 500):
+        sample.add(np.arange(start, start + 500), 1, log_weight, n)
+    rows = sample.rows()
+    assert len(np.unique(rows)) == len(rows) <= 2 * capacity
+    keys = np.sort(sample._keys[: len(rows)])
+    assert (keys <= sample._limit).all()
+    expected = len(rows) / n * np.exp(-log_weight)
+    assert abs(np.exp(keys[-1]) / expected - 1) < 6 / np.sqrt(len(rows)) + 0.1 or len(rows) < 4
+    if capacity == 1_000:
+        # Every part of the stream is sampled equally.
+        assert abs((rows < n / 4).mean() - 0.25) < 6 * np.sqrt(0.1875 / len(rows))
+        draws = np.exp(keys) / np.exp(sample._limit)
+        assert abs(draws.mean() - 0.5) < 6 / np.sqrt(12 * len(rows)) + 0.02
+
+
+TABLE = [TableSpec("t", 8, 4)]
+T0 = 1.7e9
+
+
+def _set(half_life: float | None = 10.0, max_future: float = 1e9, **more) -> SketchSet:
+    return SketchSet(TABLE, SketchSettings(2**20, half_life, max_future, **more))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.floats(0, 400)), min_size=1, max_size=40),
+    st.sampled_from([7.3, 60.0, 3600.0]),
+)
+def test_counters_follow_the_formula_whatever_the_order(events, half_life):
+    sketches = _set(half_life)
+    newest = T0 + max(time for _, time in events)
+    sketches.ingest("t", np.array([0], dtype=np.int32), 0, newest)
+    sketches.ingest("t", np.array([0], dtype=np.int32), 0, newest + 1e-6)
+    exact = np.zeros(8)
+    exact[0] = 2
+    for row, time in events:
+        counts = sketches.ingest("t", np.array([row], dtype=np.int64), 0, T0 + time)
+        assert counts.late == (T0 + time < newest + 1e-6 - 60)
+        assert counts.accepted == 1
+        exact[row] += 2.0 ** ((T0 + time - newest) / half_life)
+    got = sketches.query("t", np.arange(8))
+    # Rounding: half a unit per access (2^-17 of one), and a unit for rescaling.
+    assert np.allclose(got, exact, rtol=1e-5, atol=(len(events) + 2) * 2.0**-16)
+
+
+HALF_LIFE, ALLOWANCE = 600.0, 300.0
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 400),
+            st.one_of(
+                st.tuples(st.just("honest"), st.floats(0, 30)),
+                st.tuples(st.just("wrong"), st.floats(0, 1e11)),
+                st.tuples(st.just("near"), st.floats(-1000, 1000)),
+                st.tuples(st.just("limit"), st.just(0.0)),
+            ),
+        ),
+        min_size=1,
+        max_size=40,
+    ),
+    st.sampled_from([8, 3_000_000]),
+)
+def test_no_messages_reduce_honest_counts_by_more_than_the_decay_over_the_allowance(events, rows):
+    """Honest accesses are dated up to 30 s before their arrival. Other messages are dated anyhow, and of other rows."""
+    sketches = SketchSet([TableSpec("t", rows, 4)], SketchSettings(2**20, HALF_LIFE, ALLOWANCE))
+    now, honest = T0, []
+    for passed, (kind, value) in events:
+        now += passed
+        if kind == "limit":
+            sketches.limit_clock(now)
+            continue
+        dated = {"honest": now - value, "wrong": value, "near": now + value}[kind]
+        honest += [dated] if kind == "honest" else []
+        sketches.ingest("t", np.full(64, kind == "honest", np.int32), 0, dated, None, now)
+    assert not sketches.newest_event_seconds > now + ALLOWANCE
+    exact = 64 * sum(2.0 ** ((dated - now) / HALF_LIFE) for dated in honest)
+    least = exact * 2.0 ** (-ALLOWANCE / HALF_LIFE)
+    got = sketches.query("t", np.array([1]))[0]
+    assert got >= least * (1 - 1e-4) - (len(events) + 2) * 64 * 2.0**-14
+
+
+def test_a_time_that_is_not_finite_is_refused_and_nothing_counted():
+    sketches = _set()
+    for time in (math.nan, math.inf, -math.inf):
+        with pytest.raises(SketchError):
+            sketches.ingest("t", np.array([1], dtype=np.int32), 0, time)
+    assert sketches.samples == 0
+    assert math.isnan(sketches.newest_event_seconds)
+
+
+def test_counts_of_a_clock_that_was_years_ahead_stay_finite() -> None:
+    """The machine's clock was set back, and nothing has arrived since."""
+    sketches = _set(10.0)
+    sketches.ingest("t", np.array([1, 1, 2]), 0, T0)
+    sketches.limit_clock(1000.0 - 1e9)
+    (table,) = sketches.profile(100.0).tables
+    assert np.isfinite([table.weight, table.accesses_per_step]).all()
+    assert table.hot_share.tolist() == pytest.approx([2 / 3, 1 / 3])
+    assert np.isfinite(sketches.query("t", np.arange(8))).all()
+
+
+def test_late_is_what_is_older_than_the_allowance() -> None:
+    sketches = _set(late_after_seconds=5.0)
+    one = np.zeros(3, dtype=np.int64)
+    assert sketches.ingest("t", one, 0, T0).late == 0
+    assert sketches.ingest("t", one, 0, T0 + 20).late == 0
+    assert sketches.ingest("t", one, 1, T0 + 15).late == 0, "ranks interleave"
+    assert sketches.ingest("t", one, 1, T0 + 14.9).late == 3
+    assert _set(late_after_seconds=0.0).ingest("t", one, 0, T0).late == 0

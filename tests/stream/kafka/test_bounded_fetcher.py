@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
+import random
+import struct
+import subprocess
+import sys
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kafka.consumer.fetcher import Fetcher
+from kafka.record import MemoryRecordsBuilder
 
 from flexd.core.errors import StreamError
 from flexd.stream.kafka import bounded_fetcher
-from flexd.stream.kafka.bounded_fetcher import BatchLimits, Item
+from flexd.stream.kafka.bounded_fetcher import HEAD_BYTES, BatchLimits, BatchReader, BatchRefusedError, Item, decompress
+from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.types import RefusedMessages, StreamMessage
-from tests.support.raw_kafka import CODECS, batch, produce
+from tests.support.raw_kafka import CODECS, LOG_APPEND_TIME, batch, produce, record, varint
 from tests.support.reading import kafka_source
+from tests.support.repository import ROOT, child_environment
 
 pytestmark = pytest.mark.slow
 
@@ -62,3 +73,241 @@ def test_a_changed_client_is_refused_at_the_start(monkeypatch):
     monkeypatch.setattr(Fetcher, "PartitionRecords", changed)
     with pytest.raises(StreamError, match=r"kafka-python .* cannot be bounded: Changed.take changed"):
         kafka_source("127.0.0.1:1", "t", "g")
+
+
+LIMITS = BatchLimits(max_batch_bytes=10_000, max_batch_records=100)
+
+
+def read(data: bytes, start: int = 0, limits: BatchLimits = LIMITS, **options) -> tuple[list, int]:
+    reader = BatchReader("t/0", memoryview(data), start, limits, OffsetsInWork(), **options)
+    return list(reader), reader.next_offset
+
+
+def payloads(items: list) -> list[bytes]:
+    return [bytes(item.payload) for item in items if isinstance(item, StreamMessage)]
+
+
+def only_refused(items: list) -> RefusedMessages:
+    (refused,) = [item for item in items if isinstance(item, RefusedMessages)]
+    return refused
+
+
+@pytest.mark.parametrize("codec", [None, *CODECS])
+def test_batches_are_read_in_every_codec(codec):
+    data = batch([b"a", b"b"], codec=codec, base_offset=5) + batch([b"c"], codec=codec, base_offset=7)
+    items, end = read(data, 5)
+    assert items == [StreamMessage("t/0", 5, b"a"), StreamMessage("t/0", 6, b"b"), StreamMessage("t/0", 7, b"c")]
+    assert end == 8
+    assert payloads(read(data, 6)[0]) == [b"b", b"c"]
+
+
+@pytest.mark.parametrize("codec", [0, 1, 2, 3])
+def test_what_kafka_python_writes_is_read(codec):
+    builder = MemoryRecordsBuilder(2, codec, 2**20)
+    values = [b"first" * 20, b"", b"third" * 20]
+    for value in values:
+        builder.append(timestamp=1, key=None, value=value)
+    builder.close()
+    items, end = read(bytes(builder.buffer()))
+    assert payloads(items) == values
+    assert [item.offset for item in items] == [0, 1, 2]
+    assert end == 3
+
+
+def test_the_time_of_the_append_is_that_of_the_broker_or_unknown():
+    data = batch([b"a"], timestamp_ms=1_500, attributes=LOG_APPEND_TIME) + batch([b"b"], base_offset=1)
+    items, _ = read(data)
+    assert [item.appended_seconds for item in items] == [1.5, None]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_an_oversized_batch_is_one_refused_range_and_its_neighbours_are_read(codec):
+    bomb = batch([b"z" * 9_000, b"z" * 2_000], codec=codec, base_offset=1)
+    data = batch([b"a"]) + bomb + batch([b"b"], base_offset=3)
+    items, end = read(data)
+    refused = only_refused(items)
+    assert (refused.offset, refused.last_offset, refused.messages) == (1, 2, 2)
+    assert refused.reason == "batch_too_large"
+    assert refused.size_bytes == len(bomb)
+    assert len(refused.payload) <= 4096
+    assert payloads(items) == [b"a", b"b"]
+    assert end == 4
+
+
+@pytest.mark.parametrize(
+    ("reason", "bad"),
+    [
+        ("corrupt_batch", batch([b"x"], crc=1, base_offset=1)),
+        ("corrupt_batch", batch([b"x"], codec="gzip", compressed=b"garbage", base_offset=1)),
+        ("corrupt_batch", batch([b"x"], count=2, last_delta=0, base_offset=1)),
+        ("corrupt_batch", batch(records=b"\x00" * 20, count=1, base_offset=1)),
+        ("corrupt_batch", batch(records=varint(-5) + b"\x00" * 20, count=1, base_offset=1)),
+        ("corrupt_batch", batch(records=varint(2**40) + b"\x00" * 20, count=1, base_offset=1)),
+        ("corrupt_batch", batch(records=b"\xff" * 30, count=1, base_offset=1)),
+        ("corrupt_batch", batch(records=record(7, b"far"), count=1, base_offset=1)),
+        ("corrupt_batch", batch(records=record(-7, b"back"), count=1, base_offset=1)),
+        ("batch_too_many_records", batch(records=record(0, b""), count=101, last_delta=0, base_offset=1)),
+        ("batch_too_many_records", batch(records=record(0, b""), count=-1, last_delta=0, base_offset=1)),
+        ("unsupported_codec", batch([b"x"], attributes=6, base_offset=1)),
+        ("corrupt_batch", batch([b"x"], base_offset=1)[:16] + b"\x01" + batch([b"x"], base_offset=1)[17:]),
+    ],
+    ids=itertools.count(),
+)
+def test_what_cannot_be_read_is_one_refused_range(reason, bad):
+    items, end = read(batch([b"a"]) + bad + batch([b"b"], base_offset=2))
+    refused = only_refused(items)
+    assert (refused.offset, refused.last_offset, refused.reason) == (1, 1, reason), refused
+    assert payloads(items) == [b"a", b"b"]
+    assert end == 3
+
+
+def of_length(length: int) -> bytes:
+    return batch([b"a"], base_offset=4)[:8] + struct.pack(">i", length) + batch([b"a"], base_offset=4)[12:]
+
+
+@pytest.mark.parametrize(
+    ("data", "start", "read_payloads", "refused", "end"),
+    [
+        # Records before a damaged one.
+        (batch(records=record(0, b"a") + record(1, b"b") + bytes(20), count=5, base_offset=10)
+         + batch([b"c"], base_offset=15), 10, [b"a", b"b", b"c"], [(12, 14)], 16),
+        # An incomplete batch at the end is left for the next fetch.
+        (batch([b"a"]) + batch([b"b"], base_offset=1)[:-1], 0, [b"a"], [], 1),
+        # Control batches are left out.
+        (batch([b"kept"], attributes=0x10) + batch([bytes(4)], attributes=0x30, base_offset=1)
+         + batch([b"too"], base_offset=2), 0, [b"kept", b"too"], [], 3),
+        *((of_length(length), 4, [], [(4, 4)], 5) for length in (-1, -(2**31), 2**31 - 1)),
+    ],
+    ids=itertools.count(),
+)  # fmt: skip
+def test_the_position_moves_past_all_that_is_read_or_refused(data, start, read_payloads, refused, end):
+    items, reached = read(data, start)
+    assert payloads(items) == read_payloads
+    passed_over = [item for item in items if isinstance(item, RefusedMessages)]
+    assert [(item.offset, item.last_offset) for item in passed_over] == refused
+    assert {item.reason for item in passed_over} <= {"corrupt_batch"}
+    assert reached == end
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_damage_of_one_batch_leaves_its_neighbours_and_the_position_moves_on(data):
+    codec = data.draw(st.sampled_from([None, "gzip", "snappy", "lz4", "zstd"]))
+    damaged = bytearray(batch([b"one" * 5, b"two" * 50, b"three"], codec=codec, base_offset=1))
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(12, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    items, end = read(batch([b"a"]) + bytes(damaged) + batch([b"b"], base_offset=4))
+    assert payloads(items)[0] == b"a"
+    # A changed last offset may claim those behind it; the broker would then have numbered them otherwise.
+    (last_offset_delta,) = struct.unpack_from(">i", damaged, 23)
+    if end == 5 and last_offset_delta != 3:
+        assert payloads(items)[-1] == b"b"
+    assert end >= 5
+    covered = [
+        offset
+        for item in items
+        # A damaged last offset may claim two thousand million of them.
+        for offset in range(
+            item.offset, min(5, (item.offset if isinstance(item, StreamMessage) else item.last_offset) + 1)
+        )
+    ]
+    assert covered == sorted(set(covered))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=300), st.integers(0, 5))
+def test_any_bytes_end_in_a_bounded_number_of_items(data, start):
+    items, end = read(data, start)
+    assert len(items) <= len(data)
+    assert end >= start
+    if len(data) >= 12 and items:
+        assert end > start
+
+
+DATA = random.Random(1).randbytes(300_000) + b"a" * 3_000_000
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_one_byte_over_the_bound_is_refused_with_the_head(codec):
+    code, compress = CODECS[codec]
+    with pytest.raises(BatchRefusedError, match="over 3299999 bytes") as refused:
+        decompress(code, memoryview(compress(DATA)), len(DATA) - 1)
+    assert refused.value.reason == "batch_too_large"
+    assert DATA.startswith(refused.value.head)
+    assert len(refused.value.head) <= HEAD_BYTES
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("damage", ["cut", "garbage", "empty", "flipped"])
+def test_damaged_data_is_refused_or_differs(codec, damage):
+    """Some codecs have no checksum and no end mark; the records' own lengths then tell."""
+    code, compress = CODECS[codec]
+    data = bytearray(compress(DATA))
+    if damage == "cut":
+        del data[len(data) // 2 :]
+    elif damage == "garbage":
+        data = bytearray(b"\x82SNAPPY\x00" + bytes(range(100))) if codec == "snappy-xerial" else bytearray(b"garbage")
+    elif damage == "empty":
+        data = bytearray()
+    else:
+        data[len(data) // 2] ^= 0x55
+    refused, result = None, b""
+    try:
+        result = decompress(code, memoryview(bytes(data)), len(DATA))
+    except BatchRefusedError as error:
+        refused = error.reason
+    assert refused in (None, "corrupt_batch", "batch_too_large")
+    assert bytes(result) != DATA
+
+
+def test_gzip_members_in_a_row_count_together():
+    data = gzip.compress(b"a" * 60) + gzip.compress(b"b" * 60) + b"\0\0"
+    assert bytes(decompress(1, memoryview(data), 120)) == b"a" * 60 + b"b" * 60
+    with pytest.raises(BatchRefusedError, match="over 119"):
+        decompress(1, memoryview(data), 119)
+
+
+def test_snappy_blocks_that_claim_more_than_they_hold_are_refused_before_they_are_allocated():
+    claim = b"\xff\xff\xff\xff\x0f"
+    for data in (claim, b"\x82SNAPPY\x00" + bytes(8) + struct.pack(">i", 5) + claim):
+        with pytest.raises(BatchRefusedError) as refused:
+            decompress(2, memoryview(data), 1000)
+        assert refused.value.reason == "batch_too_large"
+    for size in (-1, 0, 2**31 - 1):
+        with pytest.raises(BatchRefusedError) as refused:
+            decompress(2, memoryview(b"\x82SNAPPY\x00" + bytes(8) + struct.pack(">i", size)), 1000)
+        assert refused.value.reason == "corrupt_batch"
+
+
+_MEASURE = """
+import sys
+from pathlib import Path
+from flexd.stream.kafka.bounded_fetcher import BatchRefusedError, decompress
+import lz4.frame, snappy, zstandard
+def peak():
+    # Not getrusage, whose maximum starts with that of the parent.
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1])
+for path in sys.argv[1:]:
+    data = memoryview(Path(path).read_bytes())
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    try:
+        decompress(int(Path(path).name[0]), data, 16 * 2**20)
+        raise SystemExit("not refused")
+    except BatchRefusedError as error:
+        assert error.reason == "batch_too_large", error
+    print((peak() - before) // 1024)
+"""
+
+
+def test_a_bomb_costs_no_more_than_twice_the_bound(tmp_path):
+    bombs = [tmp_path / f"{code} {name}" for name, (code, _) in CODECS.items()]
+    for bomb, (_, compress) in zip(bombs, CODECS.values(), strict=True):
+        bomb.write_bytes(compress(bytes(80 * 2**20)))
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, *map(str, bombs)],
+        capture_output=True, check=True, env=child_environment(), cwd=ROOT,
+    )  # fmt: skip
+    for bomb, mebibytes in zip(bombs, done.stdout.split(), strict=True):
+        assert int(mebibytes) <= 2 * 16 + 2 * bomb.stat().st_size // 2**20 + 8, bomb.name

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
+import time
 import uuid
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kafka import KafkaProducer
 from kafka.errors import LogTruncationError, OffsetOutOfRangeError
 from kafka.structs import TopicPartition
 
 from flexd.core.errors import PositionLostError, StreamError
+from flexd.stream.kafka import source as source_module
 from flexd.stream.kafka.sink import KafkaSink
-from flexd.stream.kafka.source import KafkaSource, sampled_partitions
+from flexd.stream.kafka.source import GAP_SECONDS, TRUSTED_GAPS, GroupPositions, KafkaSource, sampled_partitions
 from flexd.stream.types import StreamMessage
+from tests.support.clock import Clock
 from tests.support.reading import kafka_source, poll_until
 from tests.support.until import until
 
@@ -293,3 +300,111 @@ def test_the_sink_is_bounded_while_the_broker_is_away(own_tansu):
         sink.flush(0.1)
     until(lambda: sink.messages_failed >= 4 - refused, 20)
     sink.close()
+
+
+KEY = "t/0"
+
+
+@given(
+    hidden=st.dictionaries(st.integers(0, 39), st.floats(0.0, 0.9 * GAP_SECONDS), max_size=12),
+    missing=st.sets(st.integers(1, 39), max_size=TRUSTED_GAPS - 1),
+    fetch=st.integers(1, 40),
+    start=st.sampled_from([None, 0]),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_message_is_delivered_once_and_in_order(
+    hidden: dict[int, float], missing: set[int], fetch: int, start: int | None
+) -> None:
+    """``hidden``: seconds after which an offset becomes visible; ``missing``: offsets that hold no message."""
+    clock = Clock()
+    positions = GroupPositions("t", "earliest", clock)
+    if start is not None:
+        positions.restore({KEY: start})
+    else:
+        # Without a position the first message that arrives is the beginning.
+        hidden = {offset: seconds for offset, seconds in hidden.items() if offset > 0}
+    log = [offset for offset in range(40) if offset not in missing]
+    got: list[int] = []
+    while (positions.get(KEY) or 0) <= log[-1]:
+        since = clock.now - 100.0
+        seen = [offset for offset in log if offset >= (positions.get(KEY) or 0) and hidden.get(offset, 0.0) <= since]
+        offsets = seen[:fetch]
+        taken = positions.count_to_gap(KEY, offsets) if offsets else 0
+        if taken:
+            positions.accept(KEY, offsets[0], offsets[taken - 1])
+            got += offsets[:taken]
+        clock.now += 0.01
+        assert clock.now < 100 + 0.3 * 40
+    assert got == log
+
+
+def test_gaps_of_a_partition_that_has_many_cause_no_waiting() -> None:
+    clock = Clock()
+    positions = GroupPositions("t", "earliest", clock)
+    positions.restore({KEY: 0})
+    for number in range(TRUSTED_GAPS):
+        assert positions.count_to_gap(KEY, [10 * number + 5]) == 0
+        clock.now += GAP_SECONDS + 0.01
+        assert positions.count_to_gap(KEY, [10 * number + 5]) == 1
+        positions.accept(KEY, 10 * number + 5, 10 * number + 5)
+    assert positions.count_to_gap(KEY, [200, 210, 220]) == 3
+    assert positions.count_to_gap("t/1", [5, 7]) == 1, "another partition may have no gaps"
+
+
+POLL_SECONDS = 0.05
+
+
+def source_at(address: str, topic: str, options: dict[str, str] | None = None):
+    return kafka_source(address, topic, "g", session_timeout_seconds=2.0, client_options=options or {})
+
+
+def send(address: str, topic: str, payloads: list[bytes], options: dict[str, str] | None = None) -> None:
+    sink = KafkaSink(address, topic, max_wait_seconds=30.0, client_options=options)
+    for payload in payloads:
+        sink.send(payload)
+    sink.flush(30.0)
+    assert sink.messages_failed == 0
+    sink.close()
+
+
+def read_one(source: KafkaSource) -> list[bytes]:
+    return [bytes(message.payload) for message in poll_until(source, len, poll_seconds=POLL_SECONDS)]
+
+
+def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker, monkeypatch):
+    """The broker holds a fetch back for half a second and delays each response, longer than a poll lasts."""
+    monkeypatch.setattr(source_module, "SILENT_SECONDS", 0.2)
+    address, topic, options = slow_broker.bootstrap_servers, slow_broker.create_topic(4), slow_broker.client_options
+    send(address, topic, [b"first"], options)
+    source = source_at(address, topic, options)
+    try:
+        assert read_one(source) == [b"first"]
+        assert source.problem is None
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            assert source.poll(POLL_SECONDS) == []
+            assert source.problem is None
+        send(address, topic, [b"second"], options)
+        assert read_one(source) == [b"second"]
+    finally:
+        source.close()
+
+
+def test_a_stopped_broker_is_noticed_and_the_source_can_be_closed(own_tansu, monkeypatch):
+    own_tansu.create_topic("quiet", 1)
+    send(own_tansu.bootstrap_servers, "quiet", [b"first"])
+    source = source_at(own_tansu.bootstrap_servers, "quiet")
+    assert read_one(source) == [b"first"]
+    assert source.problem is None
+    monkeypatch.setattr(source_module, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(source_module, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(source_module, "_CLOSE_SECONDS", 2.0)
+    os.kill(own_tansu.pid, signal.SIGSTOP)
+    try:
+        poll_until(source, lambda _: source.problem is not None, poll_seconds=POLL_SECONDS)
+        assert "broker does not answer" in source.problem
+        began = time.monotonic()
+        source.close()
+        assert time.monotonic() - began < 10.0
+    finally:
+        os.kill(own_tansu.pid, signal.SIGCONT)
