@@ -13,9 +13,9 @@ from flexd.api.rank import RankPage
 from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.training import SlowMemoryStatus
+from flexd.control.daemon.epoch import REFUSED_KINDS
 from flexd.control.daemon.migration import FINAL_STATES
 from flexd.control.daemon.pusher import ThrottleReason
-from flexd.control.daemon.rank_channels import REFUSED_KINDS
 from flexd.core.model import MAX_LABEL_VALUES
 from flexd.operations.executions import TriggerKind
 from flexd.operations.planning import GATE_NAMES, PLAN_OUTCOMES

@@ -15,12 +15,12 @@ from dataclasses import replace
 
 from flexd.control.daemon.channel_events import ChannelCounters, ChannelOptions
 from flexd.control.daemon.channel_server import ChannelServer
+from flexd.control.daemon.epoch import RankChannels, RankDisconnected
 from flexd.control.daemon.epoch_manager import ControlOptions, ControlStatus, EpochManager, LiveTopology, OnReport
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.membership import Membership, ProposedTables
 from flexd.control.daemon.migration import Migration, MigrationEvent, MigrationRecord
 from flexd.control.daemon.pusher import Throttle
-from flexd.control.daemon.rank_channels import RankChannels, RankDisconnected
 from flexd.control.protocol.messages import DaemonNotice
 from flexd.control.protocol.network import CHANNEL_ERRORS, ChannelCredentials, first_line, new_token
 from flexd.core.errors import ControlError

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from flexd.control.daemon.epoch import AgreedPlacement, Epoch, EpochPhase
-from flexd.control.daemon.journal import PlacementJournal, Segment
+from flexd.control.daemon.channel_events import Received
+from flexd.control.daemon.epoch import REFUSED_KINDS, Epoch, EpochPhase, RankChannels, RankDisconnected
+from flexd.control.daemon.journal import AgreedPlacement, PlacementJournal, Segment
 from flexd.control.daemon.membership import Membership, RankPresence, RefusedRank, Topology
 from flexd.control.daemon.pusher import ChunkLimits, ChunkPusher, Throttle
-from flexd.control.daemon.rank_channels import REFUSED_KINDS, RankChannels, RankDisconnected, Received
 from flexd.control.daemon.tap_receiver import NO_TAP, TapReceiver
 from flexd.control.protocol.messages import (
     Bytes,
@@ -109,7 +109,7 @@ class ControlStatus:
         reason: what the coordinator waits for; empty when all ranks are live.
         attempts_waiting: attempts that are refused because another one holds the job.
         refused_ranks: ranks that were refused lately, newest first, with the reason.
-        refused_messages: number by kind, see ``rank_channels.REFUSED_KINDS``.
+        refused_messages: number by kind, see ``epoch.REFUSED_KINDS``.
         malformed_reports: number of refused step reports by the field that was not in order.
         illegal_transitions: transitions of migrations that their state table refused: a fault of flexd.
     """

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from flexd.control.daemon.epoch import RankChannels
 from flexd.control.daemon.membership import Topology
-from flexd.control.daemon.rank_channels import RankChannels
 from flexd.control.protocol.messages import PIECE_BYTES, Bytes, Fence, TapOffer, TapPiece, TapState
 from flexd.core.errors import ControlError
 from flexd.core.tap_counts import MAX_PAYLOAD_BYTES, NEWEST_FORMAT, OLDEST_FORMAT

@@ -11,11 +11,10 @@ from typing import cast
 
 import pytest
 
-from flexd.control.daemon.channel_events import Closed, Event
+from flexd.control.daemon.channel_events import Closed, Event, Received
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.daemon.epoch import Epoch
+from flexd.control.daemon.epoch import REFUSED_KINDS, Epoch, RankChannels
 from flexd.control.daemon.membership import Membership, Topology
-from flexd.control.daemon.rank_channels import REFUSED_KINDS, RankChannels, Received
 from flexd.control.protocol.messages import (
     ControlMessage,
     DaemonNotice,
