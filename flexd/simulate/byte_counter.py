@@ -29,7 +29,7 @@ _WORD_BITS = 64
 
 
 class BitWords:
-    """Counts the 64-bit words of touched bits (``flexd.embedding.store.entry_pool``) by home rank.
+    """Counts the 64-bit words of touched bits (``flexd.embedding.store.directory``) by home rank.
 
     The listed rows of a tier, dim-group and home rank have words of their own.
     Rows that leave make room for others, but leave their words; renumbering, which is rare, is left out.

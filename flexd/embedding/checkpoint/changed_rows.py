@@ -11,7 +11,7 @@ import torch
 
 from flexd.embedding.replicas.touched_rows import RowBits, mark, none_set, positions_of, union_of
 from flexd.embedding.step import StepMoments
-from flexd.embedding.store.entry_pool import BLOCK
+from flexd.embedding.store.directory import BLOCK
 from flexd.embedding.store.store import GroupStore
 
 _READ_BLOCKS = 1 << 14

@@ -35,8 +35,7 @@ from flexd.embedding.exchange.route import Dedup, Route, StationRows
 from flexd.embedding.exchange.router import Router, merge_passes
 from flexd.embedding.replicas.touched_rows import RowBits, SyncList, SyncLists, TouchedRows, entries_at, positions_of
 from flexd.embedding.row_optimizers import GroupUpdate, RowUpdate
-from flexd.embedding.store.directory import Directory
-from flexd.embedding.store.entry_pool import BLOCK
+from flexd.embedding.store.directory import BLOCK, Directory
 from flexd.embedding.store.store import GroupStore
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ import torch
 from flexd.core.arrays import Int64Array
 from flexd.core.placement import RankLayout
 from flexd.embedding.exchange.hop import Hop, PeerWords
-from flexd.embedding.store.directory import Directory
-from flexd.embedding.store.entry_pool import BLOCK
+from flexd.embedding.store.directory import BLOCK, Directory
 
 RowBits = torch.Tensor
 """uint8 [64 blocks] zeros and ones."""

@@ -9,8 +9,7 @@ import torch
 
 from flexd.control.agent.inbox import PREPARED_BYTES, PREPARED_CHUNKS
 from flexd.core.placement import RankLayout
-from flexd.embedding.store.directory import max_directory_bytes, max_listed_rows
-from flexd.embedding.store.entry_pool import BLOCK
+from flexd.embedding.store.directory import BLOCK, max_directory_bytes, max_listed_rows
 from flexd.embedding.store.store import GroupStore
 
 _LIST_BYTES_PER_BLOCK = 32
