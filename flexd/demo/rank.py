@@ -30,6 +30,8 @@ from flexd.stream.batches import Batch, Batches
 
 TAP_STEPS = 4
 """Steps between two deliveries of a tap's counts: event time jumps through the trace, so intervals are short."""
+EXCHANGES = {ExchangeStrategy.ROW_WISE: "direct", ExchangeStrategy.DEFAULT: "auto"}
+"""Of strategies that do not use the two-hop chain."""
 CHECK_STEPS = 5
 """Steps between two checks that replicas are bit-equal to their home copies."""
 
@@ -63,7 +65,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         optimizer=flexd.RowWiseAdagrad(lr=LEARNING_RATE, eps=ADAGRAD_EPS),
         layout=flexd.RankLayout(cluster.nodes, cluster.local_ranks),
         replica_fraction=options.replica_budget if planned else 0.0,
-        exchange="direct" if row_wise else "chain",
+        exchange=EXCHANGES.get(setup.strategy, "chain"),
         seed=options.seed,
     )
     if row_wise:
@@ -90,10 +92,10 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         name: [] for name in ("loss", "version", "seconds", "apply_seconds", "bit_equal", *TRAFFIC)
     }
     loader: Iterable[_Loaded] = _loaded(batches, rank)
-    if setup.strategy is ExchangeStrategy.PREFETCH_PIPELINE:
+    if setup.strategy is ExchangeStrategy.DEFAULT:
         loader = flexd.prefetch(
             _loaded(batches, rank), collection, features=lambda loaded: loaded[1],
-            passes_per_step=micro_batches, ahead=1,
+            passes_per_step=micro_batches,
         )  # fmt: skip
     loaded = iter(loader)
     for step in range(setup.steps):
@@ -141,6 +143,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     return {
         **{name: np.array(values) for name, values in record.items()},
         "publisher_dropped": np.array(dropped),
+        "tuning": np.array(str(collection.tuning())),
         **(final if rank == 0 else {}),
     }
 

@@ -30,7 +30,7 @@ from flexd.topology.files import PRODUCTION_RANK_BYTES, load_preset, scale_model
 PRESET = "azure-a100-200g"
 PLAN_SECONDS = 2.0
 STEP_SECONDS_LIMIT = 5.0
-PEERS = (ExchangeStrategy.ROW_WISE, ExchangeStrategy.CHAIN, ExchangeStrategy.PREFETCH_PIPELINE)
+PEERS = (ExchangeStrategy.ROW_WISE, ExchangeStrategy.CHAIN, ExchangeStrategy.DEFAULT)
 """Trained one after the other on the same batches where the link is emulated."""
 
 

@@ -24,7 +24,7 @@ class ExchangeStrategy(StrEnum):
 
     ROW_WISE = "row_wise"
     CHAIN = "chain"
-    PREFETCH_PIPELINE = "prefetch_pipeline"
+    DEFAULT = "default"
     PLANS = "plans"
 
 

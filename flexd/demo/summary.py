@@ -22,7 +22,7 @@ _MOST_PLANS = 1_000
 TIMED = {
     "row_wise": "row-wise, no dedup (sharded modules today)",
     "chain": "two-hop chain",
-    "prefetch_pipeline": "two-hop chain, prefetch pipeline (flexd.prefetch)",
+    "default": "flexd, default settings: measured and chosen",
     "plans": "two-hop chain, the daemon's copies",
 }
 SENT = {
@@ -59,10 +59,15 @@ class Quartiles(Model):
 
 
 class StepTimes(Model):
-    """Milliseconds of the run's steps, and of those of its last tenth with each exchange."""
+    """Milliseconds of the run's steps, and of those of its last tenth with each exchange.
+
+    Attributes:
+        measured: the table of ``collection.tuning()`` at the end of the run with default settings, line by line.
+    """
 
     p50: _Milliseconds
     strategies: dict[str, Quartiles]
+    measured: Annotated[tuple[str, ...], Show("what default settings measured")] = ()
 
 
 class LastPlan(Model):
@@ -289,6 +294,7 @@ def summarise(record: RunRecord) -> DemoSummary:
         step_ms=StepTimes(
             p50=float(np.median([rank["seconds"][1:] for rank in record.ranks])) * 1e3,
             strategies=_strategies(record, after),
+            measured=tuple(str(record.peers["default"][0]["tuning"]).splitlines()) if record.peers else (),
         ),
         step_pause_ms=_pause_ms(record),
         stream_accesses_dropped=int(sum(rank["publisher_dropped"] for rank in record.ranks)),

@@ -154,8 +154,9 @@ class RowEngine:
 
             inbox = self.inbox
             self.step_tuner = StepTuner(
-                self.arm, self._exchanges, lambda: inbox.priced_exchange, lambda: inbox.applied_version
-            )
+                self.arm, self._exchanges, lambda: inbox.priced_exchange, lambda: inbox.applied_version,
+                self.phases.waited_and_outside,
+            )  # fmt: skip
             self.joined.append(self.step_tuner)
         return self.step_tuner
 

@@ -254,6 +254,12 @@ class Tuner(Generic[A]):
         self._version_at = -QUIET_STEPS
 
     @property
+    def newest_times(self) -> tuple[ArmTime[A], ...]:
+        """Times of the trial that is under way, as far as it has measured; else of the newest."""
+        so_far = {} if self.trial is None else self.trial.seconds
+        return tuple(ArmTime(arm, so_far[arm]) for arm in self._arms if arm in so_far) or self.times
+
+    @property
     def wanted(self) -> A:
         """The arm to use from now on."""
         following = None if self.trial is None else self.trial.next

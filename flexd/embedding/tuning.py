@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from flexd.control.protocol.report import ArmReport, ExchangeReason, UsedExchange
 from flexd.embedding.exchange.arms import AgreedArm, Arm
 from flexd.embedding.row_optimizers import RowUpdate
@@ -20,6 +22,9 @@ logger = logging.getLogger("flexd")
 QUIET_SECONDS = 10.0
 """Time without a change of the placement before arms are measured. A daemon that verifies a plan changes it with every
 block, which takes a few reports or 16 steps: one measures at a time, and the daemon waits for a rank that does."""
+HINT_AFTER_STEPS, HINT_STEPS, LEAST_HINT = 100, 200, 0.05
+"""Steps of a job before those that tell what the pipeline could hide, their number, and the least share of a step that
+is worth a line."""
 _TUNERS: weakref.WeakSet[StepTuner] = weakref.WeakSet()
 """Those of all collections of the process: they measure in turns."""
 
@@ -34,7 +39,8 @@ class Tuning:
         measuring: whether arms are being measured now.
         step: after which the newest measurement ended; 0 before any.
         explored_steps: steps that measurements have lost so far.
-        milliseconds: typical step of every arm in the newest measurement; empty before any, and on other ranks.
+        milliseconds: typical step of every arm in the newest measurement, also while it is made; empty before any, and
+            on other ranks.
     """
 
     arm: str
@@ -60,6 +66,7 @@ class StepTuner(StepMoments):
         exchanges: to choose from.
         priced: returns the exchange that the daemon prices lower, empty as long as none is known.
         version: returns the version of the placement.
+        waited_and_outside: as ``PhaseMeter.waited_and_outside``.
     """
 
     def __init__(
@@ -68,10 +75,12 @@ class StepTuner(StepMoments):
         exchanges: Sequence[str],
         priced: Callable[[], str] = str,
         version: Callable[[], int] = int,
+        waited_and_outside: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._choice, self._exchanges, self._ask_priced, self._version = choice, tuple(exchanges), priced, version
-        self._clock = clock
+        self._clock, self._waited_and_outside = clock, waited_and_outside
+        self._hint_from: tuple[float, float, float] | None = None
         self._last: float | None = None
         self._newest_version, self._changed_at = version(), -math.inf
         self._tuner = Tuner(choice.next)
@@ -93,6 +102,8 @@ class StepTuner(StepMoments):
         self._last = now
         if last is None:
             return
+        if self._tuner.steps <= HINT_AFTER_STEPS + HINT_STEPS:
+            self._suggest_prefetch(now)
         tuner, choice = self._tuner, self._choice
         version = self._version()
         if version != self._newest_version:
@@ -108,6 +119,21 @@ class StepTuner(StepMoments):
             choice.reason = ExchangeReason.MEASURED
         if len(self.arms) > 1 and tuner.wanted != choice.newest:
             choice.propose(tuner.wanted)
+
+    def _suggest_prefetch(self, now: float) -> None:
+        """Say once what a loop that does not prefetch could hide at most: what it waits for, or has to compute."""
+        if self.prefetch != (False,):
+            self._hint_from = None
+        elif self._tuner.steps == HINT_AFTER_STEPS:
+            self._hint_from = (now, *self._waited_and_outside())
+        elif self._tuner.steps == HINT_AFTER_STEPS + HINT_STEPS and self._hint_from is not None:
+            seconds, waited, outside = np.subtract((now, *self._waited_and_outside()), self._hint_from) / HINT_STEPS
+            hidden = min(waited, outside)
+            if hidden > LEAST_HINT * seconds:
+                logger.warning(
+                    "flexd.prefetch(loader, collection) would save up to %.0f ms of %.0f ms per step: what steps wait "
+                    "for the exchange of rows while nothing is computed", 1000 * hidden, 1000 * seconds,
+                )  # fmt: skip
 
     def _begin_with_priced(self) -> None:
         """Begin with the exchange that is priced lower; the first price counts, and what is measured counts more."""
@@ -141,5 +167,5 @@ class StepTuner(StepMoments):
         tuner = self._tuner
         return Tuning(
             str(self._choice.in_use), str(self._choice.reason or ""), tuner.trial is not None, tuner.measured_at_step,
-            tuner.explored_steps, tuple((str(one.arm), 1000 * one.seconds) for one in tuner.times),
+            tuner.explored_steps, tuple((str(one.arm), 1000 * one.seconds) for one in tuner.newest_times),
         )  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import flexd
@@ -82,3 +83,26 @@ def test_two_collections_of_a_process_measure_in_turns() -> None:
         assert not all(measuring)
         measured = [before + each for before, each in zip(measured, measuring, strict=True)]
     assert min(measured) > 100
+
+
+def test_a_loop_without_prefetch_is_told_once_what_it_could_hide(caplog: pytest.LogCaptureFixture) -> None:
+    times = {"now": 0.0, "waited": 0.0, "outside": 0.0}
+
+    def steps(number: int, waited: float, *, prefetch: tuple[bool, ...] = (False,)) -> list[str]:
+        caplog.clear()
+        tuner = StepTuner(
+            AgreedArm("chain"), ("chain", "direct"),
+            waited_and_outside=lambda: (times["waited"], times["outside"]), clock=lambda: times["now"],
+        )  # fmt: skip
+        tuner.prefetch = prefetch
+        for step in range(number):
+            for name, seconds in (("now", 0.5), ("waited", waited), ("outside", 0.14)):
+                times[name] += seconds
+            tuner.updated(SGD(lr=0.1), step)
+        return [record.getMessage() for record in caplog.records if "flexd.prefetch" in record.getMessage()]
+
+    (message,) = steps(1_000, 0.2)
+    assert "up to 140 ms of 500 ms per step" in message
+    assert "up to 100 ms of" in steps(1_000, 0.1)[0], "no more than what waits"
+    assert steps(1_000, 0.02) == [], "too little to be worth a line"
+    assert steps(1_000, 0.2, prefetch=(False, True)) == []

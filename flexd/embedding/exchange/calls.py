@@ -118,6 +118,14 @@ class PhaseMeter:
         self._covering = False
         self._lap(_SKIPPED)
 
+    def waited_and_outside(self) -> tuple[float, float]:
+        """Return the seconds so far that look-ups and gradients waited in collectives, and those outside flexd."""
+        if self._events is not None:
+            self._events.read()
+        exchanged = [_NUMBER[phase] for phase in (StepPhase.IDS, StepPhase.ROWS, StepPhase.PUSH)]
+        waited = sum(self._seconds[_INTRA + number] + self._seconds[_INTER + number] for number in exchanged)
+        return waited, self._seconds[_NUMBER[StepPhase.DENSE]]
+
     def drain(self) -> tuple[tuple[PhaseReport, ...], float]:
         """Return what was measured since the last call, by phase, and the seconds that could cover the prefetch
         pipeline."""
