@@ -273,16 +273,19 @@ class TrainingJob:
     passes: int = 1
 
     @classmethod
-    def of(cls, trainer: TrainerSettings | None, tables: Sequence[TableSpec], passes: int = 1) -> TrainingJob:
+    def of(
+        cls, trainer: TrainerSettings | None, tables: Sequence[TableSpec], passes: int = 1, measured: str = ""
+    ) -> TrainingJob:
         """Return what the trainer says of itself, and the defaults for values that this version does not know.
 
         Args:
             tables: of the job, in order.
+            measured: the exchange that a trainer with ``exchange="auto"`` has chosen; empty: the chain.
         """
         if trainer is None:
             return cls(passes=passes)
         return cls(
-            _EXCHANGES.get(trainer.exchange, cls.exchange),
+            _EXCHANGES.get(trainer.exchange, _EXCHANGES.get(measured, cls.exchange)),
             trainer.comm_dtype if trainer.comm_dtype in DTYPE_BYTES else None,
             trainer.pooling_at_by_table(tables),
             passes,
@@ -411,7 +414,10 @@ class PlanMaker:
                 "the accesses of a training step are not known yet",
                 remedy="wait for the ranks' first report, or set planner.batch_accesses_per_step",
             )
-        job = TrainingJob.of(topology.trainer, self.keyspace.tables, self._training.passes_per_step())
+        training = self._training
+        job = TrainingJob.of(
+            topology.trainer, self.keyspace.tables, training.passes_per_step(), training.measured_exchange()
+        )
         placement = self._coordinator.placement()
         return PlanBasis(
             self.settings, self.keyspace, topology, job, self.prices.cluster, placement,

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from flexd.control.protocol.report import (
     SLOW_TABLE_QUANTITIES,
     BatchReport,
+    ExchangeReason,
     PlacementState,
     SentBytes,
     StepReport,
@@ -355,6 +356,12 @@ class TrainingMonitor:
         with self._lock:
             passes = [rank.passes_per_step for rank in self._ranks.values()]
         return max(1, round(sum(passes) / len(passes))) if passes else 1
+
+    def measured_exchange(self) -> str:
+        """Return the exchange that a trainer has measured and chosen; empty before, and while it measures."""
+        with self._lock:
+            used = [rank.used for rank in self._ranks.values()]
+        return next((one.name for one in used if one.reason == ExchangeReason.MEASURED), "")
 
     def step_seconds(self) -> float | None:
         """Return the mean wall time of a step over the reporting ranks; None until a rank has reported a step."""

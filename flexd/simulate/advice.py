@@ -268,6 +268,10 @@ def _messages(advice: Advice) -> list[str]:
             f"{units.seconds(advice.step_seconds)}, {in_range(units.share)(best.saved_share)} less, which is "
             f"{in_range(_hours)(best.gpu_hours_per_day)} GPU-hours per day for the job."
         )
+        said.append(
+            "There is nothing to configure: default settings measure direct and chain, with and without "
+            "flexd.prefetch, in the job and keep the fastest."
+        )
         pipeline = PIPELINE if str(advice.best).endswith(PIPELINE) else ""
         copies, plain = advice.options[f"copies{pipeline}"], advice.options.get(f"two_hops{pipeline}")
         if best is not copies and plain is not None:

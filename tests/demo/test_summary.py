@@ -95,8 +95,9 @@ def _with_peers(record: RunRecord) -> RunRecord:
             {"loss": rank["loss"].copy(), "seconds": np.full(STEPS, seconds + 0.002 * number)}
             for number, rank in enumerate(record.ranks)
         )
-        for name, seconds in (("row_wise", 0.079), ("chain", 0.039), ("prefetch_pipeline", 0.009))
+        for name, seconds in (("row_wise", 0.079), ("chain", 0.039), ("default", 0.009))
     }
+    peers["default"][0]["tuning"] = np.array("chain, trial\n  chain 10.0 ms")
     options = replace(SETUP.options, cluster=EmulatedCluster(2, 1, 100.0))
     return replace(record, setup=replace(SETUP, options=options), peers=peers)
 
@@ -108,7 +109,8 @@ def test_step_times_by_strategy_over_the_last_tenth() -> None:
     found = summarise(record)
     assert found.link_mbit == 100.0
     medians = {name: times.p50 for name, times in found.step_ms.strategies.items()}
-    assert medians == pytest.approx({"row_wise": 80.0, "chain": 40.0, "prefetch_pipeline": 10.0, "plans": 30.0})
+    assert found.step_ms.measured == ("chain, trial", "  chain 10.0 ms")
+    assert medians == pytest.approx({"row_wise": 80.0, "chain": 40.0, "default": 10.0, "plans": 30.0})
     assert found.max_abs_difference_to_single_process == pytest.approx(1e-12, rel=1e-2)
     times, sent = (block for block in blocks_of(found) if isinstance(block, Table))
     assert (times.rows[-1][1], times.rows[-1][-1]) == ("30.0", "0.38")
@@ -117,7 +119,7 @@ def test_step_times_by_strategy_over_the_last_tenth() -> None:
 
 def test_a_peer_that_learns_something_else_is_seen() -> None:
     record = _with_peers(_record())
-    record.peers["prefetch_pipeline"][1]["loss"][3] += 1e-3
+    record.peers["default"][1]["loss"][3] += 1e-3
     assert len(_broken_invariants(record, summarise(record))) == 1
 
 

@@ -62,6 +62,16 @@ def test_a_trainer_that_says_nothing_or_what_is_not_known_has_the_defaults() -> 
     assert TrainingJob.of(TrainerSettings("auto", "float8"), TABLES) == TrainingJob()
 
 
+def test_plans_for_a_trainer_that_chooses_are_for_the_exchange_that_it_has_measured() -> None:
+    training = TrainingMonitor()
+    for reason, exchange in (("trial", Exchange.CHAIN), ("measured", Exchange.DIRECT_DEDUP)):
+        training.add(1, report(0))
+        training.add(0, replace(report(0), exchange=UsedExchange("direct", reason)))
+        job = TrainingJob.of(TrainerSettings("auto"), TABLES, 1, training.measured_exchange())
+        assert job.exchange is exchange
+    assert TrainingJob.of(TrainerSettings("chain"), TABLES, 1, "direct").exchange is Exchange.CHAIN
+
+
 MACHINE = cluster(all_to_all=1e9, all_reduce=2e9, intra=10e9, latency=1e-4)
 MEGABYTES = {"ids": 0.1, "rows": 4.0, "push": 4.0}
 
