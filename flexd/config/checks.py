@@ -87,8 +87,8 @@ def _listed(values: Iterable[object]) -> str:
 
 
 def _memory_faults(config: Config) -> Iterator[str]:
-    from flexd.sketch.budget import choose
     from flexd.sketch.coaccess import MIN_BYTES as MIN_COACCESS_BYTES
+    from flexd.sketch.sketch_set import choose
 
     sketch = config.sketch
     try:
@@ -125,7 +125,7 @@ def _kafka_faults(config: Config) -> Iterator[str]:
     # The client's package is imported only where its options are checked.
     from kafka import KafkaConsumer
 
-    from flexd.stream.kafka.connector import checked_options
+    from flexd.stream.kafka.sink import checked_options
 
     known = KafkaConsumer.DEFAULT_CONFIG.keys()
     given = [("client_options", name) for name in source.client_options]

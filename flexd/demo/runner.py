@@ -155,9 +155,11 @@ class Demo:
                 peer.save()
                 _train(peer, deadline)
             progress.update(task, description="training the same data in one plain process")
-            from flexd.demo import reference  # loads torch, which the daemon and the ranks have loaded by now
+            from flexd.demo.training import (
+                train_reference,
+            )  # loads torch, which the daemon and the ranks have loaded by now
 
-            return RunRecord.load(setup, reference.run(setup), self.state)
+            return RunRecord.load(setup, train_reference(setup), self.state)
 
 
 def _train(setup: RunSetup, deadline: float, show: Callable[[Ranks], None] = lambda ranks: None) -> None:

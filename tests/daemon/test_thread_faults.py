@@ -99,7 +99,7 @@ def test_a_half_counted_message_ends_the_daemon_in_order_and_nothing_is_lost(
 UNSUPERVISED = {
     "flexd/core/supervision.py": "it is the helper",
     "flexd/sketch/snapshot.py": "the ingest thread raises what the job raised",
-    "flexd/stream/kafka/connector.py": "the ingest thread gets the error of an attempt; disposing catches everything",
+    "flexd/stream/kafka/sink.py": "the ingest thread gets the error of an attempt; disposing catches everything",
     "flexd/stream/kafka/source.py": "a callback's error is logged and counted by the hand-over",
     "flexd/stream/publisher.py": "a thread of the trainer",
     "flexd/control/agent/agent.py": "a thread of the trainer",

@@ -1,9 +1,11 @@
-"""The examples on two ranks, with the command of their first line: losses with and without flexd are equal."""
+"""The examples on two ranks, with the command of their first line: losses with and without flexd are equal, RecBole's
+own trainer included."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,15 +105,21 @@ def diff(before: str, after: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "lines", "shown_as"),
-    [("sasrec_before.py", "sasrec.py", 25, 1), ("dlrm_before.py", "dlrm.py", 15, 2)],
+    ("before", "after", "lines", "page", "shown_as"),
+    [
+        ("sasrec_before.py", "sasrec.py", 25, "integrating.md", 1),
+        ("dlrm_before.py", "dlrm.py", 15, "integrating.md", 2),
+        ("recbole_before.py", "recbole_sasrec.py", 30, "frameworks.md", 1),
+    ],
 )
-def test_the_difference_is_a_few_lines_and_the_docs_show_it(before: str, after: str, lines: int, shown_as: int) -> None:
+def test_the_difference_is_a_few_lines_and_the_docs_show_it(
+    before: str, after: str, lines: int, page: str, shown_as: int
+) -> None:
     shown = diff(before, after)
     changed = [line for line in shown if line[0] in "+-" and line[:3] not in ("+++", "---")]
     assert len(changed) < lines, "\n".join(changed)
-    block = (ROOT / "docs" / "integrating.md").read_text().split("```diff\n")[shown_as].split("```")[0]
-    assert block == "\n".join(shown) + "\n", "docs/integrating.md shows another difference"
+    block = (ROOT / "docs" / page).read_text().split("```diff\n")[shown_as].split("```")[0]
+    assert block == "\n".join(shown) + "\n", f"docs/{page} shows another difference"
 
 
 def test_the_rehearsal_has_the_cluster_of_the_demo() -> None:
@@ -126,3 +134,28 @@ def test_the_rehearsal_has_the_cluster_of_the_demo() -> None:
             assert curve.latency_seconds == pytest.approx(expected.latency_seconds, rel=1e-9)
     settings = yaml.safe_load((EXAMPLES / "sasrec.yaml").read_text())
     assert ROOT / settings["topology"]["file"] == EXAMPLES / "rehearsal_cluster.yaml"
+
+
+def printed(*command: str) -> list[float]:
+    """Return the figures that a script prints. Lines of two ranks may be in one."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [float(number) for number in re.findall(r"\d+\.\d{10}", done.stdout)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("learner", ["adam", "sgd"])
+@pytest.mark.parametrize("loss", ["BPR", "CE"])
+def test_two_ranks_have_the_losses_and_metrics_of_plain_recbole(loss: str, learner: str) -> None:
+    pytest.importorskip("recbole")
+    options = ("--loss", loss, "--learner", learner)
+    plain = printed("examples/recbole_before.py", *options)
+    assert len(plain) == 3 + 2, "losses of three epochs and two metrics"
+    assert plain[2] < 0.8 * plain[0], "training must reduce the loss"
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_ports(1)[0]))
+    of_ranks = printed(*launch, "examples/recbole_sasrec.py", *options)
+    assert sorted(of_ranks) == pytest.approx(sorted(plain * 2), abs=1e-9, rel=0)

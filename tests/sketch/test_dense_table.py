@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import dense_table
-from flexd.sketch.budget import choose
 from flexd.sketch.dense_table import CARRY_BITS, DenseTable, enumerate_rows
-from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet, choose
 from flexd.sketch.table_sketch import SketchSettings
 from tests.support.sketch_memory import counter_bytes
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
-from flexd.sketch import budget
+from flexd.sketch import sketch_set
 from flexd.sketch.sketch_set import AccessCounts, SketchSet
 from flexd.sketch.table_sketch import SketchSettings
 
@@ -18,7 +18,7 @@ TABLES = [SMALL, LARGE]
 T0 = 1.7e9
 
 
-def sketch_set(half_life: float | None = 50.0) -> SketchSet:
+def sketches_of(half_life: float | None = 50.0) -> SketchSet:
     sketches = SketchSet(TABLES, SketchSettings(1_000_000, half_life, 1e9, 500, logarithmic=False))
     assert [choice.kind for choice in sketches.choices()] == ["dense", "count_min"]
     return sketches
@@ -26,7 +26,7 @@ def sketch_set(half_life: float | None = 50.0) -> SketchSet:
 
 @pytest.mark.parametrize("half_life", [None, 50.0])
 def test_a_profile_has_what_was_given_and_is_as_of_the_newest_event_or_later(half_life):
-    sketches = sketch_set(half_life)
+    sketches = sketches_of(half_life)
     for table in TABLES:
         sketches.ingest(table.name, np.arange(100), 0, T0)
     assert sketches.ingest("other", np.arange(6), 0, T0 + 1e6) == AccessCounts(unknown_table=6), "the clock stays"
@@ -53,11 +53,13 @@ def test_a_profile_has_what_was_given_and_is_as_of_the_newest_event_or_later(hal
 def test_budget_is_kept_and_small_tables_are_exact_first(rows, memory, max_hot, logarithmic):
     tables = [TableSpec(f"t{i}", n, 4) for i, n in enumerate(rows)]
     try:
-        choices = budget.choose(tables, memory, max_hot, logarithmic=logarithmic)
+        choices = sketch_set.choose(tables, memory, max_hot, logarithmic=logarithmic)
     except SketchError:
-        smallest = [[budget._dense(t, max_hot), budget._count_min(t, 8, max_hot)] for t in tables]
+        smallest = [[sketch_set._dense(t, max_hot), sketch_set._count_min(t, 8, max_hot)] for t in tables]
         if logarithmic:
-            smallest = [[*some, budget._logarithmic(t, 3, max_hot)] for some, t in zip(smallest, tables, strict=True)]
+            smallest = [
+                [*some, sketch_set._logarithmic(t, 3, max_hot)] for some, t in zip(smallest, tables, strict=True)
+            ]
         assert sum(min(choice.bytes for choice in some) for some in smallest) > memory
         return
     assert sum(choice.bytes for choice in choices) <= memory
@@ -69,7 +71,7 @@ def test_budget_is_kept_and_small_tables_are_exact_first(rows, memory, max_hot, 
         assert (choice.relative_error > 0) == (choice.kind == "logarithmic") == (choice.counter_bits > 0)
         assert logarithmic or choice.kind != "logarithmic"
         # A sketch larger than exact counters would be absurd, but for the narrowest one.
-        assert choice.kind != "count_min" or choice.log2_width == 8 or choice.bytes <= budget._dense(table, 1).bytes
+        assert choice.kind != "count_min" or choice.log2_width == 8 or choice.bytes <= sketch_set._dense(table, 1).bytes
     # No table has a counter for every row while a smaller one that would take less has none.
     bits = [choice.counter_bits or 32 * (choice.kind == "dense") for choice in choices]
     without = [table.rows for table, size in zip(tables, bits, strict=True) if not size]
@@ -78,10 +80,10 @@ def test_budget_is_kept_and_small_tables_are_exact_first(rows, memory, max_hot, 
 
 
 def test_a_billion_rows_fit_the_default_budget():
-    (choice,) = budget.choose([TableSpec("huge", 10**9, 4)], 512 * 2**20, 10**6)
+    (choice,) = sketch_set.choose([TableSpec("huge", 10**9, 4)], 512 * 2**20, 10**6)
     assert (choice.kind, choice.counter_bits) == ("logarithmic", 4)
     assert 500_000_001 < choice.bytes <= 512 * 2**20
-    (choice,) = budget.choose([TableSpec("huge", 10**9, 4)], 350_000_000, 10**6)
+    (choice,) = sketch_set.choose([TableSpec("huge", 10**9, 4)], 350_000_000, 10**6)
     assert choice.kind == "count_min"
     assert choice.log2_width >= 23
     assert choice.hot_rows == 10**6

@@ -15,10 +15,9 @@ from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.core.placement import RankLayout
 from flexd.core.tap_counts import TableCounts, TapCounts
-from flexd.sketch.budget import choose
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.profile import read_sources
-from flexd.sketch.sketch_set import KINDS, SketchSet
+from flexd.sketch.sketch_set import KINDS, SketchSet, choose
 from flexd.sketch.table_sketch import AccessSample, SketchSettings, TableSketch
 from tests.support.sketch_memory import array_bytes
 

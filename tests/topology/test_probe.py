@@ -72,6 +72,11 @@ def leave_during_a_collective(rank: int, layout: RankLayout, victim: int, hangs:
 LAYOUT = RankLayout(2, 2)
 
 
+@pytest.fixture
+def pool(ranks: Callable[[int], RankPool]) -> RankPool:
+    return ranks(4)
+
+
 def test_all_ranks_report_one_cluster_that_prices_a_plan(pool: RankPool) -> None:
     results = pool.run(measured, LAYOUT, SMALL)
     cluster, sizes = results[0]

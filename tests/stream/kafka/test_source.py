@@ -43,10 +43,11 @@ def open_source(broker, topic: str, group: str = "", **options) -> KafkaSource:
 
 
 def produce(broker, topic: str, first: int, count: int) -> None:
-    sink = KafkaSink(broker.bootstrap_servers, topic, client_options=getattr(broker, "client_options", {}))
+    options = getattr(broker, "client_options", {})
+    sink = KafkaSink(broker.bootstrap_servers, topic, max_wait_seconds=30.0, client_options=options)
     for i in range(first, first + count):
         sink.send(b"%d" % i)
-    sink.flush(10.0)
+    sink.flush(30.0)
     assert sink.messages_failed == 0
     sink.close()
 
@@ -354,19 +355,6 @@ def test_gaps_of_a_partition_that_has_many_cause_no_waiting() -> None:
 POLL_SECONDS = 0.05
 
 
-def source_at(address: str, topic: str, options: dict[str, str] | None = None):
-    return kafka_source(address, topic, "g", session_timeout_seconds=2.0, client_options=options or {})
-
-
-def send(address: str, topic: str, payloads: list[bytes], options: dict[str, str] | None = None) -> None:
-    sink = KafkaSink(address, topic, max_wait_seconds=30.0, client_options=options)
-    for payload in payloads:
-        sink.send(payload)
-    sink.flush(30.0)
-    assert sink.messages_failed == 0
-    sink.close()
-
-
 def read_one(source: KafkaSource) -> list[bytes]:
     return [bytes(message.payload) for message in poll_until(source, len, poll_seconds=POLL_SECONDS)]
 
@@ -374,27 +362,27 @@ def read_one(source: KafkaSource) -> list[bytes]:
 def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker, monkeypatch):
     """The broker holds a fetch back for half a second and delays each response, longer than a poll lasts."""
     monkeypatch.setattr(source_module, "SILENT_SECONDS", 0.2)
-    address, topic, options = slow_broker.bootstrap_servers, slow_broker.create_topic(4), slow_broker.client_options
-    send(address, topic, [b"first"], options)
-    source = source_at(address, topic, options)
+    topic = slow_broker.create_topic(4)
+    produce(slow_broker, topic, 1, 1)
+    source = open_source(slow_broker, topic)
     try:
-        assert read_one(source) == [b"first"]
+        assert read_one(source) == [b"1"]
         assert source.problem is None
         until = time.monotonic() + 1.0
         while time.monotonic() < until:
             assert source.poll(POLL_SECONDS) == []
             assert source.problem is None
-        send(address, topic, [b"second"], options)
-        assert read_one(source) == [b"second"]
+        produce(slow_broker, topic, 2, 1)
+        assert read_one(source) == [b"2"]
     finally:
         source.close()
 
 
 def test_a_stopped_broker_is_noticed_and_the_source_can_be_closed(own_tansu, monkeypatch):
-    own_tansu.create_topic("quiet", 1)
-    send(own_tansu.bootstrap_servers, "quiet", [b"first"])
-    source = source_at(own_tansu.bootstrap_servers, "quiet")
-    assert read_one(source) == [b"first"]
+    topic = topic_on(own_tansu)
+    produce(own_tansu, topic, 1, 1)
+    source = open_source(own_tansu, topic)
+    assert read_one(source) == [b"1"]
     assert source.problem is None
     monkeypatch.setattr(source_module, "SILENT_SECONDS", 0.2)
     monkeypatch.setattr(source_module, "ANSWER_SECONDS", 1.0)

@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.keyspace import TableSpec
-from flexd.sketch.budget import choose
 from flexd.sketch.count_min_kernels import cell_positions
 from flexd.sketch.count_min_table import CountMinTable
 from flexd.sketch.dense_table import DenseTable
 from flexd.sketch.kernel_parts import prefetch
-from flexd.sketch.sketch_set import SketchSet, warm_up
+from flexd.sketch.sketch_set import SketchSet, choose, warm_up
 from flexd.sketch.table_sketch import SketchSettings, TableChoice
 from tools.bench.harness import Outcome, at_least, at_most, timed
 from tools.bench.sections import accuracy

@@ -8,8 +8,7 @@ import torch
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout
-from flexd.demo.reference import ID_BYTES, row_wise_bytes
-from flexd.demo.training import NextItem, right_aligned
+from flexd.demo.training import ID_BYTES, NextItem, right_aligned, row_wise_bytes
 from flexd.stream.batches import Batch
 
 
