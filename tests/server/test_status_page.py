@@ -17,7 +17,7 @@ from flexd.api.planning import PlacementStatus, PlanningStatus, VerificationStat
 from flexd.api.rank import TopologyStatus
 from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
-from flexd.api.training import SlowMemoryStatus, SlowTableStatus
+from flexd.api.training import ArmStatus, SlowMemoryStatus, SlowTableStatus, TrainingStatus, TuningStatus
 from flexd.config.server import ServerConfig
 from flexd.control.daemon.migration import MigrationRecord, MigrationState, VerificationReport
 from flexd.server.app import Metrics
@@ -53,6 +53,15 @@ class BusyDaemon(FakeDaemon):
                 migration_id="m1", plan_id="p2", state=MigrationState.PUSHING, rows=120, rows_applied=30,
                 bytes_to_copy=10_000, predicted_saving_seconds=2e-3, measured_saving_seconds=-1.5e-3,
                 measured_error_seconds=1e-4,
+            ),
+            training=TrainingStatus(
+                tuning=TuningStatus(
+                    arm="direct", reason="measured", measured_at_step=4800,
+                    arms=(
+                        ArmStatus(arm="direct", step_seconds=0.12, in_use=True),
+                        ArmStatus(arm=f"chain {STRANGE}", step_seconds=0.123),
+                    ),
+                )
             ),
             planning=PlanningStatus(
                 verification=VerificationStatus(
@@ -178,6 +187,9 @@ def test_the_page_shows_names_and_figures(open_page, busy):
     assert "1.50 of the mean" in page.text_content("#ranks")
     assert STRANGE in page.text_content("#tables")
     row = page.locator("#plans tbody tr td").all_text_contents()
+    assert page.text_content("#arms p") == "direct, measured at step 4,800"
+    arms = [cells.split("\t") for cells in page.locator("#arms tbody tr").all_inner_texts()]
+    assert arms == [["direct", "120 ms", "in use"], [f"chain {STRANGE}", "123 ms", ""]]
     assert row[-4:] == ["committed", "2.00 ms", "-1.50 ms", "slower"], (
         "the effect is that of the migration of this plan"
     )
