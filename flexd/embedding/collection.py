@@ -317,7 +317,7 @@ class EmbeddingCollection(TableAccess):
         """
         if self._trains():
             self.engine.check_room()
-        located = self.engine.hooks.claim(given, usable=keys is None)
+        located = self.engine.claim(given, usable=keys is None)
         if located is None:
             return self._locate(given, keys)
         self._check_agreed(located.forward_pass.route, None, None)
@@ -331,7 +331,8 @@ class EmbeddingCollection(TableAccess):
         found = self._features.no_features()
         error: Exception | None = None
         try:
-            self.engine.hooks.check_given()
+            for each in self.engine.joined:
+                each.check_given()
             features = self.as_features(given)
             found = self._keys_of(given, features) if keys is None else keys(features)
         except Exception as fault:  # any error: a rank that raised alone would leave the others waiting
@@ -396,10 +397,10 @@ class EmbeddingCollection(TableAccess):
     def _rows(self, routed: RoutedInput, *, expand: bool = True) -> Sequence[torch.Tensor]:
         """Collective. Return the rows as ``RowEngine.fetch``; their gradients wait for ``optimizer.step``."""
         rows = self._fetch(routed.forward_pass, expand=expand)
-        check = None if routed.ahead is None else self.engine.hooks.changed_input()
+        check = None if routed.changed is None else routed.changed()
         if check is not None:
             self.engine.drop_pass(routed.forward_pass)
-            routed.replace_by(self._locate(routed.ahead, partial(self._checked_again, routed.ahead, check)))
+            routed.replace_by(self._locate(routed.given, partial(self._checked_again, routed.given, check)))
             rows = self._fetch(routed.forward_pass, expand=expand)
         if self.after_lookup is not None and self._trains():
             with self.engine.guard.publishing():  # the other ranks may be in the next exchange already

@@ -99,7 +99,7 @@ class Connection(StepMoments):
         engine = self._collection.engine
         return self._collection.traffic.totals() | {
             "apply_seconds": engine.apply_seconds, "passes": engine.summed_passes,
-            "unused_prefetches": engine.hooks.unused_batches, "prefetches": engine.hooks.prefetched_batches,
+            "unused_prefetches": engine.unused_batches, "prefetches": engine.prefetched_batches,
         }  # fmt: skip
 
     def updated(self, optimizer: RowUpdate, step: int) -> None:
@@ -107,8 +107,7 @@ class Connection(StepMoments):
         del optimizer, step
         collection = self._collection
         totals = self._totals()
-        # A loop of prefetch with other settings counts its batches anew.
-        since = {name: max(0, value - self._last_totals[name]) for name, value in totals.items()}
+        since = {name: value - self._last_totals[name] for name, value in totals.items()}
         home, node, device = (since.pop(f"{tier}_accesses") for tier in ("home", "node", "device"))
         now = time.monotonic()
         self._phase_steps += 1

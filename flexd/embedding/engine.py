@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -29,7 +29,7 @@ from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowUpdate
-from flexd.embedding.step import ForwardPass, StepGradients, StepHooks, StepMoments
+from flexd.embedding.step import ForwardPass, RoutedInput, StepGradients, StepMoments
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.store import make_stores
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 MAX_PENDING_PASSES = 64
 Joined = TypeVar("Joined", bound=StepMoments)
+Found = TypeVar("Found")
 
 
 class RowEngine:
@@ -90,8 +91,10 @@ class RowEngine:
         all_slots = [slots + homes.copied_slots(group) for group, slots in enumerate(replica_slots)]
         self.stores = make_stores(homes, groups.rank, all_slots, device, cache_slots, keep_keys=keep_keys)
         self.joined: list[StepMoments] = []
-        """Joined in each step, in this order, after ``hooks``."""
-        self.look_ups = 0
+        """Joined in each step, in this order."""
+        self.look_ups = self.prefetched_batches = self.unused_batches = 0
+        """Look-ups; batches given to be located ahead; those of them that were located twice, because what was
+        announced was not what was looked up."""
         automatic = exchange == "auto"
         self.arm = AgreedArm("chain" if automatic else exchange)
         # With one node, or one rank in each, both exchanges are the same.
@@ -114,7 +117,6 @@ class RowEngine:
             self.tuner()
         if tiered_storage is not None:
             self.joined += tiered_storage.division(self.stores)
-        self.hooks = StepHooks()
         self.steps = self.row_changes = self._changes_at_home = 0
         self.settings = ""
         """Settings of the optimizer in the last update, and their digest (``SETTINGS_BITS``)."""
@@ -193,6 +195,10 @@ class RowEngine:
                 run = self.homes.run(table, self.groups.rank)
                 fill_initial_rows(store.rows[run.slots], spec.name, run.rows, scale=scales[table], seed=seed)
 
+    def claim(self, given: object, *, usable: bool) -> RoutedInput | None:
+        """Return the input of a forward pass if it was located before; not if it is not ``usable``."""
+        return _first(each.claim(given, usable=usable) for each in self.joined)
+
     def prepare(self) -> None:
         """Collective. Refresh replicas if home rows were loaded, and apply the chunks that all ranks agreed on.
 
@@ -203,7 +209,8 @@ class RowEngine:
             self._prepare()
 
     def _prepare(self) -> None:
-        self.hooks.settle()
+        for each in self.joined:
+            each.settle()
         if self.stale_replicas:
             self.migrator.refresh()
             self.stale_replicas = False
@@ -211,7 +218,7 @@ class RowEngine:
             self.summed = None  # their step was skipped, on every rank
         if self.migrator.carrier is not None:  # no fetch followed the last chunk: the pass was given up
             self.migrator.complete()
-        if not self.passes and self.summed is None and not self.hooks.holds_route:
+        if not self.passes and self.summed is None and not any(each.holds_route for each in self.joined):
             self._change_exchange()
             self._apply_chunks()
 
@@ -220,7 +227,7 @@ class RowEngine:
         if not self.arm.due:
             return
         self.arm.exchange = self.arm.next.exchange
-        for groups, router in ((self.groups, self.router), *self.hooks.exchanges):
+        for groups, router in ((self.groups, self.router), *(pair for each in self.joined for pair in each.exchanges)):
             router.change_hops(*self._hops(groups))
 
     def find(
@@ -320,14 +327,15 @@ class RowEngine:
         """Collective. Return per dim-group [requests of this rank, dim]; without ``expand`` the distinct rows of the
         route's first station, [rows, dim], and after them, if some features are pooled at the owner, [bags, dim]."""
         with self._calling():
-            rows = self.hooks.fetch(forward_pass, expand=expand)
+            rows = _first(each.fetch_ahead(forward_pass, expand=expand) for each in self.joined)
             if rows is None:
                 rows = self.router.fetch(
                     forward_pass.route, forward_pass.touched, expand=expand, chunk=self.migrator.carrier
                 )
                 self.migrator.carrier = None
             rows = [*rows, *self.router.sums(forward_pass.route, rows)]
-            self.hooks.fetched()
+            for each in self.joined:
+                each.fetched()
             return rows
 
     def check_room(self) -> None:
@@ -387,14 +395,13 @@ class RowEngine:
         self.settings = repr(optimizer) if factor == 1.0 else f"{optimizer!r}, gradients times {factor!r}"
         self.settings_digest = _digest_of(self.settings)
         self.sync.update(summed.scaled(factor), optimizer, self.steps)
-        self.hooks.updated(optimizer, self.steps)
         return True
 
     def _sum_passes(self, *, defer: bool) -> list[RowGradients]:
         """Collective. Carry the gradients of all open passes to the rows, each row's once; with ``defer`` not those
-        that the hooks defer."""
+        that are deferred."""
         self._spread_bags()
-        split = self.hooks.split_gradients(defer=defer)
+        split = _first(each.split_gradients(defer=defer) for each in self.joined)
         if split is None:
             touched = self.sync.agree([(forward_pass.route, forward_pass.touched) for forward_pass in self.passes])
             parts = [(forward_pass.route, self._scaled(forward_pass)) for forward_pass in self.passes]
@@ -429,10 +436,11 @@ class RowEngine:
         """Return the bytes of this rank by part, now and at most. Not collective."""
         from flexd.embedding.store.memory import rank_memory
 
-        working = self.router, self.sync, [each.working for each in (self.hooks, *self.joined)]
+        working = self.router, self.sync, [each.working for each in self.joined]
+        held = self.passes, [each.held for each in self.joined]
         return rank_memory(
             self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.max_chunk_rows,
-            (self.passes, self.hooks.held), self.inbox.waiting_bytes, working, self.inbox.prepared_bytes,
+            held, self.inbox.waiting_bytes, working, self.inbox.prepared_bytes,
         )  # fmt: skip
 
     def before_rows_load(self, rows: tuple[int, torch.Tensor] | None = None) -> None:
@@ -442,7 +450,8 @@ class RowEngine:
         Args:
             rows: dim-group and int64 [n] home slots of this rank that are replaced; None: any.
         """
-        self.hooks.discard()
+        for each in self.joined:
+            each.discard()
         self._bring_home()
         self._rows_changed([] if rows is None else [rows], all_rows=rows is None)
         self.stale_replicas, self.row_changes = True, self.row_changes + 1
@@ -453,23 +462,24 @@ class RowEngine:
         if self.guard.closed:
             return
         self.guard.closed = True
-        ended = self.hooks.end()
+        ended = [each.ended() for each in self.joined]
         for store in self.stores:
             if store.tier is not None:
                 store.tier.close()
-        self.groups.close(destroy=orderly and ended)
+        self.groups.close(destroy=orderly and all(ended))
 
     def settle(self) -> None:
         """Collective with the prefetch pipeline or re-homed rows. Bring the home rows to the state in which every step
         pushed all of its gradients and no row has moved."""
         with self._calling():
-            self.hooks.settle()
+            for each in self.joined:
+                each.settle()
             self._bring_home()
 
     @property
     def settles_with_others(self) -> bool:
         """True if ``settle`` is collective now. Equal on all ranks."""
-        return self.hooks.deferred is not None or self.migrator.rehomed_rows > 0
+        return any(each.deferred is not None for each in self.joined) or self.migrator.rehomed_rows > 0
 
     @torch.no_grad()
     def _bring_home(self) -> None:
@@ -494,7 +504,7 @@ class RowEngine:
         with torch.no_grad():
             self.migrator.apply(
                 [self.inbox.prepared(version) for version, _ in chunks],
-                fetch_follows=self.arm.exchange == "chain" and not self.hooks.fetches_early,
+                fetch_follows=self.arm.exchange == "chain" and not any(each.fetches_early for each in self.joined),
             )
         self.inbox.applied(chunks[-1][0])
         self.apply_seconds += time.perf_counter() - started
@@ -503,3 +513,8 @@ class RowEngine:
 def _digest_of(settings: str) -> int:
     digest: int = zlib.crc32(settings.encode()) % 2**SETTINGS_BITS
     return digest
+
+
+def _first(found: Iterable[Found | None]) -> Found | None:
+    """Return what the first of all found; all are asked."""
+    return next((one for one in list(found) if one is not None), None)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
-from flexd.embedding.exchange.collectives import Peers, Traffic
+from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.exchange.router import Router
@@ -63,19 +63,22 @@ class RoutedInput:
 
     Attributes:
         order: names of the features, dim-group by dim-group.
-        ahead: the input of the forward pass if its rows were located before it: until they are fetched they may turn
-            out to be those of another input, and then everything here is replaced.
+        given: the input of the forward pass if its rows were located before it.
+        changed: of such an input, to be called once its rows are fetched. None: every rank's input is the one that was
+            located. Else all ranks look their inputs up again, and everything here is replaced; the function raises an
+            error if this rank's is lost. Local.
     """
 
     features: Mapping[str, Jagged]
     order: list[str]
     forward_pass: ForwardPass
-    ahead: Any = None
+    given: Any = None
+    changed: Callable[[], Callable[[], None] | None] | None = None
 
     def replace_by(self, other: RoutedInput) -> None:
         """Replace what was located before the forward pass."""
         self.features, self.order, self.forward_pass = other.features, other.order, other.forward_pass
-        self.ahead = None
+        self.given = self.changed = None
 
     def places(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return int64 [ids] for each dim-group: the place in its distinct ``rows`` of each id of ``order``.
@@ -106,36 +109,6 @@ class LookupFunction(torch.autograd.Function):
         return None, None, None, None
 
 
-class StepMoments:
-    """Moments of a step, in their order. These do nothing; what joins a step (``RowEngine.join``) overrides those that
-    it needs, and a job that has not switched it on neither imports nor asks it.
-
-    Called at the same points on every rank, by the training thread unless a method says otherwise.
-
-    Attributes:
-        working: objects whose tensors stay between steps, for the memory of the rank.
-    """
-
-    working: object = None
-
-    def located(self, look_up: int) -> None:
-        """Run when look-up number ``look_up``, from 1, has found its rows on all ranks."""
-
-    def fetched(self) -> None:
-        """Run when a forward pass has its rows."""
-
-    def changed(self, parts: Sequence[tuple[int, torch.Tensor]], *, all_rows: bool = False) -> None:
-        """Run when rows have been changed: by an update, in any thread, by a chunk or by a load.
-
-        Args:
-            parts: (dim-group, int64 [n] slots of home rows or replicas, repeats allowed).
-            all_rows: other rows may have been changed as well.
-        """
-
-    def updated(self, optimizer: RowUpdate, step: int) -> None:
-        """Run when a step has updated its rows."""
-
-
 class GradientSplit(Protocol):
     """The part of a step's gradients that is pushed in the step; the rest is pushed later.
 
@@ -150,38 +123,26 @@ class GradientSplit(Protocol):
         ...
 
 
-class StepHooks(StepMoments):
-    """Points of a step at which rows may be exchanged earlier or later. These do nothing; ``PrefetchPipeline``
-    replaces them.
+class StepMoments:
+    """Moments of a step, and of its rows between two steps. These do nothing; what joins a step (``RowEngine.joined``)
+    overrides those that it needs, and a job that has not switched it on neither imports nor asks it.
 
-    Called by the training thread, at the same points on every rank; all methods are collective.
+    Called at the same points on every rank, by the training thread unless a method says otherwise. Those that exchange
+    rows earlier or later than the step are collective.
     """
 
+    working: object = None
+    """Objects whose tensors stay between steps, for the memory of the rank."""
+    held: object = None
+    """Objects whose tensors stay until a later step."""
     fetches_early = False
     """True if rows of a pass may be fetched before it: its fetch carries no rows of a chunk."""
     holds_route = False
     """True while a route is held that no forward pass has used: no chunk may be applied."""
     deferred: object = None
     """Gradients that are pushed later: with some, on all ranks, ``settle`` is collective."""
-    held: object = None
-    """Objects whose tensors stay until a later step."""
-    overlapped: Traffic | None = None
-    """The part of the traffic that no step waited for."""
     exchanges: tuple[tuple[ChainGroups, Router], ...] = ()
     """Further routers, with their groups, that use the exchange of the engine."""
-    prefetched_batches = 0
-    """Batches given to be located ahead, those counted below included."""
-    unused_batches = 0
-    """Batches whose rows were located twice: what was announced was not what was looked up."""
-
-    def settle(self) -> None:
-        """Push gradients that an earlier step deferred."""
-
-    def discard(self) -> None:
-        """Settle, and drop rows that were fetched early: the tables are about to be replaced."""
-
-    def wait(self) -> None:
-        """Wait until no other thread changes rows. Deferred gradients stay deferred."""
 
     def claim(self, given: object, *, usable: bool) -> RoutedInput | None:
         """Return the input of a forward pass if it was located before; not if it is not ``usable``."""
@@ -191,15 +152,16 @@ class StepHooks(StepMoments):
     def check_given(self) -> None:
         """Run before the input of a forward pass is read; raises EmbeddingError if it is known not to be the batch."""
 
-    def changed_input(self) -> Callable[[], None] | None:
-        """Run after ``fetch`` of a claimed pass. None: every rank's input is the one that was located. Else all ranks
-        look their inputs up again; the function raises an error if this rank's is lost. Local."""
-        return None
+    def located(self, look_up: int) -> None:
+        """Run when look-up number ``look_up``, from 1, has found its rows on all ranks."""
 
-    def fetch(self, forward_pass: ForwardPass, *, expand: bool) -> list[torch.Tensor] | None:
+    def fetch_ahead(self, forward_pass: ForwardPass, *, expand: bool) -> list[torch.Tensor] | None:
         """Return the rows of a pass as ``RowEngine.fetch`` does if some were fetched before, else None."""
         del forward_pass, expand
         return None
+
+    def fetched(self) -> None:
+        """Run when a forward pass has its rows."""
 
     def split_gradients(self, *, defer: bool) -> GradientSplit | None:
         """Run before the gradients of all open passes are pushed; None: push all of them.
@@ -210,7 +172,27 @@ class StepHooks(StepMoments):
         del defer
         return None
 
-    def end(self) -> bool:
+    def changed(self, parts: Sequence[tuple[int, torch.Tensor]], *, all_rows: bool = False) -> None:
+        """Run when rows have been changed: by an update, in any thread, by a chunk or by a load.
+
+        Args:
+            parts: (dim-group, int64 [n] slots of home rows or replicas, repeats allowed).
+            all_rows: other rows may have been changed as well.
+        """
+
+    def updated(self, optimizer: RowUpdate, step: int) -> None:
+        """Run when a step has updated its rows."""
+
+    def wait(self) -> None:
+        """Wait until no other thread changes rows. Deferred gradients stay deferred."""
+
+    def settle(self) -> None:
+        """Push gradients that an earlier step deferred."""
+
+    def discard(self) -> None:
+        """Settle, and drop rows that were fetched early: the tables are about to be replaced."""
+
+    def ended(self) -> bool:
         """End for good: no step follows, and deferred gradients are dropped. Returns whether all threads ended."""
         return True
 

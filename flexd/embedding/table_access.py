@@ -122,7 +122,8 @@ class TableAccess(nn.Module):
 
     def replicas_bit_equal(self) -> bool:
         """Collective. Return whether all replicas, with optimizer state, equal their home copies bit for bit."""
-        self.engine.hooks.wait()
+        for each in self.engine.joined:
+            each.wait()
         self.engine.migrator.complete()
         verdict = torch.ones(1, dtype=torch.int64, device=self.device)
         with self.traffic.uncounted():

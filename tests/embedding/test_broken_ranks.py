@@ -21,6 +21,7 @@ from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagT
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.prefetch.loop import prefetch
+from tests.support.prefetch_pipeline_jobs import pipeline_of
 from tests.support.rank_pool import RankPool
 
 IDS = {"item": Jagged(torch.arange(50), torch.tensor([50]))}
@@ -125,7 +126,7 @@ def fails_in_a_step(rank: int, layout: RankLayout, odd: int, where: str, ahead: 
     def train() -> None:
         for number, ids in enumerate(prefetch(batches, collection) if ahead else batches):
             if number == 2 and rank == odd:
-                job = getattr(collection.engine.hooks, "_job", None)
+                job = getattr(pipeline_of(collection), "_job", None)
                 router = job._router if where == "job" and job is not None else collection.engine.router
                 if where == "tap":
                     collection.after_lookup = out_of_memory

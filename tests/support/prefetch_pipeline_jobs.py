@@ -111,6 +111,10 @@ def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> Embeddin
     return collection
 
 
+def pipeline_of(collection: EmbeddingCollection) -> PrefetchPipeline | None:
+    return next((each for each in collection.engine.joined if isinstance(each, PrefetchPipeline)), None)
+
+
 def backward(
     collection: EmbeddingCollection, features: dict[str, Jagged], factors: dict[str, torch.Tensor] | None = None
 ) -> list[float]:
@@ -211,8 +215,8 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             prefetched.append(collection.engine.arm.prefetches)
             unequal += not collection.replicas_bit_equal()
             most_moved = max(most_moved, collection.engine.migrator.rehomed_rows)
-            hooks = collection.engine.hooks
-            deferred += isinstance(hooks, PrefetchPipeline) and hooks.deferred is not None
+            pipeline = pipeline_of(collection)
+            deferred += pipeline is not None and pipeline.deferred is not None
             if each(index, step, loop.between_every):
                 losses += backward(collection, batch(scenario, 30_000 + step, rank))
                 collection.optimizer.step()
@@ -247,15 +251,15 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         on(every[loop.break_at + 1 :])
     totals = collection.traffic.totals()
     tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
-    overlapped = collection.engine.hooks.overlapped
+    pipeline = pipeline_of(collection)
     return {
         "exchanges": exchanges, "prefetched": prefetched, "losses": losses, "trained": trained, "versions": versions,
         "unequal": unequal,
         "tables": tables, "deferred": deferred, "errors": errors,
         "traffic": {name: totals[name] - built[name] for name in totals},
-        "overlapped": {} if overlapped is None else overlapped.totals(),
+        "overlapped": {} if pipeline is None else pipeline.overlapped.totals(),
         "digest": collection.engine.migrator.digest, "threads": threads(), "most_moved": most_moved,
-        "unused": collection.engine.hooks.unused_batches,
+        "unused": collection.engine.unused_batches,
     }  # fmt: skip
 
 

@@ -172,7 +172,7 @@ def train_changed(rank: int, layout: RankLayout, what: str, one_thread: bool | N
         loss.backward()
         collection.optimizer.step()
         losses.append(float(loss.detach()))
-    return losses, collection.engine.hooks.unused_batches
+    return losses, collection.engine.unused_batches
 
 
 @pytest.mark.parametrize("pooling_at", ["requester", "owner"])

@@ -84,7 +84,7 @@ def train_replaced(
         "version": tables.placement_version,
         "listed": len(tables.engine.migrator.placement()[0]),
         "tables": {name: tables.gather_table(name) for name in ROWS},
-        "unused": tables.engine.hooks.unused_batches,
+        "unused": tables.engine.unused_batches,
     }
 
 

@@ -18,9 +18,9 @@ forward pass of batch t ends, on the process groups of the step. Collectives of 
 over ranks, which NCCL needs, so an accelerator always uses the second mode. Its job is queued on a stream of its own.
 
 The training thread waits for the job before any collective of its own on rows, and every decision depends only on what
-all ranks have, so ranks cannot diverge. ``PrefetchPipeline`` implements ``StepHooks``; the events of one batch::
+all ranks have, so ranks cannot diverge. ``PrefetchPipeline`` joins the steps; the events of one batch::
 
-    announce -> start -> (job) -> claim -> fetch                by forward passes
+    announce -> start -> (job) -> claim -> fetch_ahead              by forward passes
                           |-> split_gradients -> updated   by ``optimizer.step``; deferred: to the next start
 
 A pass after the start of the job, an unexpected step, or rows loaded from a checkpoint only cause the rows to
@@ -61,7 +61,7 @@ from flexd.embedding.prefetch.pipeline_job import DeferredGradients, PrefetchPip
 from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowUpdate
-from flexd.embedding.step import ForwardPass, RoutedInput, StepHooks
+from flexd.embedding.step import ForwardPass, RoutedInput, StepMoments
 from flexd.embedding.store.memory import iterate_tensors
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 _Announced = AnnouncedInput | LoaderEnd
 
 
-class PrefetchPipeline(StepHooks):
+class PrefetchPipeline(StepMoments):
     """Runs the jobs of an engine. Called by the training thread, at the same points on every rank.
 
     Collective: without ``one_thread`` it takes process groups that no other thread uses, and makes them the first
@@ -83,7 +83,8 @@ class PrefetchPipeline(StepHooks):
     fetches_early = True
 
     def __init__(self, engine: RowEngine, *, one_thread: bool) -> None:
-        self.overlapped: Traffic = Traffic()
+        self.overlapped = Traffic()
+        """The part of the traffic that no step waited for."""
         self.passes_per_step, self.fetches_rows = 1, True
         self.one_thread = one_thread
         self._engine = engine
@@ -143,23 +144,26 @@ class PrefetchPipeline(StepHooks):
                 remedy="leave it out: collectives of two threads have no common order over ranks, and may deadlock",
             )
         one_thread = not on_host if one_thread is None else one_thread
-        hooks = engine.hooks
-        if isinstance(hooks, PrefetchPipeline) and hooks._looping:
+        found = next((each for each in engine.joined if isinstance(each, PrefetchPipeline)), None)
+        if found is not None and found._looping:
             raise EmbeddingError(
                 "another loop over prefetched batches of this collection has not ended",
                 remedy="leave it first, or close() its iterator",
             )
         engine.agree_on_loop(f"one_thread={one_thread}, passes_per_step={passes_per_step}, ahead={ahead}")
-        if not isinstance(hooks, PrefetchPipeline) or hooks.one_thread != one_thread:
+        if found is None or found.one_thread != one_thread:
             engine.settle()
-            engine.hooks.end()
-            engine.hooks = hooks = PrefetchPipeline(engine, one_thread=one_thread)
-        hooks._looping = True
-        hooks._chosen = ahead is None
-        hooks.passes_per_step = passes_per_step
-        hooks._job.world = hooks._world_of_slow_rows() if (ahead or 1) > 1 else None
-        hooks._let_choose((False, True) if hooks._chosen else (True,))
-        return hooks
+            if found is not None:
+                found.ended()
+                engine.joined.remove(found)
+            found = PrefetchPipeline(engine, one_thread=one_thread)
+            engine.joined.insert(0, found)  # the others see a step whose gradients are deferred
+        found._looping = True
+        found._chosen = ahead is None
+        found.passes_per_step = passes_per_step
+        found._job.world = found._world_of_slow_rows() if (ahead or 1) > 1 else None
+        found._let_choose((False, True) if found._chosen else (True,))
+        return found
 
     def _let_choose(self, prefetch: tuple[bool, ...]) -> None:
         tuner = self._engine.tuner()
@@ -209,7 +213,7 @@ class PrefetchPipeline(StepHooks):
         if not self._on:
             self.settle()
             return
-        self.prefetched_batches += isinstance(batch, AnnouncedInput)
+        self._engine.prefetched_batches += isinstance(batch, AnnouncedInput)
         deferred, self.deferred = self.deferred, None
         inbox, passes = self._engine.inbox, tuple(self._engine.passes)
         # Chunks are applied, the exchange is changed and copies of loaded rows are refreshed before the next look-up.
@@ -265,13 +269,13 @@ class PrefetchPipeline(StepHooks):
                     store.tier.forget_batches()
         return self._thread.stop(self._timeout_seconds)
 
-    def end(self) -> bool:
+    def ended(self) -> bool:
         ended = self.close()
         if ended:
             self._groups.close()
         return ended
 
-    # Called by the engine: ``StepHooks``.
+    # Called by the engine: ``StepMoments``.
 
     @property
     def held(self) -> object:  # type: ignore[override]
@@ -353,9 +357,9 @@ class PrefetchPipeline(StepHooks):
         if differs is not False:
             self._changed = torch.as_tensor(differs, device=self._device)
         self._claimed_input = announced
-        return RoutedInput(values.features, result.order, result.forward_pass, ahead=given)
+        return RoutedInput(values.features, result.order, result.forward_pass, given, self._changed_input)
 
-    def changed_input(self) -> Callable[[], None] | None:
+    def _changed_input(self) -> Callable[[], None] | None:
         announced, self._claimed_input = self._claimed_input, None
         if not self._changed_anywhere:
             return None
@@ -379,7 +383,7 @@ class PrefetchPipeline(StepHooks):
             "cannot hold them",
         )
 
-    def fetch(self, forward_pass: ForwardPass, *, expand: bool) -> list[torch.Tensor] | None:
+    def fetch_ahead(self, forward_pass: ForwardPass, *, expand: bool) -> list[torch.Tensor] | None:
         result = self._result
         if result is None or result.forward_pass is not forward_pass:
             return None
@@ -447,7 +451,7 @@ class PrefetchPipeline(StepHooks):
 
     def _count_unused(self, *, here: bool = True) -> None:
         """Count a batch that was looked up with another input than announced; note and warn ``here``, once."""
-        self.unused_batches += 1
+        self._engine.unused_batches += 1
         if not here:
             return
         USAGE_WARNINGS.note(

@@ -17,7 +17,7 @@ from flexd.core.placement import RankLayout
 from flexd.embedding import devices
 from flexd.embedding.exchange import collectives, job_groups
 from tests.support.exactness import Scenario
-from tests.support.prefetch_pipeline_jobs import Loop, train
+from tests.support.prefetch_pipeline_jobs import Loop, pipeline_of, train
 from tests.support.rank_pool import RankPool
 
 Issued = tuple[str, tuple[int, ...], str]
@@ -93,5 +93,5 @@ def test_an_accelerator_always_uses_one_thread() -> None:
             next(iter(flexd.prefetch(loader, collection, one_thread=False)))
         batches = iter(flexd.prefetch(loader, collection))
         assert next(batches) is loader[0]
-        assert collection.engine.hooks.one_thread
+        assert getattr(pipeline_of(collection), "one_thread", False)
         batches.close()

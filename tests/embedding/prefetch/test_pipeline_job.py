@@ -12,21 +12,23 @@ import flexd
 from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.features import Jagged
+from tests.support.prefetch_pipeline_jobs import pipeline_of
 from tests.support.rank_pool import RankPool
 
 
 def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], exchange: str) -> list[dict[str, Any]]:
     """Return the bytes and the overlapped bytes of each step over ``ids[rank]``."""
     collection = EmbeddingCollection([EmbeddingTable("item", 60, 4)], layout=layout, exchange=exchange)
-    engine = collection.engine
     loader = [{"item": Jagged(torch.tensor(part), torch.tensor([len(part)]))} for part in ids[rank]]
     traffic = []
 
     def totals() -> tuple[int, int]:
-        engine.hooks.wait()
+        pipeline = pipeline_of(collection)
+        assert pipeline is not None
+        pipeline.wait()
         return tuple(
             counted.all_to_all_intra_bytes + counted.all_to_all_inter_bytes
-            for counted in (collection.traffic, engine.hooks.overlapped)
+            for counted in (collection.traffic, pipeline.overlapped)
         )
 
     for features in flexd.prefetch(loader, collection):
