@@ -25,7 +25,7 @@ from pydantic import Field
 import flexd
 from flexd.api.status import DaemonStatus
 from flexd.config.model import Config
-from flexd.config.stream import FileLogSourceConfig, KafkaSourceConfig
+from flexd.config.sections import FileLogSourceConfig, KafkaSourceConfig
 from flexd.control.protocol.network import TlsContext, TlsFiles
 from flexd.core import units
 from flexd.core.errors import CodecError, FlexdError

@@ -8,7 +8,7 @@ import re
 from flexd.control.daemon.channel_events import ChannelOptions
 from flexd.control.protocol.handshake import MAX_CLIENT_BYTES
 from flexd.control.protocol.wire import MAX_FRAME_BYTES
-from flexd.server import access, app, http, protocol
+from flexd.server import access, app, http
 from flexd.stream.kafka.bounded_fetcher import BatchLimits
 from tests.support.repository import ROOT
 
@@ -70,7 +70,7 @@ def test_bounds_are_those_of_the_code() -> None:
         f"a proven rank, of {options.max_peers:,}",
         f"frames of {MAX_FRAME_BYTES / mib:.2f} MiB at most; of {options.peer_unread_bytes // mib} MiB that wait",
         f"expands no batch beyond {BatchLimits().max_batch_bytes // mib} MiB",
-        f"a head in {protocol.HEAD_SECONDS:g} s and a body of {access.MAX_REQUEST_BYTES // 1024} KiB in "
+        f"a head in {http.HEAD_SECONDS:g} s and a body of {access.MAX_REQUEST_BYTES // 1024} KiB in "
         f"{access.BODY_SECONDS:g} s, has {http.MAX_CONNECTIONS} connections and {app.MAX_SLOW_CALLS} slow calls",
     )
     assert [each for each in stated if each not in SECTION] == []

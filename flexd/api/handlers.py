@@ -37,7 +37,7 @@ from flexd.api.stream import sketch_status, stream_status
 from flexd.api.table import HotRowPage, TableOrder, TablePage, hot_row_page, table_page
 from flexd.api.training import MAX_PLAN_MARKS, Timeline, slow_memory_status, timeline, training_status
 from flexd.config.model import Config
-from flexd.config.server import ControlConfig
+from flexd.config.sections import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration import FINAL_STATES, Migration, MigrationState
 from flexd.control.daemon.pusher import Throttle, ThrottleLimits

@@ -1,30 +1,185 @@
-"""The ``flexd`` command: its subcommands, and the exit status of errors."""
+"""The ``flexd`` command: its subcommands, those of a configuration file (``run``, ``check-config``, ``state``), and the
+exit status of errors."""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
 import traceback
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 import flexd
-from flexd.cli import (
-    advise_command,
-    change_commands,
-    daemon_commands,
-    demo_command,
-    doctor_command,
-    probe_command,
-    shard_command,
-    show_commands,
-    simulate_command,
-    state_commands,
-)
-from flexd.cli.exit_codes import MEANINGS, ExitCode, exit_code_of
-from flexd.cli.options import with_options
+from flexd.cli import check_commands, client_commands, replay_commands, shard_command
+from flexd.cli.blocks import Facts, Sentences
+from flexd.cli.client import MEANINGS, ExitCode, exit_code_of
+from flexd.cli.options import ConfigOption, DryRunOption, OutputOption, YesOption, confirm, with_options
+from flexd.cli.render import OutputFormat, emit, flat, present, show
+from flexd.core import units
 from flexd.core.errors import FlexdError
+from flexd.core.fast_start import import_numba, pause_garbage_collector
+
+if TYPE_CHECKING:
+    from flexd.config.model import Config
+
+
+def run(
+    config: ConfigOption,
+) -> None:
+    """Run the daemon until SIGTERM or SIGINT.
+
+    SIGHUP makes it read the file again, as `flexd reload` does.
+
+    Example: flexd run -c configs/laptop.yaml
+    """
+    # Process 1 of a container has no default action and would lose a signal before the daemon installs its handlers.
+    signal.signal(signal.SIGTERM, _end_quietly)
+    # The file has not been read yet, so that a reload has no effect; the default action would end the process.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    from flexd.config.load import check_config as check_loaded
+    from flexd.config.load import load_config
+
+    checked = load_config(config)
+    # The daemon enables it again once it has started.
+    pause_garbage_collector()
+    import_numba()
+    check_loaded(checked, str(config))
+    from flexd.daemon import run_daemon
+
+    try:
+        code = run_daemon(checked, config)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    _end_process(code)
+
+
+def _end_process(code: int) -> NoReturn:
+    """End without the interpreter's teardown, which would wait for, or break, threads that did not stop in time."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_quietly(*_: object) -> None:
+    sys.exit(0)
+
+
+def check_config(
+    config: ConfigOption,
+    output: Annotated[
+        OutputFormat | None, typer.Option("-o", "--output", help="Print the effective configuration without secrets.")
+    ] = None,
+) -> None:
+    """Check a configuration as `flexd run` does.
+
+    Variables FLEXD__SECTION__KEY of the environment are applied to it. Exit status 2 if `run` would refuse it. Secrets
+    and certificates are not checked.
+
+    Example: flexd check-config -c configs/laptop.yaml -o yaml
+    """
+    from flexd.config.load import check_config as check_loaded
+    from flexd.config.load import load_config
+
+    checked = load_config(config)
+    check_loaded(checked, str(config))
+    if output is None:
+        show([_summary(config, checked)], typer.get_text_stream("stdout"))
+    else:
+        emit(checked.document(), [Facts("", tuple(flat(checked.document()).items()))], output)
+
+
+def _summary(file: Path, config: Config) -> Facts:
+    rows = sum(table.rows for table in config.tables)
+    return Facts(
+        "",
+        (
+            (str(file), "ok"),
+            ("job", config.job),
+            (
+                "tables",
+                f"{len(config.tables)} with {units.count(rows)} rows" if config.tables else "those of the ranks",
+            ),
+            ("source", config.stream.source.kind),
+            ("api", _api(config)),
+            ("metrics", config.server.metrics_listen or "with the api"),
+        ),
+    )
+
+
+def _api(config: Config) -> str:
+    server = config.server
+    return f"unix socket {server.unix_socket}" if server.unix_socket else f"{server.host}:{server.port}"
+
+
+state = typer.Typer(
+    help="Show or reset the saved state of a daemon.\n\n"
+    "These commands read the files in state.dir of FILE, not a running daemon.\n\n"
+    "Example: flexd state show -c configs/laptop.yaml",
+    no_args_is_help=True,
+)
+
+
+def _load(config: Path) -> Config:
+    from flexd.core import supervision
+    from flexd.daemon.config_file import load_with_known_tables
+
+    supervision.arm()
+    return load_with_known_tables(config)
+
+
+@state.command("show")
+def show_state(config: ConfigOption, output: OutputOption = OutputFormat.TABLE) -> None:
+    """List the snapshots, and what a start with FILE would keep of them.
+
+    Changes nothing, and may run beside the daemon. Exit status 9 if a start would be refused.
+
+    Example: flexd state show -c configs/laptop.yaml
+    """
+    loaded = _load(config)
+    from flexd.daemon import state_directory
+
+    report = state_directory.report(loaded)
+    present(report, output, tables=True)
+    raise typer.Exit(ExitCode.OK if report.starts else ExitCode.STATE_UNUSABLE)
+
+
+@state.command("reset")
+def reset_state(
+    config: ConfigOption,
+    keep_positions: Annotated[
+        bool, typer.Option("--keep-positions", help="Count from the saved stream positions on, not from the earliest.")
+    ] = False,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Remove the snapshots, so that the next start counts from empty.
+
+    The newest is kept under a name that ends in .unusable; renamed back, it is used again. By default the next start
+    reads all that the stream still holds. Exit status 6 if a daemon uses the directory.
+
+    Example: flexd state reset -c configs/laptop.yaml --yes
+    """
+    loaded = _load(config)
+    from flexd.daemon import state_directory
+
+    report = state_directory.report(loaded)
+    accesses = report.snapshots[0].accesses if report.snapshots else 0
+    message = (
+        f"This removes {units.plural(len(report.snapshots), 'snapshot')} with {units.count(accesses)} accesses in "
+        f"{report.directory}."
+    )
+    if dry_run:
+        emit({"dry_run": True, **report.model_dump(mode="json")}, [Sentences("", (message,))], output)
+        return
+    confirm(f"{message} Reset?", yes)
+    present(state_directory.reset(loaded, keep_positions=keep_positions), output)
+
 
 app = typer.Typer(
     name="flexd",
@@ -53,22 +208,23 @@ def root(
     """Options of ``flexd`` itself."""
 
 
-app.command("run")(daemon_commands.run)
-app.command("check-config")(daemon_commands.check_config)
+app.command("run")(run)
+app.command("check-config")(check_config)
 for command in (
-    show_commands.status, show_commands.get, show_commands.describe, show_commands.plan, show_commands.explain,
-    change_commands.replan, change_commands.apply, change_commands.abort, change_commands.rollback,
-    change_commands.throttle, change_commands.pause, change_commands.resume, change_commands.reload,
+    client_commands.status, client_commands.get, client_commands.describe, client_commands.plan,
+    client_commands.explain, client_commands.replan, client_commands.apply, client_commands.abort,
+    client_commands.rollback, client_commands.throttle, client_commands.pause, client_commands.resume,
+    client_commands.reload,
 ):  # fmt: skip
     app.command()(command)
-app.add_typer(show_commands.affinity, name="affinity")
-app.add_typer(state_commands.app, name="state")
-app.command("demo")(demo_command.demo)
-app.command("simulate")(with_options(simulate_command.simulate))
-app.command("advise")(with_options(advise_command.advise))
+app.add_typer(client_commands.affinity, name="affinity")
+app.add_typer(state, name="state")
+app.command("demo")(replay_commands.demo)
+app.command("simulate")(with_options(replay_commands.simulate))
+app.command("advise")(with_options(replay_commands.advise))
 app.command("shard")(with_options(shard_command.shard))
-app.command("probe")(probe_command.probe)
-app.command("doctor")(doctor_command.doctor)
+app.command("probe")(check_commands.probe)
+app.command("doctor")(check_commands.doctor)
 
 
 def main() -> None:

@@ -16,8 +16,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from flexd.cli.client import DEFAULT_URL, SOCKET_VARIABLE, URL_VARIABLE
-from flexd.cli.exit_codes import ExitCode
+from flexd.cli.client import DEFAULT_URL, SOCKET_VARIABLE, URL_VARIABLE, ExitCode
 from flexd.cli.render import OutputFormat
 from flexd.core.errors import ConfigError
 

@@ -1,22 +1,27 @@
-"""Load a ``Config`` from a YAML file and the environment, and split a changed one by what needs a restart.
+"""Load a ``Config`` from a YAML file and the environment, check it beyond its schema, and split a changed one by what
+needs a restart.
 
-Errors name key path, value and allowed values.
+Errors name key path, value and allowed values. ``flexd run``, ``flexd check-config`` and a reload call the same
+functions, so one refuses what the others refuse. Secrets and certificates are not checked: they are often mounted only
+where the daemon runs.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from flexd.config.base import Section
+from flexd.config.base import Section, describe_faults, overlay_environment, read_yaml_mapping, split_address
 from flexd.config.model import Config
-from flexd.config.text import describe_faults, overlay_environment, read_yaml_mapping
-from flexd.core.errors import ConfigError
+from flexd.config.sections import KafkaSourceConfig
+from flexd.core.errors import ConfigError, SketchError, StreamError, TopologyError
+from flexd.core.sharding_types import ROW_WISE
 
 HOT_KEYS: tuple[str, ...] = (
     "planner",
@@ -102,3 +107,131 @@ def parse_config(data: Mapping[str, Any], origin: str = "config", variables: Map
     except ValidationError as error:
         faults = describe_faults(error, Config, variables or {})
         raise ConfigError("\n".join(f"{origin}: {line}" for line in faults)) from None
+
+
+_MAX_NAMED = 5
+
+
+def check_config(config: Config, origin: str = "config") -> None:
+    """Check everything that can be known before the daemon starts.
+
+    Args:
+        origin: the file that the configuration comes from; begins every line of the error.
+
+    Raises:
+        ConfigError: the text lists every fault as ``origin: key.path: what is wrong``.
+    """
+    faults = [*_topology_faults(config), *_kafka_faults(config)]
+    if config.planner.rehomed_slots_share and not config.sketch.coaccess_memory_bytes:
+        faults.append(
+            "planner.rehomed_slots_share: where rows are used together is not known; set sketch.coaccess_memory_bytes"
+        )
+    if config.tables:  # else they are checked when the ranks have said theirs
+        faults = [*_table_faults(config), *_memory_faults(config), *faults]
+    _raise(faults, origin)
+
+
+def check_tables(config: Config, origin: str = "config") -> None:
+    """Check that ``planner`` names only tables and rows that ``tables`` has.
+
+    Raises:
+        ConfigError: the text lists every fault as ``origin: key.path: what is wrong``.
+    """
+    if config.tables:
+        _raise(list(_table_faults(config)), origin)
+
+
+def _raise(faults: list[str], origin: str) -> None:
+    if faults:
+        raise ConfigError("\n".join(f"{origin}: {fault}" for fault in faults))
+
+
+def _table_faults(config: Config) -> Iterator[str]:
+    planner = config.planner
+    rows_of = {table.name: table.rows for table in config.tables}
+    ruled = {table.name for table in config.tables if table.sharding != ROW_WISE}
+    unknown = sorted(set(planner.exclude_tables) - rows_of.keys())
+    if unknown:
+        yield f"planner.exclude_tables: {_unknown_table(unknown, rows_of)}"
+    for index, pin in enumerate(planner.pins):
+        key = f"planner.pins[{index}]"
+        if pin.table not in rows_of:
+            yield f"{key}.table: {_unknown_table([pin.table], rows_of)}"
+            continue
+        if pin.table in planner.exclude_tables and pin.tier != "HOME":
+            yield f"{key}.tier: {pin.table!r} is in planner.exclude_tables, so it must be HOME (got {pin.tier!r})"
+        if pin.table in ruled and pin.tier != "HOME":
+            yield f"{key}.tier: {pin.table!r} is not sharded {ROW_WISE}, so it must be HOME (got {pin.tier!r})"
+        rows = rows_of[pin.table]
+        outside = [row for row in pin.rows or () if not 0 <= row < rows]
+        if outside:
+            yield f"{key}.rows: rows of table {pin.table!r} are 0 to {rows - 1} (got {_listed(outside)})"
+
+
+def _unknown_table(unknown: list[str], known: Mapping[str, int]) -> str:
+    close = difflib.get_close_matches(unknown[0], known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; known tables: {_listed(known)}"
+    return f"no table in tables is named {_listed(unknown)}{hint}"
+
+
+def _listed(values: Iterable[object]) -> str:
+    shown = [repr(value) for value in values]
+    more = len(shown) - _MAX_NAMED
+    return ", ".join(shown[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _memory_faults(config: Config) -> Iterator[str]:
+    from flexd.sketch.sketch_set import choose
+    from flexd.sketch.coaccess import MIN_BYTES as MIN_COACCESS_BYTES
+
+    sketch = config.sketch
+    try:
+        choose(config.keyspace().tables, sketch.memory_bytes, sketch.max_hot_rows)
+    except SketchError as error:
+        yield f"sketch.memory_bytes: {error}"
+    if 0 < sketch.coaccess_memory_bytes < MIN_COACCESS_BYTES:
+        yield f"sketch.coaccess_memory_bytes: 0, or at least {MIN_COACCESS_BYTES} (got {sketch.coaccess_memory_bytes})"
+
+
+def _topology_faults(config: Config) -> Iterator[str]:
+    from flexd.topology.files import load_cluster, preset_names
+
+    topology = config.topology
+    if topology.preset is not None and topology.preset not in preset_names():
+        yield f"topology.preset: must be one of {', '.join(preset_names())} (got {topology.preset!r})"
+    if topology.file is not None:
+        try:
+            load_cluster(topology.file)
+        except TopologyError as error:
+            yield f"topology.file: {error}"
+
+
+def _kafka_faults(config: Config) -> Iterator[str]:
+    source = config.stream.source
+    if not isinstance(source, KafkaSourceConfig):
+        return
+    for server in source.bootstrap_servers.split(","):
+        try:
+            if split_address(server.strip())[1] == 0:
+                raise ValueError("the port must be 1 to 65535")
+        except ValueError as error:
+            yield f"stream.source.bootstrap_servers: {error} (got {server.strip()!r})"
+    # The client's package is imported only where its options are checked.
+    from kafka import KafkaConsumer
+
+    from flexd.stream.kafka.sink import checked_options
+
+    known = KafkaConsumer.DEFAULT_CONFIG.keys()
+    given = [("client_options", name) for name in source.client_options]
+    given += [("client_option_files", name) for name in source.client_option_files]
+    for section, name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            yield f"stream.source.{section}.{name}: is not an option of the Kafka client{hint}"
+    try:
+        # Values in files are secrets; only their names are checked.
+        names = source.client_option_files.keys() - {"security_protocol", "api_version"}
+        checked_options(source.client_options | dict.fromkeys(names, ""))
+    except (StreamError, ValueError) as error:
+        yield f"stream.source.client_options: {error}"

@@ -8,11 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from flexd.config.base import Float, Int, Name, Seconds, Section
-from flexd.config.planner import PlannerConfig, TopologyConfig
-from flexd.config.server import ControlConfig, ServerConfig
-from flexd.config.stream import SketchConfig, StreamConfig
-from flexd.config.text import redacted
+from flexd.config.base import Float, Int, Name, Seconds, Section, redacted
+from flexd.config.sections import ControlConfig, PlannerConfig, ServerConfig, SketchConfig, StreamConfig, TopologyConfig
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, RowDType, RowOptimizer, TableSpec
 from flexd.core.sharding_types import ROW_WISE, ShardingType

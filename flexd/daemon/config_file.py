@@ -20,10 +20,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from flexd.api.status import ConfigStatus, KeyChange, ReloadReport
-from flexd.config.checks import check_tables
-from flexd.config.load import Merged, load_config, merge
+from flexd.config.base import describe_faults
+from flexd.config.load import Merged, check_tables, load_config, merge
 from flexd.config.model import Config, TableConfig
-from flexd.config.text import describe_faults
 from flexd.control.daemon.membership import ProposedTables
 from flexd.core.errors import ConfigError, FlexdError, SnapshotError
 from flexd.core.keyspace import TableSpec, table_from_document

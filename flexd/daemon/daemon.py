@@ -26,7 +26,7 @@ from typing import Any
 from flexd.api.base import ProbeResult
 from flexd.api.routes import Answer, Operation
 from flexd.api.status import DaemonStatus, ProcessStart, ReloadReport, base_status, threads_status
-from flexd.config.checks import check_config
+from flexd.config.load import check_config
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import TableLearner
 from flexd.control.daemon.membership import ProposedTables

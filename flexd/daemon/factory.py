@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexd.config.model import Config
-from flexd.config.stream import FileLogSourceConfig, KafkaSourceConfig, TapSourceConfig
+from flexd.config.sections import FileLogSourceConfig, KafkaSourceConfig, TapSourceConfig
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.pusher import ChunkLimits
 from flexd.control.protocol.network import TlsContext, TlsFiles

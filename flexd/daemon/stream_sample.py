@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from flexd.config.model import Config
-from flexd.config.stream import KafkaSourceConfig, TapSourceConfig
+from flexd.config.sections import KafkaSourceConfig, TapSourceConfig
 from flexd.control.protocol.network import new_token
 from flexd.core.errors import ConfigError, SnapshotError, StreamError
 from flexd.daemon import factory, state_directory

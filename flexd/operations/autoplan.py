@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from zoneinfo import ZoneInfo
 
-from flexd.config.planner import PlannerConfig, WindowConfig
+from flexd.config.sections import PlannerConfig, WindowConfig
 from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import Migration, MigrationState
 from flexd.core.errors import FlexdError

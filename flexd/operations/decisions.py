@@ -10,8 +10,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flexd.config.server import ThrottleConfig
-from flexd.config.text import describe_faults
+from flexd.config.base import describe_faults
+from flexd.config.sections import ThrottleConfig
 from flexd.control.daemon.pusher import ThrottleLimits
 from flexd.core.errors import SnapshotError
 from flexd.operations.state_database import StateDatabase

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.config.planner import PlannerConfig
+from flexd.config.sections import PlannerConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase, StepReport, TrainerSettings

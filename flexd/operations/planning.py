@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from flexd.config.model import Config
-from flexd.config.planner import MinSavingConfig, PlanGatesConfig
+from flexd.config.sections import MinSavingConfig, PlanGatesConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import GateReport, Migration, MigrationRecord

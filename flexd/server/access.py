@@ -20,11 +20,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flexd.api.base import REQUEST_HEADER, ErrorBody, ErrorDetail
 from flexd.api.routes import ROUTES
 from flexd.config.base import is_loopback
-from flexd.config.server import ApiScope, TokenConfig
+from flexd.config.sections import ApiScope, TokenConfig
 from flexd.core.errors import ApiError, ConfigError
 from flexd.core.secrets import KeyFile
-from flexd.server.protocol import CLIENT_NAME
 
+CLIENT_NAME = "flexd.client_name"
+"""Key of the ASGI scope: common name of the client's certificate."""
 MAX_REQUEST_BYTES = 64 * 1024
 BODY_SECONDS = 10.0
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

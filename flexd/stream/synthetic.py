@@ -15,7 +15,7 @@ from flexd.stream.trace import ZipfSampler, scatter, scatter_multiplier
 from flexd.stream.types import AccessBatch, Positions, Source, StreamMessage
 
 if TYPE_CHECKING:
-    from flexd.config.stream import SyntheticSourceConfig
+    from flexd.config.sections import SyntheticSourceConfig
 
 PARTITION = "synthetic"
 _MAX_POLL_MESSAGES = 256

@@ -12,7 +12,7 @@ import pexpect
 import pytest
 
 from flexd.cli.main import main
-from flexd.config.server import ServerConfig
+from flexd.config.sections import ServerConfig
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
 from tests.support.fake_daemon import FakeDaemon

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -11,11 +12,29 @@ import pytest
 
 from flexd.api import routes
 from flexd.cli import client as client_module
-from flexd.cli.client import DaemonAddress, DaemonClient
-from flexd.cli.exit_codes import DaemonTimeoutError, DaemonUnreachableError, ExitCode
-from flexd.config.server import ServerConfig
+from flexd.cli.client import (
+    MEANINGS,
+    DaemonAddress,
+    DaemonClient,
+    DaemonRefusedError,
+    DaemonTimeoutError,
+    DaemonUnreachableError,
+    ExitCode,
+    exit_code_of,
+)
+from flexd.config.sections import ServerConfig
+from flexd.core.errors import (
+    ApiError,
+    ConfigError,
+    FlexdError,
+    StateLockedError,
+    StateVersionError,
+    TopologyError,
+    UnusableStateError,
+)  # fmt: skip
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
+from tests.support.repository import ROOT
 
 
 def test_an_unreachable_daemon_is_named_with_a_remedy(flexd_process, tmp_path):
@@ -98,3 +117,34 @@ def test_an_answer_that_drips_hits_the_deadline(monkeypatch):
         finally:
             stop.set()
             thread.join(5)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), 2),
+        (TopologyError("x"), 2),
+        (DaemonUnreachableError("x"), 3),
+        (DaemonRefusedError("x"), 4),
+        (DaemonTimeoutError("x"), 5),
+        (StateLockedError("x"), 6),
+        (UnusableStateError("x"), 9),
+        (StateVersionError("x"), 9),
+        (ApiError("port taken"), 1),
+        (FlexdError("x"), 1),
+    ],
+)
+def test_exit_codes_of_errors(error: FlexdError, code: int) -> None:
+    assert exit_code_of(error) == code
+
+
+def test_help_and_docs_list_every_exit_code_with_its_meaning(flexd_command) -> None:
+    expected = {int(code): meaning for code, meaning in MEANINGS.items()}
+    assert set(MEANINGS) == set(ExitCode)
+    shown = flexd_command("--help").stdout.split("Exit status:")[1].split("Options:")[0]
+    assert {int(code): meaning for code, meaning in re.findall(r"^ +(\d+) +(\S.*)$", shown, re.MULTILINE)} == expected
+    page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    table = page.split("| exit status | meaning |\n")[1].split("\n\n")[0]
+    assert {
+        int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", table, re.MULTILINE)
+    } == expected

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import flexd
-from flexd.cli.exit_codes import ExitCode
+from flexd.cli.client import ExitCode
 from flexd.core.placement import RankLayout
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from flexd.api.plan import PlanReport
+from flexd.cli.blocks import Facts, Sentences, Table
 from flexd.cli.main import main
-from tests.cli.test_golden import _compare
+from flexd.cli.screen import renderable
 from tests.support.statuses import STATUSES
 
 FULL_PLAN = PlanReport.model_validate(
@@ -188,3 +192,76 @@ def test_golden_on_a_terminal(monkeypatch, url, daemon, command, columns):
     assert max(map(len, plain)) <= columns
     shown = "".join(f"{line.rstrip()}\n" for line in plain)
     _compare(f"{command.split()[-1]}.terminal-{columns}", shown)
+
+
+GOLDEN = Path(__file__).parent / "golden"
+COMMANDS = {
+    "history": "get history",
+    "migration": "describe migration latest",
+    "rollback": "rollback --reason slow",
+    "plans": "get plans",
+    "reload-dry-run": "reload --dry-run",
+    "rows": "get rows items -n 3",
+    "tables": "get tables",
+    "throttle": "throttle",
+    "ranks": "get ranks",
+}
+"""By golden file: the command."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_golden(flexd_command, url, name):
+    """The files under ``golden`` are what was once looked at and found right; write them anew with care."""
+    done = flexd_command(*COMMANDS[name].split(), "--url", url, TZ="UTC")
+    assert (done.returncode, done.stderr) == (0, "")
+    _compare(name, done.stdout)
+
+
+@pytest.mark.parametrize("name", STATUSES)
+def test_status_in_a_pipe(flexd_command, url, daemon, name):
+    daemon.status = lambda: STATUSES[name]
+    done = flexd_command("status", "--url", url)
+    assert (done.returncode, done.stderr) == (0, "")
+    _compare(name, done.stdout)
+
+
+def _compare(name: str, shown: str) -> None:
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("RECORD_GOLDEN"):
+        path.write_text(shown, encoding="utf-8")
+    assert shown == path.read_text(encoding="utf-8")
+
+
+def shown(*blocks: Facts | Sentences | Table, width: int) -> list[str]:
+    stream = io.StringIO()
+    Console(file=stream, width=width, highlight=False).print(renderable(blocks))
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", range(24, 60))
+@pytest.mark.parametrize("figure", ["806.6 MB", "0.517 us", "15.5 GB/s", "12 min", "2 d"])
+def test_a_line_never_ends_between_a_figure_and_its_unit(width: int, figure: str) -> None:
+    text = f"the buffers of one step, of all ranks together, take {figure} at most"
+    blocks = (Facts("", (("memory", text),)), Sentences("", (text,)), Table("", ("what",), ((text,),)))
+    for block in blocks:
+        lines = shown(block, width=width)
+        assert max(map(len, lines)) <= width
+        assert any(figure in line for line in lines), lines
+
+
+def test_sentences_are_told_apart_where_there_are_several() -> None:
+    lines = shown(Sentences("why", ("the first of two sentences", "the second")), width=20)
+    assert lines == ["why", "  - the first of two", "    sentences", "  - the second"]
+    assert shown(Sentences("", ("only one",)), width=20) == ["  only one"]
+
+
+def test_a_table_names_what_it_leaves_out() -> None:
+    table = Table("", ("name", "rows"), (("items", "1,000"),), frozenset(("rows",)), ("rows",))
+    assert shown(table, width=12) == ["  name", "  items", "  no room", "  for: rows", "  (-o yaml", "  has them)"]
+
+
+def test_a_whole_column_is_not_broken() -> None:
+    table = Table("", ("phase", "time"), (("forward rows", "1 ms"),), frozenset(("time",)), ("time",))
+    assert shown(table, width=16) == ["  phase     time", "  forward   1 ms", "  rows"]
+    whole = Table(table.title, table.columns, table.rows, table.right, table.spare, frozenset(("phase",)))
+    assert shown(whole, width=16)[:2] == ["  phase", "  forward rows"]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.config.load import load_config, parse_config
+from flexd.config.base import Section
+from flexd.config.load import HOT_KEYS, check_config, check_tables, is_hot, load_config, merge, parse_config
 from flexd.config.model import Config
-from flexd.config.stream import KafkaSourceConfig
+from flexd.config.sections import KafkaSourceConfig
 from flexd.core.errors import ConfigError
 
 MINIMAL = {
@@ -289,3 +291,187 @@ def test_nonsense_is_refused_by_its_key_path_or_is_in_effect(nonsense):
         else:
             effective = config.document()[key]
             assert all(effective[name] == value for name, value in nonsense.items())
+
+
+TWO_BROKERS: dict[str, Any] = {"kind": "kafka", "bootstrap_servers": "broker-0:9092, [::1]:9093"}
+
+
+def _document(**sections: Any) -> dict[str, Any]:
+    return {
+        "job": "j",
+        "tables": [{"name": "items", "rows": 100, "dim": 8}, {"name": "users", "rows": 50, "dim": 8}],
+        "stream": {"source": {"kind": "synthetic"}},
+        **sections,
+    }
+
+
+def _kafka(**changed: Any) -> dict[str, Any]:
+    return {"stream": {"source": {**TWO_BROKERS, **changed}}}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"planner": {"exclude_tables": ["item"]}},
+        "planner.exclude_tables: no table in tables is named 'item'; did you me",
+    ),
+    ({"planner": {"exclude_tables": ["zzz"]}}, "planner.exclude_tables: no table in tables is named 'zzz'; known tab"),
+    (
+        {
+            "tables": [{"name": "items", "rows": 10, "dim": 4, "sharding": "table_row_wise:0"}],
+            "planner": {"pins": [{"table": "items", "tier": "NODE"}]},
+        },
+        "planner.pins[0].tier: 'items' is not sharded row_wise",
+    ),
+    ({"planner": {"pins": [{"table": "item", "tier": "NODE"}]}}, "planner.pins[0].table: no table in tables is named"),
+    (
+        {"planner": {"pins": [{"table": "items", "tier": "NODE", "rows": [0, 100, -1]}]}},
+        "planner.pins[0].rows: rows of table 'items' are 0 to 99 (got 100, -1)",
+    ),
+    (
+        {"planner": {"exclude_tables": ["items"], "pins": [{"table": "items", "tier": "DEVICE"}]}},
+        "planner.pins[0].tier: 'items' is in planner.exclude_tables",
+    ),
+    ({"topology": {"preset": "moon-base"}}, "topology.preset: must be one of "),
+    ({"topology": {"file": "/nowhere/cluster.yaml"}}, "topology.file: /nowhere/cluster.yaml: cannot be read"),
+    (
+        {"sketch": {"memory_bytes": 2**20}, "tables": [{"name": f"t{i}", "rows": 10**9, "dim": 8} for i in range(99)]},
+        "sketch.memory_bytes: 99 tables cannot be counted in 1048576 bytes",
+    ),
+    (_kafka(bootstrap_servers="broker"), "stream.source.bootstrap_servers: must be host:port"),
+    (_kafka(bootstrap_servers="a:9092,b"), "(got 'b')"),
+    (_kafka(bootstrap_servers="a:0"), "stream.source.bootstrap_servers: the port must be 1 to 65535 (got 'a:0')"),
+    (
+        _kafka(client_options={"sasl_mechanismm": "PLAIN"}),
+        "stream.source.client_options.sasl_mechanismm: is not an option of the Kafka client; did you mean 'sasl_mech",
+    ),
+    (
+        _kafka(client_option_files={"sasl_plain_pasword": "/run/secrets/x"}),
+        "stream.source.client_option_files.sasl_plain_pasword: is not an option",
+    ),
+    (
+        _kafka(client_options={"security_protocol": "TLS"}),
+        "client_options: Kafka security_protocol 'TLS'",
+    ),
+    (
+        _kafka(client_options={"group_id": "mine"}),
+        "client_options: Kafka client options group_id are set",
+    ),
+    (_kafka(client_options={"api_version": "three"}), "stream.source.client_options: "),
+]
+
+
+@pytest.mark.parametrize(("sections", "expected"), REFUSED, ids=[expected[:50] for _, expected in REFUSED])
+def test_what_the_parts_would_refuse_is_named_by_its_key(sections: dict[str, Any], expected: str) -> None:
+    config = parse_config(_document(**sections))
+    with pytest.raises(ConfigError) as raised:
+        check_config(config, "file.yaml")
+    lines = raised.value.message.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("file.yaml: ")
+    assert expected in lines[0]
+
+
+def test_what_is_right_passes() -> None:
+    planner = {
+        "exclude_tables": ["users"],
+        "pins": [{"table": "items", "tier": "NODE", "rows": [0, 99]}, {"table": "users", "tier": "HOME"}],
+    }  # fmt: skip
+    options = {"security_protocol": "SASL_SSL", "api_version": "3.0", "ssl_cafile": "/not/here"}
+    files = {"sasl_plain_password": "/not/here/either", "security_protocol": "/x", "api_version": "/y"}
+    del options["security_protocol"], options["api_version"]
+    check_config(parse_config(_document(planner=planner, **_kafka(client_options=options, client_option_files=files))))
+    check_config(parse_config(_document(**_kafka(client_options={"api_version": "3.0", "security_protocol": "SSL"}))))
+
+
+def test_a_reload_checks_the_tables_alone() -> None:
+    config = parse_config(_document(topology={"file": "/nowhere"}))
+    check_tables(config)
+    with pytest.raises(ConfigError, match=r"planner\.exclude_tables"):
+        check_tables(parse_config(_document(planner={"exclude_tables": ["x"]})))
+
+
+def config(**sections: Any) -> Config:
+    return parse_config(
+        {
+            "job": "j",
+            "tables": [{"name": "item", "rows": 100, "dim": 4}],
+            "stream": {"source": {"kind": "synthetic"}},
+            **sections,
+        }
+    )
+
+
+def _has(path: str) -> bool:
+    node: Any = config()
+    for name in path.split("."):
+        if not isinstance(node, Section) or name not in type(node).model_fields:
+            return False
+        node = getattr(node, name)
+    return True
+
+
+def test_every_hot_key_is_a_key() -> None:
+    assert [path for path in HOT_KEYS if not _has(path)] == []
+    assert len(set(HOT_KEYS)) == len(HOT_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("path", "hot"),
+    [
+        ("log.level", True),
+        ("control.throttle", True),
+        ("control.throttle.bytes_per_step", True),
+        ("control.throttles", False),
+        ("control.listen_port", False),
+        ("planner.verify_budget_steps", True),
+        ("control.chunk_rows", False),
+        ("job", False),
+    ],
+)
+def test_hot(path: str, hot: bool) -> None:
+    assert is_hot(path) is hot
+
+
+@pytest.mark.parametrize(
+    ("section", "cold"),
+    [
+        ("planner", set()),
+        ("state", {"dir", "on_unusable"}),
+        ("log", set()),
+    ],
+)
+def test_what_waits_for_a_restart_in_sections_that_are_read_anew(section: str, cold: set[str]) -> None:
+    """A key that is new is in effect at once, or is named here."""
+    names = type(getattr(config(), section)).model_fields
+    assert {name for name in names if not is_hot(f"{section}.{name}")} == cold
+
+
+def test_hot_keys_are_taken_and_the_others_stay_as_they_are() -> None:
+    running = config(log={"level": "info"}, server={"port": 1000}, planner={"interval_seconds": 10.0})
+    wanted = config(
+        log={"level": "debug"},
+        server={"port": 2000},
+        planner={"interval_seconds": 20.0, "pins": [{"table": "item", "tier": "NODE"}]},
+        control={"throttle": {"bytes_per_second": 7}, "chunk_rows": 7},
+        tables=[{"name": "item", "rows": 200, "dim": 4}],
+        shutdown_seconds=5.0,
+    )
+    merged = merge(running, wanted)
+    assert set(merged.applied) == {
+        "log.level", "planner.interval_seconds", "planner.pins", "control.throttle.bytes_per_second",
+        "shutdown_seconds",
+    }  # fmt: skip
+    assert set(merged.pending) == {"server.port", "control.chunk_rows", "tables"}
+    effective = merged.effective
+    assert (effective.log.level, effective.shutdown_seconds, effective.planner.interval_seconds) == ("debug", 5.0, 20.0)
+    assert effective.control.throttle.bytes_per_second == 7
+    assert effective.planner.pins == wanted.planner.pins
+    assert effective.tables == running.tables
+    assert (effective.server.port, effective.control.chunk_rows) == (1000, 4096)
+    assert running.log.level == "info", "nothing is changed in place"
+
+
+def test_another_kind_of_a_section_waits_whole() -> None:
+    merged = merge(config(), config(stream={"source": {"kind": "file_log", "path": "x"}}))
+    assert (merged.applied, merged.pending) == ((), ("stream.source",))
+    assert merged.effective.stream.source.kind == "synthetic"

@@ -38,7 +38,7 @@ def test_a_running_daemon_has_its_garbage_collector_enabled() -> None:
     printed = _prints(
         "import gc, types\n"
         "from pathlib import Path\n"
-        "from flexd.cli.daemon_commands import run\n"
+        "from flexd.cli.main import run\n"
         "from flexd.daemon import run as module\n"
         "def start():\n"
         "    print(gc.isenabled())\n"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from flexd.cli.exit_codes import ExitCode, exit_code_of
+from flexd.cli.client import ExitCode, exit_code_of
 from flexd.cli.main import app
 from flexd.config.model import Config
 from flexd.core.errors import UnusableStateError

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from flexd.cli.exit_codes import ExitCode, exit_code_of
+from flexd.cli.client import ExitCode, exit_code_of
 from flexd.cli.main import app
 from flexd.config.load import parse_config
 from flexd.config.model import Config

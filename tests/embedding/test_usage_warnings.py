@@ -21,7 +21,7 @@ from flexd.core.placement import RankLayout
 from flexd.core.usage_warnings import USAGE_WARNINGS
 from flexd.embedding.features import Jagged
 from flexd.operations.training_monitor import TrainingMonitor
-from tests.cli.test_show_commands import text_of
+from tests.cli.test_client_commands import text_of
 from tests.support.collection_jobs import tables
 from tests.support.rank_pool import RankPool
 from tests.support.statuses import HEALTHY

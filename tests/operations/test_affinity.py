@@ -13,8 +13,8 @@ from flexd.api.explanation import explanation
 from flexd.api.handlers import PlanCommands
 from flexd.api.plan import AffinityReport, proposal_report
 from flexd.api.planning import placement_status
+from flexd.cli.client_commands import plan_blocks
 from flexd.cli.render import OutputFormat, blocks_of, emit
-from flexd.cli.show_commands import plan_blocks
 from flexd.core.errors import ApiError
 from flexd.core.placement import RankLayout, nodes_of_rehomed
 from flexd.core.supervision import Supervisor

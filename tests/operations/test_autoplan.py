@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.api.planning import planning_status
-from flexd.config.planner import DAYS, PlannerConfig, WindowConfig
+from flexd.config.sections import DAYS, PlannerConfig, WindowConfig
 from flexd.control.daemon.migration import Migration, MigrationRecord, TransitionEvent
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import FIRST_SECONDS, AutoPlanner, Calendar, FailureBackoff, Triggers

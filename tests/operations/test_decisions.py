@@ -10,7 +10,7 @@ import pytest
 
 from flexd.api.handlers import OperatorCommands
 from flexd.api.status import ReloadReport
-from flexd.config.server import ControlConfig, ThrottleConfig
+from flexd.config.sections import ControlConfig, ThrottleConfig
 from flexd.control.daemon.pusher import Throttle, ThrottleLimits
 from flexd.core.errors import ConfigError, SnapshotError
 from flexd.operations.decisions import DecisionFile, Decisions, Pause, ThrottleOverride

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flexd.api.planning import prices_status
-from flexd.config.planner import PlannerConfig
+from flexd.config.sections import PlannerConfig
 from flexd.control.protocol.report import (
     PHASE_QUANTITIES,
     PhaseReport,

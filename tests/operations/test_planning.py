@@ -14,7 +14,7 @@ import pytest
 from flexd.api.explanation import explanation
 from flexd.api.plan import proposal_report
 from flexd.api.planning import planning_status
-from flexd.config.planner import PlannerConfig
+from flexd.config.sections import PlannerConfig
 from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import MigrationState
 from flexd.control.protocol.report import TrainerSettings

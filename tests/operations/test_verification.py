@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexd.config.planner import PinConfig
+from flexd.config.sections import PinConfig
 from flexd.control.daemon.migration import VerificationReport
 from flexd.control.protocol.report import PlacementState, StepReport, UsedExchange
 from flexd.core.placement import Placement, RankLayout, Tier

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from flexd.config.server import ServerConfig
+from flexd.config.sections import ServerConfig
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
 from tests.support.api_requests import COMMAND_HEADERS

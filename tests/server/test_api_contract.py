@@ -11,7 +11,7 @@ import pytest
 from schemathesis import checks
 
 from flexd.api.base import http_status
-from flexd.config.server import ServerConfig, TokenConfig
+from flexd.config.sections import ServerConfig, TokenConfig
 from flexd.core.errors import (
     ApiError,
     ConfigError,

@@ -18,7 +18,7 @@ from flexd.api.rank import TopologyStatus
 from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.training import ArmStatus, SlowMemoryStatus, SlowTableStatus, TrainingStatus, TuningStatus
-from flexd.config.server import ServerConfig
+from flexd.config.sections import ServerConfig
 from flexd.control.daemon.migration import MigrationRecord, MigrationState, VerificationReport
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer

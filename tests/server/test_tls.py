@@ -13,11 +13,10 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from flexd.api import routes
-from flexd.cli.client import Credentials, DaemonAddress, DaemonClient
-from flexd.cli.exit_codes import DaemonRefusedError, DaemonUnreachableError
-from flexd.config.server import ServerConfig, TlsConfig, TokenConfig
+from flexd.cli.client import Credentials, DaemonAddress, DaemonClient, DaemonRefusedError, DaemonUnreachableError
+from flexd.config.sections import ServerConfig, TlsConfig, TokenConfig
 from flexd.core.errors import ConfigError
-from flexd.server import protocol
+from flexd.server import http
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
 from tests.support.api_requests import COMMAND_HEADERS
@@ -135,14 +134,14 @@ def test_a_page_of_another_site_cannot_use_a_browsers_certificate(certificates: 
 
 def test_old_versions_of_tls_are_refused(certificates: Certificates) -> None:
     certificate, key = certificates.server
-    context = protocol.ServerTls(TlsConfig(cert_file=certificate, key_file=key), or_tokens=False).context
+    context = http.ServerTls(TlsConfig(cert_file=certificate, key_file=key), or_tokens=False).context
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
 
 
 def test_a_new_certificate_is_served_and_a_bad_one_is_not(
     certificates: Certificates, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(http, "CHECK_SECONDS", 0.0)
     _, url = serve()
     port = httpx.URL(url).port
 
@@ -161,7 +160,7 @@ def test_a_new_certificate_is_served_and_a_bad_one_is_not(
 def test_a_new_client_ca_replaces_the_old_one(
     certificates: Certificates, serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(protocol, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(http, "CHECK_SECONDS", 0.0)
     authority = tmp_path / "clients.pem"
     authority.write_bytes(certificates.ca_file.read_bytes())
     _, url = serve(client_ca_file=authority)
@@ -186,7 +185,7 @@ def test_a_key_with_a_passphrase_is_an_error_without_a_prompt(certificates: Cert
     (tmp_path / "locked.key").write_bytes(locked)
     config = TlsConfig(cert_file=certificates.directory / "locked.pem", key_file=tmp_path / "locked.key")
     with pytest.raises(ConfigError, match="the key has a passphrase"):
-        protocol.ServerTls(config, or_tokens=False)
+        http.ServerTls(config, or_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -201,9 +200,9 @@ def test_a_key_with_a_passphrase_is_an_error_without_a_prompt(certificates: Cert
     ],
 )
 def test_a_certificate_names_one_client_or_none(subject: object, name: str | None) -> None:
-    assert protocol.common_name({"subject": subject}) == name
-    assert protocol.common_name({}) is None
-    assert protocol.common_name(None) is None
+    assert http.common_name({"subject": subject}) == name
+    assert http.common_name({}) is None
+    assert http.common_name(None) is None
 
 
 def test_the_command_line_sends_no_token_in_the_clear(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flexd.config.stream import SyntheticSourceConfig
+from flexd.config.sections import SyntheticSourceConfig
 from flexd.core.errors import StreamError
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.synthetic import SyntheticSource

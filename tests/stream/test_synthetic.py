@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexd.config.stream import SyntheticSourceConfig
+from flexd.config.sections import SyntheticSourceConfig
 from flexd.stream import synthetic
 from flexd.stream.codec import decode
 from flexd.stream.synthetic import SyntheticSource

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from flexd.config.server import ServerConfig, TokenConfig
+from flexd.config.sections import ServerConfig, TokenConfig
 from flexd.server.access import current_caller
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer

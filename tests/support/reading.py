@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from flexd.config.stream import KafkaSourceConfig
+from flexd.config.sections import KafkaSourceConfig
 from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import StreamMessage
 

@@ -121,7 +121,7 @@ def document(kinds: dict[str, tuple[str, list[int]]]) -> dict[str, Any]:
 
 def planned() -> dict[str, Any]:
 
-    from flexd.cli.model_tables import tables_of_model
+    from flexd.cli.shard_command import tables_of_model
 
     tables = tables_of_model(constrained(), "constrained", 8)
     assert [(table.module, table.name, table.lookups, table.bags, table.batch) for table in tables[:2]] == [

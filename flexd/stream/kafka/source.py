@@ -31,7 +31,7 @@ from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.types import Losses, OnPositionLost, Positions, RefusedMessages, Source, StreamMessage
 
 if TYPE_CHECKING:
-    from flexd.config.stream import KafkaSourceConfig
+    from flexd.config.sections import KafkaSourceConfig
 
 
 _log = logging.getLogger(__name__)

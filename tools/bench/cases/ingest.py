@@ -54,7 +54,7 @@ def open_source(order: dict[str, Any]) -> Source:
     if order["source"] == "file log":
         return FileLogSource(Path(order["path"]), discovery_seconds=0.05)
     group = f"bench-{uuid.uuid4().hex[:8]}"
-    from flexd.config.stream import KafkaSourceConfig
+    from flexd.config.sections import KafkaSourceConfig
     from flexd.stream.kafka.source import KafkaSource
 
     where = {"bootstrap_servers": order["bootstrap"], "topic": order["topic"], "group_id": group}

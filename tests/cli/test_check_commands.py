@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flexd.cli.doctor_command import configured_address
-from flexd.cli.exit_codes import ExitCode
+from flexd.cli.check_commands import configured_address
+from flexd.cli.client import ExitCode
 from flexd.config.load import load_config
-from flexd.config.server import ServerConfig, TlsConfig, TokenConfig
+from flexd.config.sections import ServerConfig, TlsConfig, TokenConfig
 
 
 @pytest.fixture

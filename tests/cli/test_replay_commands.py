@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from flexd.cli.exit_codes import ExitCode
+from flexd.cli.client import ExitCode
 from flexd.config.load import load_config
 from flexd.daemon import factory
 from flexd.sketch.sketch_set import SketchSet
@@ -111,3 +111,45 @@ def test_the_answer_says_not_here_where_nothing_is_won(flexd_command, trace: Pat
     assert "GPU-hours" in done.stdout
     wins = flexd_command("advise", "--step-ms", 30, "--trace", trace, "--scale", 100_000, *SMALL)
     assert wins.stdout.startswith("answer:\n  Worth it: "), wins.stdout
+
+
+SIMULATE = (
+    "simulate", "--zipf", 1.05, "--rows", 600, "--drift", 4, "--batch", 40, "--history", 4, "--steps", 16,
+    "--interval-steps", 3, "--half-life-steps", 4, "--scale", 1e7,
+)  # fmt: skip
+
+
+def test_simulate_prints_its_result(flexd_command):
+    first = flexd_command(*SIMULATE, "-o", "json")
+    assert first.returncode == 0, first.stderr
+    found = json.loads(first.stdout)
+    assert set(found["strategies"]) == {
+        "row_wise", "row_wise_dedup", "two_hop", "static", "replanned", "oracle"
+    }  # fmt: skip
+    assert found["compared_steps"] == [12, 16]
+    assert found["accesses_per_step"] == 4 * 40 * 5
+    table = flexd_command(*SIMULATE)
+    assert "flexd, re-planned" in table.stdout
+    assert "answer:" in table.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--zipf", "1.0", "--trace", __file__],
+        ["--zipf", "-1"],
+        ["--zipf", "1", "--rows", "0"],
+        ["--zipf", "1", "--batch", "100000000"],
+        ["--trace", "/nonexistent.npz"],
+        ["--replica-fraction", "1.5"],
+        ["--preset", "x", "--topology", "y"],
+        ["--half-life-steps", "0"],
+        ["--steps", "3"],
+        ["--dtype", "int8"],
+    ],
+)
+def test_wrong_usage_of_simulate(flexd_command, arguments):
+    done = flexd_command("simulate", *arguments)
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert done.stderr.strip()
+    assert "Traceback" not in done.stderr

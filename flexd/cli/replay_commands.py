@@ -1,18 +1,20 @@
-"""``simulate``: replays accesses through planners and counts the bytes that would move."""
+"""Commands that replay accesses or train on this machine: ``simulate``, ``advise`` and ``demo``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from flexd.cli.client import ExitCode
 from flexd.cli.options import OutputOption
 from flexd.cli.render import OutputFormat, present
 from flexd.core.errors import ConfigError
+from flexd.demo.setup import BATCHES, LEAST_BATCH_SIZE, DemoOptions, EmulatedCluster
 from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 
 if TYPE_CHECKING:
@@ -214,3 +216,190 @@ def show_progress(steps: int) -> Callable[[int], None] | None:
         print(f"\rstep {step + 1} of {steps}", end=end, file=sys.stderr, flush=True)
 
     return show
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step of the training today."""
+
+    step_ms: Annotated[
+        float, typer.Option("--step-ms", metavar="MS", help="Measured time of a training step today.", min=1e-3)
+    ]
+    computing_ms: Annotated[
+        float | None,
+        typer.Option(
+            "--computing-ms",
+            metavar="MS",
+            min=0,
+            help="Measured time of the same step with rows that need no exchange; corrects the prices.",
+        ),
+    ] = None
+    row_work_ms: Annotated[
+        float,
+        typer.Option(
+            "--row-work-ms",
+            metavar="MS",
+            min=0,
+            help="Of the computing: look-up, dedup and update of rows, which no prefetch pipeline hides.",
+        ),
+    ] = 0.0
+    now: Annotated[
+        Literal["row_wise", "dedup", "two_hops"], typer.Option("--now", help="Exchange of that training.")
+    ] = "row_wise"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviseOptions:
+    """Options of ``flexd advise``."""
+
+    measured: MeasuredStep
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE.npz", exists=True, dir_okay=False, help="Events (docs/demo.md)."),
+    ] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "-c",
+            "--config",
+            metavar="FILE",
+            help="Read the stream of this daemon's YAML file; of a tap, what the daemon has counted.",
+        ),
+    ] = None
+    seconds: Annotated[
+        float, typer.Option("--for", metavar="SECONDS", help="Longest time to read that stream.", min=1, max=86_400)
+    ] = 60.0
+    cluster: ClusterOptions
+    scale: Annotated[
+        float, typer.Option("--scale", help="Batch of the job over --batch, where a trace is too small for it.")
+    ] = 1.0
+    replay: ReplayOptions
+    steps: Annotated[int, typer.Option("--steps", help="Training steps to replay.", min=8, max=1_000_000)] = 80
+    price_error: Annotated[
+        float, typer.Option("--price-error", help="Relative error of the cluster's prices; widens the ranges.")
+    ] = 0.15
+    worth: Annotated[float, typer.Option("--worth", help="Share of the step below which nothing is advised.")] = 0.02
+    output: OutputOption = OutputFormat.TABLE
+
+
+def advise(given: AdviseOptions) -> None:
+    """Predict what flexd would save: milliseconds per step, GPU-hours per day, and the memory it takes.
+
+    Needs no daemon and no GPU. Give --trace or --config, and your training's step time.
+
+    Example: flexd advise --step-ms 180 --trace events.npz --nodes 8 --local-ranks 8
+    """
+    if (given.trace is None) == (given.config is None):
+        raise ConfigError("no accesses, or two of them", remedy="give --trace or --config")
+    from flexd.simulate.accesses import profile_accesses
+    from flexd.simulate.advice import NOW, AdviceSettings, affinity_of_samples, affinity_of_trace
+    from flexd.simulate.advice import advise as advise_on
+    from flexd.simulate.simulation import SimulationSettings
+
+    layout, measured, replay = given.cluster.layout(), given.measured, given.replay
+    cluster, sampled = given.cluster.load(given.scale), None
+    if given.config is None:
+        accesses = replay.of_trace(given.trace, layout, given.steps)
+    else:
+        from flexd.daemon.config_file import load_with_known_tables
+        from flexd.daemon.stream_sample import read_source
+
+        loaded = load_with_known_tables(given.config)
+        read = read_source(loaded, given.seconds)
+        sampled = read.coaccess
+        accesses = profile_accesses(
+            loaded.job, read.profile, loaded.keyspace().tables, layout,
+            accesses_per_rank=(replay.batch or DRAWN_BATCH) * replay.history, steps=given.steps, seed=replay.seed,
+            micro_batches=replay.micro_batches,
+        )  # fmt: skip
+    settings = AdviceSettings(
+        measured.step_ms / 1e3, None if measured.computing_ms is None else measured.computing_ms / 1e3,
+        measured.row_work_ms / 1e3, NOW[measured.now], given.scale, given.price_error, given.worth,
+    )  # fmt: skip
+    simulated = SimulationSettings(replica_fraction=replay.replica_fraction)
+    found = advise_on(accesses, layout, cluster, simulated, settings, show_progress(given.steps))
+    if sampled is None:
+        affinity = affinity_of_trace(accesses, layout)
+    else:
+        affinity = affinity_of_samples(sampled, accesses.keyspace, layout, found.accesses_per_step)
+    present(found.model_copy(update={"affinity": affinity}), given.output)
+
+
+def demo(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE.npz",
+            exists=True,
+            dir_okay=False,
+            help="Accesses to train on; default: drifting Zipf.",
+        ),
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", help="Emulated nodes.", min=1, max=16)] = EmulatedCluster.nodes,
+    local_ranks: Annotated[
+        int, typer.Option("--local-ranks", help="Ranks in each node.", min=1, max=16)
+    ] = EmulatedCluster.local_ranks,
+    link_mbit: Annotated[
+        float,
+        typer.Option(
+            "--link-mbit",
+            help="Emulated link of each node and direction, Mbit/s; 0: none, and no step times of peers.",
+            min=0,
+            max=1e6,
+        ),
+    ] = EmulatedCluster.link_mbit,
+    steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=20, max=1_000_000)] = 300,
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", help="Forward and backward passes of each step.", min=1, max=64)
+    ] = BATCHES.micro_batches,
+    kafka: Annotated[
+        str | None,
+        typer.Option("--kafka", metavar="BOOTSTRAP", help="Stream over this broker (host:port) instead of a file log."),
+    ] = None,
+    tap: Annotated[
+        bool,
+        typer.Option("--tap", help="Use no log: ranks count their accesses and send the counts."),
+    ] = False,
+    replica_budget: Annotated[
+        float, typer.Option("--replica-budget", help="Replica slots of a rank, as a share of all rows.", min=0, max=1)
+    ] = DemoOptions.replica_budget,
+    dtype: Annotated[Literal["float64", "float32"], typer.Option("--dtype", help="Type of the rows.")] = "float64",
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size",
+            help="Samples of each rank in a step. [default: 512, or what the trace has]",
+            min=LEAST_BATCH_SIZE,
+            max=65_536,
+        ),
+    ] = None,
+    samples: SamplesOption = BATCHES.kind,
+    lengths: LengthsOption = BATCHES.lengths,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of data and initial rows.")] = DemoOptions.seed,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Keep logs, stream and snapshots in this folder.")
+    ] = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Train a small model with a daemon beside it.
+
+    Daemon, stream and training ranks are real processes; the model predicts the next
+    item. Prints the step time of several exchanges over an emulated link, and inter-node bytes.
+
+    Example: flexd demo --steps 200
+    """
+    if tap and kafka is not None:
+        raise ConfigError("--tap with --kafka", remedy="ranks that count need no broker: give one of them")
+    batches = replace(
+        BATCHES, batch_size=batch_size, steps=steps, kind=samples, lengths=lengths, micro_batches=micro_batches
+    )
+    cluster = EmulatedCluster(nodes, local_ranks, link_mbit)
+    options = DemoOptions(trace, cluster, batches, kafka, tap, replica_budget, dtype, seed, out)
+    from flexd.demo.runner import run_demo
+
+    summary, broken = run_demo(options)
+    present(summary, output)
+    for text in broken:
+        print(f"flexd demo: {text}", file=sys.stderr)
+    raise typer.Exit(ExitCode.FAILED if broken else ExitCode.OK)
