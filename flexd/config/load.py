@@ -181,8 +181,8 @@ def _listed(values: Iterable[object]) -> str:
 
 
 def _memory_faults(config: Config) -> Iterator[str]:
-    from flexd.sketch.sketch_set import choose
     from flexd.sketch.coaccess import MIN_BYTES as MIN_COACCESS_BYTES
+    from flexd.sketch.sketch_set import choose
 
     sketch = config.sketch
     try:
