@@ -164,7 +164,9 @@ def test_the_page_lists_the_files_that_are_entered(ranks: Callable[[int], RankPo
                 f"`{path}`" if way in ("plan", "status", "renewal") else f"`{path}`: {task_of(path)}" for path in found
             ]
             listed = "".join(f"{n}. {task}\n" for n, task in enumerate(tasks, 1))
-            page = re.sub(rf"(<!-- entered: {way} -->\n).*?(?=<!-- end -->)", rf"\g<1>{listed}", page, flags=re.DOTALL)
+            (before,) = re.findall(rf"<!-- entered: {way} -->\n(.*?)<!-- end -->", page, flags=re.DOTALL)
+            if sorted(re.findall(r"`[^`]+`", before)) != sorted(re.findall(r"`[^`]+`", listed)):  # threads race
+                page = page.replace(f"<!-- entered: {way} -->\n{before}", f"<!-- entered: {way} -->\n{listed}")
         PAGE.write_text(page, encoding="utf-8")
     for way, most in LIMITS.items():
         (lines,) = re.findall(rf"<!-- entered: {way} -->\n(.*?)<!-- end -->", page, flags=re.DOTALL)
