@@ -1,15 +1,17 @@
-"""Options, events and counters of the daemon's end of the control channel, and the events that nobody has received."""
+"""Options, events and counters of the daemon's end of the control channel, and the queues to and from its thread."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flexd.control.protocol.handshake import MAX_CLIENT_BYTES
-from flexd.control.protocol.wire import MAX_FRAME_BYTES, READ_BYTES, Body
+from flexd.control.protocol.wire import MAX_FRAME_BYTES, READ_BYTES, Body, SealedPayload
 
 PEER_SHARE_BYTES = 2**14
 """Unread bytes that each peer may have whatever the others do, so that nobody's flood stops another one's messages."""
@@ -19,6 +21,8 @@ CONNECTION_BYTES = 2**13
 """Memory of a connection beside its buffers."""
 TLS_BYTES = 2**17
 """Memory of OpenSSL for a connection."""
+_UNSENT_BYTES = 2**26
+"""Frames between ``send`` and the channel's thread; with more, ``send`` waits."""
 
 
 @dataclass(frozen=True)
@@ -226,3 +230,84 @@ class UnreadEvents:
             self._peer_bytes[peer] = own
         else:
             self._peer_bytes.pop(peer, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A frame to send to peers."""
+
+    peers: tuple[int, ...]
+    payload: SealedPayload
+
+
+class ChannelQueues:
+    """The queues between the channel's thread and others, whose the public methods are."""
+
+    def __init__(self, options: ChannelOptions) -> None:
+        self._options = options
+        self._unread = UnreadEvents(options, self._note_room)
+        self._has_room = False
+        self._unsent = threading.Condition()
+        self._unsent_bytes = 0
+        self._commands: deque[Send | Closed] = deque()
+        """In order; ``Closed`` is to be closed."""
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+
+    def receive(self, limit: int, timeout_seconds: float) -> list[Event]:
+        """Return at most ``limit`` events; waits until there is one, for the timeout, or for ``wake``.
+
+        Peers take turns: a peer that floods delays each of the others by one frame.
+        """
+        return self._unread.receive(limit, timeout_seconds)
+
+    def wake(self) -> None:
+        """Let the running call of ``receive``, or else the next one, return at once."""
+        self._unread.wake()
+
+    def send(self, peers: Sequence[int], message: bytes, body: Body = b"") -> None:
+        """Queue a frame for ``peers``; message and body are shared, not copied. Closed and unknown peers are skipped.
+
+        Raises:
+            ControlError: too long for a frame.
+        """
+        payload = SealedPayload(message, body)
+        with self._unsent:
+            # The channel's thread never waits for a peer, so this ends soon; without it nothing bounds a fast sender.
+            self._unsent.wait_for(lambda: self._unsent_bytes <= _UNSENT_BYTES, self._options.timeout_seconds)
+            self._unsent_bytes += payload.nbytes
+        self._commands.append(Send(tuple(peers), payload))
+        self._wake_thread()
+
+    def close(self, peer: int, reason: str) -> None:
+        """Close the connection of a peer; it receives ``reason`` after the frames that are queued for it."""
+        self._commands.append(Closed(peer, reason))
+        self._wake_thread()
+
+    def _note_room(self) -> None:
+        self._has_room = True
+        self._wake_thread()
+
+    def _wake_thread(self) -> None:
+        # An error means: full of wakes that have not been seen yet, or stopped.
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
+
+    def _room_is_free(self) -> bool:
+        """Return whether events were received after a peer had found no room, since the last call."""
+        found, self._has_room = self._has_room, False
+        return found
+
+    def _take_commands(self) -> Iterator[Send | Closed]:
+        """Yield what other threads want done. A wake that comes meanwhile is seen in the next turn."""
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_reader.recv(4096):
+                pass
+        while self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, Send):
+                with self._unsent:
+                    self._unsent_bytes -= command.payload.nbytes
+                    self._unsent.notify()
+            yield command

@@ -5,7 +5,6 @@ The thread accepts, proves, reads, writes and closes, and never waits for one of
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import resource
@@ -13,21 +12,14 @@ import selectors
 import socket
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
-from flexd.control.daemon.channel_events import (
-    ChannelCounters,
-    ChannelOptions,
-    Closed,
-    Event,
-    Opened,
-    UnreadEvents,
-)
+from flexd.control.daemon.channel_events import ChannelCounters, ChannelOptions, ChannelQueues, Closed, Opened, Send
 from flexd.control.daemon.channel_peer import ChannelPeer, OutputTotal, PeerClosedError, UnprovenConnection
 from flexd.control.protocol.handshake import OWN, HandshakeRefusedError, HandshakeStatus, Session, server_steps
 from flexd.control.protocol.network import ChannelCredentials, TlsContext, listen
-from flexd.control.protocol.wire import Body, FrameError, FrameKind, SealedPayload
+from flexd.control.protocol.wire import FrameError, FrameKind, SealedPayload
 from flexd.core.errors import AuthenticationError
 from flexd.core.secrets import accepted_keys
 from flexd.core.supervision import Supervisor, fault_point
@@ -44,15 +36,13 @@ _CLOSE_SECONDS = 2.0
 _BACKLOG = 4096
 _OTHER_DESCRIPTORS = 512
 """Descriptors of the rest of the process."""
-_UNSENT_BYTES = 2**26
-"""Frames between ``send`` and the channel's thread; with more, ``send`` waits."""
 
 Connection = UnprovenConnection | ChannelPeer
 
 logger = logging.getLogger(__name__)
 
 
-class ChannelServer:
+class ChannelServer(ChannelQueues):
     """Accepts, proves and serves the connections of the ranks. All public methods are thread-safe; the others belong to
     the channel's thread.
 
@@ -64,20 +54,17 @@ class ChannelServer:
     def __init__(
         self, options: ChannelOptions, credentials: ChannelCredentials, supervisor: Supervisor | None = None
     ) -> None:
-        self._options = options
+        super().__init__(options)
         self._secret = credentials.secret
         self._tls = None if credentials.tls is None else TlsContext(credentials.tls, server_side=True)
         descriptor, self.port = listen(options.host, options.port)
         self._listener = socket.socket(fileno=descriptor)
         self._listener.setblocking(False)
         self._listener.listen(_BACKLOG)
-        self._unread = UnreadEvents(options, lambda: self._post(self._resume))
         supervisor = supervisor or Supervisor()
         self._stopping = threading.Event()
         self._watch = supervisor.watch("flexd-control-channel")
         self._thread = supervisor.thread(self._watch.thread, self._run, self._stopping)
-        self._unsent = threading.Condition()
-        self._unsent_bytes = 0
         self._selector = selectors.DefaultSelector()
         self._interest: dict[Connection, int] = {}
         self._unproven: dict[UnprovenConnection, None] = {}
@@ -88,11 +75,8 @@ class ChannelServer:
         self._next_number = 1
         self._accepts = True
         self._checked_at = 0.0
+        self._stop_seconds = 0.0
         self._stop_at: float | None = None
-        self._commands: deque[Callable[[], None]] = deque()
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
         self._counted = threading.Lock()
         self._refused: Counter[str] = Counter()
         self._closed: Counter[str] = Counter()
@@ -109,41 +93,13 @@ class ChannelServer:
         Returns:
             False if it did not end in time.
         """
+        self._stop_seconds = timeout_seconds / 2
         self._stopping.set()
         if not self._thread.started:
             self._close_sockets()
             return True
-        self._post(lambda: self._close_all(timeout_seconds / 2))
+        self._wake_thread()
         return self._thread.join(timeout_seconds)
-
-    def receive(self, limit: int, timeout_seconds: float) -> list[Event]:
-        """Return at most ``limit`` events; waits until there is one, for the timeout, or for ``wake``.
-
-        Peers take turns: a peer that floods delays each of the others by one frame.
-        """
-        return self._unread.receive(limit, timeout_seconds)
-
-    def wake(self) -> None:
-        """Let the running call of ``receive``, or else the next one, return at once."""
-        self._unread.wake()
-
-    def send(self, peers: Sequence[int], message: bytes, body: Body = b"") -> None:
-        """Queue a frame for ``peers``; message and body are shared, not copied. Closed and unknown peers are skipped.
-
-        Raises:
-            ControlError: too long for a frame.
-        """
-        payload = SealedPayload(message, body)
-        numbers = tuple(peers)
-        with self._unsent:
-            # The channel's thread never waits for a peer, so this ends soon; without it nothing bounds a fast sender.
-            self._unsent.wait_for(lambda: self._unsent_bytes <= _UNSENT_BYTES, self._options.timeout_seconds)
-            self._unsent_bytes += payload.nbytes
-        self._post(lambda: self._send(numbers, payload))
-
-    def close(self, peer: int, reason: str) -> None:
-        """Close the connection of a peer; it receives ``reason`` after the frames that are queued for it."""
-        self._post(lambda: self._close_peer(peer, reason))
 
     def counters(self) -> ChannelCounters:
         with self._counted:
@@ -153,17 +109,6 @@ class ChannelServer:
                 bytes_in=self._sums["bytes_in"], bytes_out=self._sums["bytes_out"], unread_bytes=self._unread.nbytes,
                 queued_bytes=self._total.nbytes,
             )  # fmt: skip
-
-    def _post(self, command: Callable[[], None]) -> None:
-        """Run ``command`` in the channel's thread. From any thread."""
-        self._commands.append(command)
-        self._wake()
-
-    def _wake(self) -> None:
-        """From any thread."""
-        # An error means: full of wakes that have not been seen yet, or stopped.
-        with contextlib.suppress(OSError):
-            self._wake_writer.send(b"\0")
 
     def _run(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -191,17 +136,14 @@ class ChannelServer:
         for each in (self._listener, self._wake_reader, self._wake_writer, self._selector):
             each.close()
 
-    def _close_all(self, seconds: float) -> None:
-        """Close all peers, after what is queued for them if they read it within ``seconds``, and end."""
-        self._stop_at = time.monotonic() + seconds
+    def _close_all(self) -> None:
+        """Close all peers, after what is queued for them if they read it in time, and end."""
+        self._stop_at = time.monotonic() + self._stop_seconds
         for peer in list(self._peers.values()):
             self._close_peer(peer.number, "stopping")
 
     def _send(self, numbers: Sequence[int], payload: SealedPayload) -> None:
         """Queue a frame for those of ``numbers`` that are connected, and send what their sockets accept now."""
-        with self._unsent:
-            self._unsent_bytes -= payload.nbytes
-            self._unsent.notify()
         for number in numbers:
             peer = self._peers.get(number)
             if peer is None or peer.close_reason or peer.write_closed:
@@ -241,10 +183,15 @@ class ChannelServer:
                 handshakes.append(key.data)
             elif key.fileobj is self._listener:
                 accepts = True
+        for command in self._take_commands():
+            if isinstance(command, Send):
+                self._send(command.peers, command.payload)
             else:
-                self._drain_wakes()
-        while self._commands:
-            self._commands.popleft()()
+                self._close_peer(command.peer, command.reason)
+        if self._room_is_free():
+            self._resume()
+        if self._stopping.is_set() and self._stop_at is None:
+            self._close_all()
         for conn in handshakes[: _HANDSHAKES if self._tls is None else _TLS_HANDSHAKES]:
             self._advance(conn)
         if accepts:
@@ -439,13 +386,6 @@ class ChannelServer:
             self._interest[conn] = events
         else:
             del self._interest[conn]
-
-    def _drain_wakes(self) -> None:
-        try:
-            while self._wake_reader.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
 
     def _count_refusal(self, reason: str) -> None:
         with self._counted:

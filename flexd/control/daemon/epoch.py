@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.daemon.channel_events import Closed, Opened, Received
-from flexd.control.daemon.channel_server import ChannelServer
+from flexd.control.daemon.channel_events import ChannelQueues, Closed, Opened, Received
 from flexd.control.daemon.journal import Chunk
 from flexd.control.daemon.membership import Membership, Topology
 from flexd.control.protocol.messages import (
@@ -89,7 +88,7 @@ class RankChannels:
 
     def __init__(
         self,
-        server: ChannelServer,
+        server: ChannelQueues,
         notice: DaemonNotice,
         timeout_seconds: float,
         members: Membership,
