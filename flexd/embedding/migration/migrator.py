@@ -29,7 +29,8 @@ from flexd.core.keyspace import Homes
 from flexd.core.placement import Delta, Tier, is_rehomed, without_moves
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.migration.row_carrier import ChangesHomeRows, RowCarrier, RowMover
-from flexd.embedding.store.store import FreeSlots, GroupStore
+from flexd.embedding.store.directory import FreeSlots
+from flexd.embedding.store.store import GroupStore
 
 _SlotsOf = Callable[[Int64Array], Int32Array]
 """int64 [n] addresses of listed rows -> int32 [n] slots."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,6 +51,7 @@ def store_rows(column: RowColumn, slots: torch.Tensor, rows: ReceivedRows) -> No
         column.index_copy_(0, slots, rows.whole(column.dtype))
 
 
+@dataclass(frozen=True, eq=False)
 class RowCarrier:
     """Carries the values and state of promoted rows in the messages of a fetch, in the dtypes of the stores.
 
@@ -57,16 +59,14 @@ class RowCarrier:
     that are held at a station after the messages of that station's hop, so a look-up finds the rows of a chunk from the
     pass that carries them on. Both ends of a message know its rows from the chunk: no size is exchanged.
 
-    Args:
+    Attributes:
         over_rail, in_node: slots of the rows on this rank.
     """
 
-    def __init__(
-        self, groups: ChainGroups, stores: Sequence[GroupStore], over_rail: SlotsByPeer, in_node: SlotsByPeer
-    ) -> None:
-        self._groups = groups
-        self._stores = list(stores)
-        self.over_rail, self.in_node = over_rail, in_node
+    groups: ChainGroups
+    stores: Sequence[GroupStore]
+    over_rail: SlotsByPeer
+    in_node: SlotsByPeer
 
     def columns(self, hop: Hop) -> list[Column]:
         """Return the columns of a hop; none if no peer sends any row over it."""
@@ -87,17 +87,17 @@ class RowCarrier:
 
     def carry(self) -> None:
         """Collective. Exchange the rows in messages of their own."""
-        for peers in (self._groups.rail, self._groups.node):
+        for peers in (self.groups.rail, self.groups.node):
             hop = Hop(peers, lambda homes: homes)
             if peers.size > 1 and (columns := self.columns(hop)):
                 self.receive(hop, hop.exchange(columns))
 
     def _kept(self, hop: Hop) -> list[tuple[RowColumn, tuple[torch.Tensor, ...]]]:
         """Return values and state of the dim-groups of which any peer sends rows: the same on every peer."""
-        slots = self.over_rail if hop.peers is self._groups.rail else self.in_node
+        slots = self.over_rail if hop.peers is self.groups.rail else self.in_node
         return [
             (column, of_peers)
-            for store, of_peers in zip(self._stores, slots, strict=True)
+            for store, of_peers in zip(self.stores, slots, strict=True)
             if any(map(len, of_peers))
             for column in (store.rows, store.state)
             if column.shape[1]

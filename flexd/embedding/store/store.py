@@ -6,16 +6,14 @@ Rows are named by their addresses (``flexd.core.keyspace``), which of tables spr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from flexd.core.keyspace import NO_KEY, TURN_BITS, Homes, state_columns
 from flexd.embedding.devices import HALF_DTYPES
-from flexd.embedding.store.directory import NOT_REHOMED, Directory, max_listed_rows
+from flexd.embedding.store.directory import NOT_REHOMED, Directory, FreeSlots, max_listed_rows
 from flexd.embedding.store.packing import packed, unpacked
 
 if TYPE_CHECKING:
@@ -81,39 +79,6 @@ class DeviceHomes:
         return keys.add(shift).add_(turns.mul_(self._world_size - span))
 
 
-@dataclass(frozen=True)
-class FreeSlots:
-    """Free replica slots. Immutable, so that several chunks can be prepared before the first is applied.
-
-    Attributes:
-        slots: int32; the first ``count`` are free, the others are undefined.
-        released: int32, further free slots.
-    """
-
-    slots: npt.NDArray[np.int32]
-    count: int
-    released: npt.NDArray[np.int32]
-
-    def __len__(self) -> int:
-        return self.count + len(self.released)
-
-    def release(self, slots: npt.NDArray[np.int32]) -> FreeSlots:
-        return FreeSlots(self.slots, self.count, np.concatenate([self.released, slots]))
-
-    def allocate(self, number: int) -> tuple[npt.NDArray[np.int32], FreeSlots]:
-        """Return ``number`` slots and the remaining ones. The caller has checked that there are enough."""
-        kept = max(0, len(self.released) - number)
-        count = self.count - (number - (len(self.released) - kept))
-        allocated = np.concatenate([self.released[kept:], self.slots[count : self.count]])
-        return allocated, FreeSlots(self.slots, count, self.released[:kept])
-
-    def compacted(self) -> FreeSlots:
-        """Move all free slots into ``slots``, in place. Objects that were derived from this one stay valid: their
-        ``count`` is not larger, and nothing is written before it."""
-        self.slots[self.count : len(self)] = self.released
-        return FreeSlots(self.slots, len(self), self.released[:0])
-
-
 class GroupStore:
     """Rows [home_rows + replica_slots, dim] and their optimizer state, allocated once.
 
@@ -157,6 +122,8 @@ class GroupStore:
         floats = sum(state_columns(group.optimizer, group.dim).values())
         state = torch.zeros((fast_home_rows + replica_slots, floats), dtype=state_dtype, device=directory.device)
         self.rows, self.state = rows, state
+        self.row_bytes = group.dim * rows.element_size() + floats * state.element_size()
+        """Bytes of one row with its state, which a migration copies."""
         self.tier: TieredRows | None = None
         """Of home rows in tiered storage."""
         if fast_home_rows < self.home_rows:
@@ -174,11 +141,6 @@ class GroupStore:
         """
         none = np.empty(0, dtype=np.int32)
         self.free = FreeSlots(np.arange(slots - 1, self.home_rows - 1, -1, dtype=np.int32), replica_slots, none)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row with its state, which a migration copies."""
-        return self.rows.shape[1] * self.rows.element_size() + self.state.shape[1] * self.state.element_size()
 
     def home_slots(self, addresses: torch.Tensor) -> torch.Tensor:
         """Map int64 addresses of this rank to int64 slots."""

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from flexd.core.keyspace import Homes, KeySpace, TableSpec
 from flexd.core.placement import RankLayout
-from flexd.embedding.store.store import DeviceHomes, FreeSlots, make_stores
+from flexd.embedding.store.directory import FreeSlots
+from flexd.embedding.store.store import DeviceHomes, make_stores
 from tools.bench.sections.dispatch import Counting
 
 CPU = torch.device("cpu")
