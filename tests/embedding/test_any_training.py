@@ -16,9 +16,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.support import accelerator_jobs, prefetch_pipeline_jobs
 from tests.support.exactness import Scenario, train_alone
-from tests.support.prefetch_pipeline_jobs import Loop
+from tests.support.prefetch_pipeline_jobs import Loop, on_accelerator, train
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -128,7 +127,7 @@ def test_any_training_equals_one_process(
         ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead or restarts else 1, depth=depth,
         restarts=restarts, changes=changes,
     )  # fmt: skip
-    job = (accelerator_jobs.run, prefetch_pipeline_jobs.train) if accelerator else (prefetch_pipeline_jobs.train,)
+    job = (on_accelerator, train) if accelerator else (train,)
     results = ranks(scenario.layout.world_size).run(*job, scenario, loop)
     losses, tables = train_alone(scenario)
     if scenario.switch_every:

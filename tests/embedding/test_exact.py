@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support import accelerator_jobs, prefetch_pipeline_jobs
 from tests.support.exactness import Scenario, train_alone
-from tests.support.prefetch_pipeline_jobs import Loop
+from tests.support.prefetch_pipeline_jobs import Loop, in_units, on_accelerator, train
 from tests.support.rank_pool import Job, RankPool
 
 pytestmark = pytest.mark.slow
@@ -19,10 +18,9 @@ Ranks = Callable[[int], RankPool]
 LOOP = Loop(ahead=False, evaluate_every=1)
 
 
-UNITS = accelerator_jobs.run_in_units
 ALL = [
     (Scenario(2, 2, "sgd_decay", two_dims=True, gamma=0.9, passes=2, seed=2), 1e-9, None),
-    (Scenario(2, 2, "rowwise_adagrad", two_dims=True, gamma=0.9, passes=2, seed=2), 1e-9, accelerator_jobs.run),
+    (Scenario(2, 2, "rowwise_adagrad", two_dims=True, gamma=0.9, passes=2, seed=2), 1e-9, on_accelerator),
     (Scenario(2, 2, "adagrad", two_dims=True, gamma=0.9, passes=2, seed=2), 1e-9, None),
     (Scenario(2, 2, "adam", two_dims=True, gamma=0.9, passes=2, seed=2), 1e-9, None),
     (Scenario(2, 2, "rowwise_adam", two_dims=True, gamma=0.9, passes=2, seed=2), 1e-9, None),
@@ -30,12 +28,12 @@ ALL = [
     (Scenario(4, 1, "rowwise_adagrad", seed=41), 1e-9, None),
     (Scenario(2, 2, "rowwise_adagrad", dtype="float32"), 1e-5, None),
     # Messages of many peers are in units; here all of them, with copies that migrate in the same messages.
-    (Scenario(2, 2, "rowwise_adagrad", two_dims=True, seed=8), 1e-9, UNITS),
-    (Scenario(2, 2, "adam", exchange="direct", passes=2, two_dims=True, replica_fraction=0.8, seed=9), 1e-9, UNITS),
+    (Scenario(2, 2, "rowwise_adagrad", two_dims=True, seed=8), 1e-9, in_units),
+    (Scenario(2, 2, "adam", exchange="direct", passes=2, two_dims=True, replica_fraction=0.8, seed=9), 1e-9, in_units),
     # Rounding grows where a sum is near zero, so tables are compared loosely, and replicas bit by bit.
     (Scenario(2, 2, "sgd", dtype="float32", second_dtype="float16", two_dims=True, steps=6), 0.02, None),
     (Scenario(2, 2, "rowwise_adagrad", dtype="float32", second_dtype="bfloat16", two_dims=True, steps=6), 0.2, None),
-    (Scenario(2, 2, "sgd", dtype="float32", second_dtype="bfloat16", two_dims=True, steps=6), 0.02, UNITS),
+    (Scenario(2, 2, "sgd", dtype="float32", second_dtype="bfloat16", two_dims=True, steps=6), 0.02, in_units),
 ]
 
 
@@ -53,7 +51,7 @@ def test_training_equals_one_process(ranks: Ranks, scenario: Scenario, tolerance
     Args:
         kernels: function that runs the job with the kernels of an accelerator.
     """
-    job = (kernels, prefetch_pipeline_jobs.train) if kernels else (prefetch_pipeline_jobs.train,)
+    job = (kernels, train) if kernels else (train,)
     results = ranks(scenario.layout.world_size).run(*job, scenario, LOOP)
     losses, tables = train_alone(scenario)
     assert results[0]["versions"][-1] >= 1, "the scenario must really migrate rows"
@@ -69,7 +67,7 @@ def test_training_equals_one_process(ranks: Ranks, scenario: Scenario, tolerance
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_stochastic_rounding_does_not_depend_on_the_placement(ranks: Ranks, accelerator: bool) -> None:
     """Bit for bit: replicas after every step, and the tables of a job with migrations and of one without."""
-    job = (accelerator_jobs.run, prefetch_pipeline_jobs.train) if accelerator else (prefetch_pipeline_jobs.train,)
+    job = (on_accelerator, train) if accelerator else (train,)
     moving = Scenario(2, 2, "adam", dtype="bfloat16", second_dtype="float16", two_dims=True, passes=2, seed=5)
     moved = ranks(4).run(*job, moving, LOOP)
     still = ranks(4).run(*job, replace(moving, migrate_every=1000), LOOP)
@@ -80,18 +78,3 @@ def test_stochastic_rounding_does_not_depend_on_the_placement(ranks: Ranks, acce
         assert one["losses"] == other["losses"]
         for name, table in one["tables"].items():
             np.testing.assert_array_equal(table, other["tables"][name])
-
-
-def test_migrations_reduce_the_bytes_of_the_all_to_all(ranks: Ranks) -> None:
-    unmoved = ranks(4).run(prefetch_pipeline_jobs.train, Scenario(2, 2, migrate_every=1000), LOOP)
-    moving = ranks(4).run(prefetch_pipeline_jobs.train, Scenario(2, 2), LOOP)
-    for kind in ("node_accesses", "device_accesses"):
-        assert sum(r["traffic"][kind] for r in unmoved) == 0
-        assert sum(r["traffic"][kind] for r in moving) > 0
-    inter = [sum(r["traffic"]["all_to_all_inter_bytes"] for r in results) for results in (unmoved, moving)]
-    assert inter[1] < inter[0]
-    accesses = [
-        sum(r["traffic"][f"{tier}_accesses"] for tier in ("home", "node", "device") for r in results)
-        for results in (unmoved, moving)
-    ]
-    assert accesses[0] == accesses[1], "every look-up is counted once, at the tier that serves it"

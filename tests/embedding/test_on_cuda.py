@@ -21,7 +21,7 @@ from flexd.embedding.checkpoint import sharded_state, table_rows
 from flexd.embedding.checkpoint.sharded_state import ShardedState
 from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.row_optimizers import RowOptimizer
-from tests.support.checkpoint_jobs import whole_state_dict
+from tests.support.collection_jobs import whole_state_dict
 from tests.support.pretended_cuda import DEVICE, LookupWithoutAutograd, PretendedCuda
 from tools.bench.mirror_ranks import MirrorPeers, mirrored
 from tools.bench.sections.dispatch import MAX_WAITS, Case, batch, keyspace_of, placement, tables_of

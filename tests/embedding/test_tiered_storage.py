@@ -19,11 +19,9 @@ from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.row_optimizers import SGD, Adam
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.log_rows import LogRows
-from tests.support import prefetch_pipeline_jobs
-from tests.support.checkpoint_jobs import train_steps, whole
-from tests.support.collection_jobs import tables
+from tests.support.collection_jobs import tables, train_steps, whole
 from tests.support.exactness import Scenario
-from tests.support.prefetch_pipeline_jobs import Loop
+from tests.support.prefetch_pipeline_jobs import Loop, train
 from tests.support.rank_pool import RankPool
 
 CACHE_SLOTS_OF_A_FEW = 2_000
@@ -115,7 +113,7 @@ def test_float32_is_bit_equal_to_rows_that_are_all_fast(ranks: Ranks, more: dict
     """Clipping, accumulation, a narrower wire, evaluation, reading, saves, loads, kills."""
     both = [
         ranks(2).run(
-            prefetch_pipeline_jobs.train,
+            train,
             Scenario(nodes=1, local_ranks=2, dtype="float32", seed=3, fast_memory_bytes=fast_memory_bytes, **more),
             loop,
         )

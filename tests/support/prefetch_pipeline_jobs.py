@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 import flexd
 from flexd.core.errors import EmbeddingError
+from flexd.embedding import devices
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.arms import ARMS, AgreedArm, Arm
 from flexd.embedding.features import Jagged
@@ -22,7 +25,6 @@ from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import StepMoments
 from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
 from flexd.embedding.tuning import StepTuner
-from tests.support import changed_inputs
 from tests.support.exactness import (
     Scenario,
     batch,
@@ -35,6 +37,115 @@ from tests.support.exactness import (
     tables_of,
     values_of,
 )
+
+Features = dict[str, Jagged]
+ROWS = {"history": 61, "target": 61, "shop": 17}
+
+
+def _copied(jagged: Jagged) -> Jagged:
+    return Jagged(jagged.values.clone(), jagged.lengths.clone())
+
+
+def _other_ids(name: str, jagged: Jagged) -> Jagged:
+    return Jagged((jagged.values + 1) % ROWS[name], jagged.lengths.clone())
+
+
+def _more_ids(name: str, jagged: Jagged) -> Jagged:
+    """Return one id more in a batch of as many samples, or as it is if there are none."""
+    if not jagged.lengths.numel():
+        return _copied(jagged)
+    lengths = jagged.lengths.clone()
+    lengths[-1] += 1
+    return Jagged(torch.cat([_other_ids(name, jagged).values, jagged.values.new_zeros(1)]), lengths)
+
+
+def _other_lengths(name: str, jagged: Jagged) -> Jagged:
+    return Jagged(jagged.values.clone(), jagged.lengths.flip(0))
+
+
+def _impossible(name: str, jagged: Jagged) -> Jagged:
+    return Jagged(torch.full_like(jagged.values, ROWS[name]), jagged.lengths.clone())
+
+
+def _in_place(features: Features, name: str, true: Jagged) -> None:
+    features[name].values.copy_(true.values)
+
+
+def _by_numpy(features: Features, name: str, true: Jagged) -> None:
+    features[name].values.numpy()[:] = true.values.numpy()
+
+
+def _entry(features: Features, name: str, true: Jagged) -> None:
+    features[name] = true
+
+
+def _resized(features: Features, name: str, true: Jagged) -> None:
+    features[name].values.resize_(true.values.shape).copy_(true.values)
+    features[name].lengths.copy_(true.lengths)
+
+
+def _set(features: Features, name: str, true: Jagged) -> None:
+    features[name].values.set_(true.values)
+    features[name].lengths.set_(true.lengths)
+
+
+def _lengths_in_place(features: Features, name: str, true: Jagged) -> None:
+    features[name].lengths.copy_(true.lengths)
+
+
+def _lengths_replaced(features: Features, name: str, true: Jagged) -> None:
+    features[name] = Jagged(features[name].values, true.lengths)
+
+
+_WAYS: dict[str, tuple[Callable[[str, Jagged], Jagged], Callable[[Features, str, Jagged], None]]] = {
+    "in place": (_other_ids, _in_place),
+    "numpy": (_other_ids, _by_numpy),
+    "replaced": (_other_ids, _entry),
+    "more replaced": (_more_ids, _entry),
+    "resize_": (_more_ids, _resized),
+    "set_": (_more_ids, _set),
+    "lengths in place": (_other_lengths, _lengths_in_place),
+    "lengths replaced": (_other_lengths, _lengths_replaced),
+    "out of range before": (_impossible, _in_place),
+}
+"""Inputs that are announced instead of a feature, and how the trainer makes them the right one."""
+WAYS = (*_WAYS, "new mapping")
+
+
+def announced_as(features: Features, way: str) -> Features:
+    """Return what is announced before a batch is changed to ``features``."""
+    before, _ = _WAYS["replaced" if way == "new mapping" else way]
+    return {name: before(name, jagged) for name, jagged in features.items()}
+
+
+def change(announced: Features, features: Features, way: str) -> Features:
+    """Change what was announced to ``features``, and return the input of the look-up."""
+    if way == "new mapping":
+        return dict(features)
+    for name, jagged in features.items():
+        _WAYS[way][1](announced, name, _copied(jagged))
+    return announced
+
+
+def drawn_way(seed: int, index: int, rank: int) -> str:
+    """Return how this rank's batch is changed; "" for most: other ranks' are changed then."""
+    rng = np.random.default_rng([seed, index, rank, 17])
+    return str(rng.choice(WAYS)) if rng.random() < 0.3 else ""
+
+
+def on_accelerator(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(rank, *args)`` as if no tensor were in host memory."""
+    with mock.patch.object(devices, "in_host_memory", return_value=False):
+        return function(rank, *args)
+
+
+def in_units(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    """As ``on_accelerator``, and every message is packed and taken apart in units, however few parts it has."""
+    with (
+        mock.patch("flexd.embedding.exchange.unit_message.MAX_JOINED_PARTS", 0),
+        mock.patch("flexd.embedding.exchange.hop.MAX_JOINED_PARTS", 0),
+    ):
+        return on_accelerator(rank, function, *args)
 
 
 @dataclass(frozen=True)
@@ -55,7 +166,7 @@ class Loop:
         restarts: between two loops the job ends, as by a kill, and a new collection goes on from what was saved.
         break_at: index of a batch after whose step the loop ends; the rest is trained on without the prefetch pipeline.
         changes: "any": what is announced is drawn batch by batch on each rank, and changed before it is looked up; or
-            the one way of ``changed_inputs.WAYS`` in which the first rank changes each batch; "": nothing is changed.
+            the one way of ``WAYS`` in which the first rank changes each batch; "": nothing is changed.
         one_thread: as in ``flexd.prefetch``.
         depth: batches ahead; 0: the tuner decides about one.
     """
@@ -144,8 +255,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     ways = {index: way_of(loop, scenario.seed, index, rank) for index, _ in every}
     changed = {index: features for index, features in every if ways[index]}
     every = [
-        (index, changed_inputs.announced_as(features, ways[index]) if index in changed else features)
-        for index, features in every
+        (index, announced_as(features, ways[index]) if index in changed else features) for index, features in every
     ]
     built = collection.traffic.totals()
     drawn = np.random.default_rng([scenario.seed, 11, rank])
@@ -187,7 +297,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         for index, features in batches:
             step, number = divmod(index, scenario.passes)
             if index in changed:
-                features = changed_inputs.change(features, changed[index], ways[index])
+                features = change(features, changed[index], ways[index])
             due = scenario.due(step, len(chunks))
             every_nth = scenario.switch_every
             proposes = every_nth > 0 and number == 0 and step % every_nth == 1 % every_nth
@@ -266,7 +376,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
 def way_of(loop: Loop, seed: int, index: int, rank: int) -> str:
     """Return how a batch is changed after it was announced; "" if it is not."""
     if loop.changes == "any":
-        return changed_inputs.drawn_way(seed, index, rank)
+        return drawn_way(seed, index, rank)
     return loop.changes if rank == 0 else ""
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flexd.core.placement import RankLayout
 from flexd.torchrec import FusedOptimizerState, ModelState, replace
-from tests.support.checkpoint_jobs import whole_state_dict
+from tests.support.collection_jobs import whole_state_dict
 from tests.support.rank_pool import RankPool
 from tests.support.torchrec_models import ROWS, Ranker, batch, every_second_row, make
 

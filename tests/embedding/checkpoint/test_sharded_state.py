@@ -17,8 +17,7 @@ from flexd.core.placement import Delta, RankLayout
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.sharded_state import ShardedState
 from flexd.embedding.collection import EmbeddingCollection
-from tests.support.checkpoint_jobs import OPTIMIZERS, train_steps, whole
-from tests.support.collection_jobs import ROWS, offer, tables
+from tests.support.collection_jobs import OPTIMIZERS, ROWS, offer, tables, train_steps, whole
 from tests.support.plain_tables import pair
 from tests.support.rank_pool import RankPool
 

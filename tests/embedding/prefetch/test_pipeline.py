@@ -19,12 +19,11 @@ from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.exchange.arms import Arm
 from flexd.embedding.features import Jagged
-from tests.support import changed_inputs, prefetch_pipeline_jobs
 from tests.support.exactness import (
     Scenario,
     train_alone,
 )
-from tests.support.prefetch_pipeline_jobs import Loop
+from tests.support.prefetch_pipeline_jobs import WAYS, Loop, pipeline_of, threads, train
 from tests.support.rank_pool import RankPool
 
 
@@ -77,14 +76,14 @@ def check(scenario: Scenario, ranks: Ranks, loop: Loop) -> list[dict]:
     """Compare with training in one process or, if the loop does more, with training without the prefetch pipeline and
     without migrations."""
     pool = ranks(scenario.layout.world_size)
-    results = pool.run(prefetch_pipeline_jobs.train, scenario, loop)
+    results = pool.run(train, scenario, loop)
     same = {"announced_passes": 0, "loops": 1, "break_at": -1, "changes": "", "one_thread": None, "depth": 1}
     if replace(loop, **same) == Loop():
         losses, tables = train_alone(scenario)
         expected = [(part, tables) for part in losses]
     else:
         still = replace(scenario, moved=False, replica_fraction=0.0)
-        plain = pool.run(prefetch_pipeline_jobs.train, still, replace(loop, ahead=False, loops=1, break_at=-1))
+        plain = pool.run(train, still, replace(loop, ahead=False, loops=1, break_at=-1))
         assert [result["errors"] for result in plain] == [result["errors"] for result in results]
         expected = [(result["losses"], result["tables"]) for result in plain]
     for result, (losses, tables) in zip(results, expected, strict=True):
@@ -131,7 +130,7 @@ def test_other_work_in_the_loop_changes_nothing(ranks: Ranks, loop: Loop) -> Non
 
 
 @pytest.mark.parametrize(("pooling_at", "one_thread"), [(None, False), (("owner", "requester"), True)])
-@pytest.mark.parametrize("way", changed_inputs.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_inputs_that_change_after_they_were_announced_train_equally(
     ranks: Ranks, way: str, pooling_at: tuple[str, str] | None, one_thread: bool
 ) -> None:
@@ -228,7 +227,7 @@ def test_a_failed_job_is_raised_at_the_next_step_and_at_every_later_one() -> Non
     collection(next(batches))["item"].values.sum().backward()
     collection.optimizer.step()
     features = next(batches)
-    ahead = prefetch_pipeline_jobs.pipeline_of(collection)
+    ahead = pipeline_of(collection)
     assert ahead is not None
     ahead._job._router.find = broken  # type: ignore[method-assign]
     collection(features)["item"].values.sum().backward()
@@ -238,4 +237,4 @@ def test_a_failed_job_is_raised_at_the_next_step_and_at_every_later_one() -> Non
         collection(features)
     with pytest.raises(EmbeddingError, match="start again from the last checkpoint"):
         next(batches)
-    assert prefetch_pipeline_jobs.threads() == []
+    assert threads() == []

@@ -13,8 +13,8 @@ from flexd.core.placement import Delta, RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD
-from tests.support import accelerator_jobs
 from tests.support.exchange_jobs import ROWS, make, step
+from tests.support.prefetch_pipeline_jobs import in_units, on_accelerator
 from tests.support.rank_pool import Job, RankPool
 
 
@@ -110,7 +110,7 @@ def test_gradients_are_added_in_the_same_order_at_every_tier(
             np.testing.assert_array_equal(table, sums)
 
 
-@pytest.mark.parametrize("kernels", [accelerator_jobs.run, accelerator_jobs.run_in_units])
+@pytest.mark.parametrize("kernels", [on_accelerator, in_units])
 def test_messages_of_an_accelerator_round_in_the_same_places_at_every_tier(ranks: Ranks, kernels: Job) -> None:
     """Gradients that a rank sends to itself on their way are rounded nowhere, as those of host memory."""
     layout = RankLayout(2, 2)

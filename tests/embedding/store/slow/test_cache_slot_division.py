@@ -11,7 +11,7 @@ import flexd
 from flexd.embedding.store.slow import cache_slot_division
 from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision, cache_slot_bytes
 from flexd.embedding.store.slow.tiered_rows import MISSED
-from tests.support.checkpoint_jobs import whole
+from tests.support.collection_jobs import whole
 
 TABLES = [
     flexd.EmbeddingTable("item", 300, 4), flexd.EmbeddingTable("shop", 200, 16), flexd.EmbeddingTable("tag", 5, 8)

@@ -1,30 +1,69 @@
-"""Every slow memory's promise: rows come back as written, others as their seed makes them."""
+"""Every slow memory: rows come back as written, others as their seed makes them. Files: what is found out after a crash
+or damage, and what a failing disk says. Logs: cleaning, and writing behind."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from flexd.embedding.store.slow.block_file import KernelQueue
+from flexd.core.errors import SlowMemoryError
+from flexd.embedding.store.slow import log_rows
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockFile, KernelQueue
 from flexd.embedding.store.slow.cold_rows import ColdRows, HostRows
 from flexd.embedding.store.slow.file_rows import FileRows, rows_per_block
-from flexd.embedding.store.slow.log_rows import LogRows
-from tests.support.cold_rows import wait_for_writes
-
-ROWS = 2_000
+from flexd.embedding.store.slow.log_rows import BlockSpace, LogRows, log_rows_per_block
+from tests.support.repository import child_environment
 
 
-def fresh(row_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Rows of bytes that depend on the slot alone."""
+def wait_for_writes(slow: ColdRows) -> None:
+    """Wait until all rows that were given are in the file."""
+    for staged in slow._staged if isinstance(slow, LogRows) else ():
+        slow._end(staged)
 
-    def make(slots: torch.Tensor) -> torch.Tensor:
-        return ((slots[:, None] * 31 + torch.arange(row_bytes)) % 251).to(torch.uint8)
 
-    return make
+ROWS, WIDTH = 3_000, 524
+SLOTS = torch.arange(0, ROWS, 7)
+PER_BLOCK = log_rows_per_block(WIDTH)[0]
+KINDS = {"file": (FileRows, rows_per_block(WIDTH)[0]), "log": (LogRows, PER_BLOCK)}
+"""And rows of a block."""
+
+
+def of(slots: torch.Tensor, number: int = 0, width: int = WIDTH) -> torch.Tensor:
+    """Return rows of bytes that depend on the slot and a number."""
+    return ((slots[:, None] * 31 + number + torch.arange(width)) % 251).to(torch.uint8)
+
+
+def zeros(slots: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(slots), WIDTH, dtype=torch.uint8)
+
+
+def file_in(path: Path, rows: int = ROWS) -> FileRows:
+    return FileRows(path, rows, WIDTH, zeros, threads=2, deadline_seconds=30.0)
+
+
+def log_in(path: Path) -> LogRows:
+    return LogRows(path, ROWS, WIDTH, zeros, threads=2, deadline_seconds=30.0)
+
+
+def write(slow: FileRows | LogRows, slots: torch.Tensor, packed: torch.Tensor) -> None:
+    """Write rows, and wait until they are in the file."""
+    slow.write(slots, packed)
+    wait_for_writes(slow)
 
 
 @pytest.fixture(params=["host", "file", "file by threads", "log", "log by threads"])
@@ -39,11 +78,11 @@ def make(
         path = tmp_path / f"rows{len(made)}"
         slow: ColdRows
         if request.param == "host":
-            slow = HostRows(ROWS, row_bytes, fresh(row_bytes))
+            slow = HostRows(ROWS, row_bytes, partial(of, width=row_bytes))
         elif "log" in request.param:
-            slow = LogRows(path, ROWS, row_bytes, fresh(row_bytes), threads=4)
+            slow = LogRows(path, ROWS, row_bytes, partial(of, width=row_bytes), threads=4)
         else:
-            slow = FileRows(path, ROWS, row_bytes, fresh(row_bytes), threads=4)
+            slow = FileRows(path, ROWS, row_bytes, partial(of, width=row_bytes), threads=4)
         made.append(slow)
         return slow
 
@@ -60,7 +99,7 @@ def drawn(generator: np.random.Generator, count: int) -> torch.Tensor:
 @pytest.mark.parametrize("row_bytes", [8, 68, 260, 4096, 5000])
 def test_rows_come_back_as_written(make: Callable[[int], ColdRows], row_bytes: int) -> None:
     slow = make(row_bytes)
-    whole = fresh(row_bytes)(torch.arange(ROWS))
+    whole = of(torch.arange(ROWS), width=row_bytes)
     generator = np.random.default_rng(row_bytes)
     for count in (1, 50, 700, ROWS, 0):
         slots = drawn(generator, count)
@@ -83,8 +122,8 @@ def test_rows_beside_a_device_are_page_locked_from_end_to_end(monkeypatch: pytes
     monkeypatch.setattr(torch, "empty", recorded)
     for wanted in (True, False):
         pinned.clear()
-        slow = HostRows(ROWS, 24, fresh(24), pinned=wanted)
-        assert torch.equal(slow.read(torch.tensor([7, 3])), fresh(24)(torch.tensor([7, 3])))
+        slow = HostRows(ROWS, 24, partial(of, width=24), pinned=wanted)
+        assert torch.equal(slow.read(torch.tensor([7, 3])), of(torch.tensor([7, 3]), width=24))
         assert pinned == [wanted, wanted]
         slow.close()
 
@@ -103,3 +142,275 @@ def test_traffic_counts_bytes_and_calls(make: Callable[[int], ColdRows]) -> None
     assert traffic.seconds > 0
     assert traffic.operations > 0
     assert slow.fast_nbytes > 0
+
+
+def test_what_an_ended_run_left_is_replaced_and_a_running_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    write = f"""
+import os, sys
+from pathlib import Path
+import torch
+from flexd.embedding.store.slow.file_rows import FileRows
+slow = FileRows(Path(sys.argv[1]), {ROWS}, {WIDTH}, None)
+slow.write(torch.arange({ROWS}), torch.ones({ROWS}, {WIDTH}, dtype=torch.uint8))
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", write, str(path)], check=True, env=child_environment(), timeout=60)
+    assert path.stat().st_blocks * 512 > ROWS * WIDTH
+    slow = file_in(path)
+    assert path.stat().st_blocks * 512 < ROWS * WIDTH / 2
+    assert not slow.read(SLOTS).any(), "made from the seed, not from the other run"
+    with pytest.raises(SlowMemoryError, match="rows: is in use by another process - give each job a directory"):
+        file_in(path)
+    slow.close()
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("letters")
+    with pytest.raises(SlowMemoryError, match="rows: exists, and is not what an ended run has left - give another"):
+        file_in(path)
+    assert path.read_text() == "letters"
+    with pytest.raises(SlowMemoryError, match="cannot be opened: No such file"):
+        file_in(tmp_path / "nowhere" / "rows")
+
+
+def test_a_file_that_was_cut_or_removed(tmp_path: Path) -> None:
+    slow = file_in(tmp_path / "rows")
+    slow.write(SLOTS, of(SLOTS, 1))
+    os.truncate(tmp_path / "rows", PAGE_BYTES * 100 + 100)
+    with pytest.raises(SlowMemoryError, match="rows: ends within the block at byte"):
+        slow.read(SLOTS)
+    (tmp_path / "rows").unlink()
+    with pytest.raises(SlowMemoryError, match="rows: was removed while in use - start again from the checkpoint"):
+        slow.read(SLOTS)
+    following = file_in(tmp_path / "rows")
+    slow.close()
+    assert not following.read(SLOTS).any(), "the file of another job stays"
+    following.close()
+    with pytest.raises(SlowMemoryError, match="closed"):
+        slow.read(SLOTS)
+
+
+@pytest.mark.parametrize("at", [3, 12, 1_000], ids=["checksum", "head", "rows"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_found_where_it_is_read(tmp_path: Path, kind: str, at: int) -> None:
+    of_file, per_block = KINDS[kind]
+    slow, slots = of_file(tmp_path / "rows", ROWS, WIDTH, zeros), torch.arange(4 * per_block)
+    write(slow, slots, torch.ones(len(slots), WIDTH, dtype=torch.uint8))
+    with (tmp_path / "rows").open("r+b") as file:
+        file.seek(PAGE_BYTES + PAGE_BYTES * 2 + at)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    assert (slow.read(slots[: 2 * per_block]) == 1).all()
+    with pytest.raises(SlowMemoryError, match="blocks are not what was written"):
+        slow.read(slots[2 * per_block : 3 * per_block])
+    slow.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB, without direct I/O in older kernels."""
+    at = tmp_path / "disk"
+    at.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", at], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield at
+    subprocess.run(["umount", at], check=True)
+
+
+@pytest.mark.parametrize("fails", ["refused", "short"])
+def test_calls_that_the_queue_does_not_do_are_made_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    slow = file_in(tmp_path / "rows")
+    run: Callable[..., Any] = KernelQueue.run
+
+    def some(queue: KernelQueue, file: int, offsets: Any, addresses: Any, sizes: Any, **named: Any) -> Any:
+        if fails == "refused":
+            return np.full(len(offsets), -11)
+        half = sizes // 2 // PAGE_BYTES * PAGE_BYTES
+        half[::2] = sizes[::2]
+        moved = run(queue, file, offsets, addresses, np.maximum(half, PAGE_BYTES), **named)
+        moved[moved != sizes] -= 1  # a call that moved less goes on from its start
+        return moved
+
+    monkeypatch.setattr(KernelQueue, "run", some)
+    slow.write(SLOTS, of(SLOTS, 1))
+    slow.write(torch.arange(ROWS // 2), torch.full((ROWS // 2, WIDTH), 9, dtype=torch.uint8))
+    expected = of(SLOTS, 1)
+    expected[ROWS // 2 > SLOTS] = 9
+    assert torch.equal(slow.read(SLOTS), expected)
+    slow.close()
+
+
+def test_a_billion_rows_take_no_room_until_they_are_written(tmp_path: Path) -> None:
+    slow = file_in(tmp_path / "rows", rows=10**9)
+    assert (tmp_path / "rows").stat().st_blocks * 512 < 2**20
+    assert slow.fast_nbytes < 48 * 2**20
+    far = torch.tensor([10**9 - 1, 0, 5 * 10**8])
+    slow.write(far, torch.full((3, WIDTH), 7, dtype=torch.uint8))
+    assert (slow.read(far) == 7).all()
+    assert not slow.read(far[:1] - 1).any()
+    assert (tmp_path / "rows").stat().st_blocks * 512 < 2**20
+    slow.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_is_named(small_disk: Path, kind: str) -> None:
+    slow = KINDS[kind][0](small_disk / "rows", ROWS, WIDTH, zeros)
+    with pytest.raises(SlowMemoryError, match=r"rows: cannot be written: No space left .* - make room on its disk"):
+        write(slow, torch.arange(ROWS), torch.ones(ROWS, WIDTH, dtype=torch.uint8))
+    slow.close()
+
+
+@pytest.mark.parametrize("by", ["queue", "threads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slow_disk_is_named_within_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, by: str
+) -> None:
+    if by == "threads":
+        monkeypatch.setattr(KernelQueue, "make", lambda: None)
+    slow = KINDS[kind][0](tmp_path / "rows", ROWS, WIDTH, zeros, threads=2, deadline_seconds=0.05)
+    for owner, name in ((KernelQueue, "_submit"), (os, "pwritev")):  # no queue in some kernels
+        call: Callable[..., int] = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, call=call: (time.sleep(0.2), call(*given))[1])
+    with pytest.raises(SlowMemoryError, match=r"rows: \d+ blocks took more than 0.05 s - look at the disk"):
+        write(slow, SLOTS, of(SLOTS, 1))
+    monkeypatch.undo()
+    with pytest.raises(SlowMemoryError, match="took more than"):  # the buffer is still in the hands of late calls
+        slow.read(SLOTS)
+    slow.close()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 9), st.integers(1, 60), st.data())
+def test_space_is_what_a_dict_of_rows_says(per_block: int, rows: int, data: st.DataObject) -> None:
+    """Rows move as ``LogRows`` moves them; no row is lost, and there is always room."""
+    space = BlockSpace(2 * -(-rows // per_block) + 1, per_block)
+    block_of: dict[int, int] = {}
+
+    def append(chosen: list[int]) -> None:
+        counts = [min(per_block, len(chosen) - first) for first in range(0, len(chosen), per_block)]
+        blocks = space.allocate(np.array(counts, dtype=np.int64))
+        assert not set(blocks.tolist()) & set(block_of.values())
+        assert (np.diff(blocks) > 0).all()
+        for at, row in enumerate(chosen):
+            block_of[row] = int(blocks[at // per_block])
+
+    for _ in range(data.draw(st.integers(1, 12))):
+        chosen = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, unique=True))
+        space.drop(np.array([block_of.pop(row) for row in chosen if row in block_of], dtype=np.int64))
+        missing = -(-len(chosen) // per_block) - space.free
+        if missing > 0:
+            cleaned = set(space.to_clean(missing).tolist())
+            moved = [row for row, block in block_of.items() if block in cleaned]
+            space.drop(np.array([block_of.pop(row) for row in moved], dtype=np.int64))
+            append(moved)
+            assert space.free >= -(-len(chosen) // per_block), "cleaning frees what is asked for"
+        append(chosen)
+        assert space.free == len(space._valid) - len(set(block_of.values()))
+
+
+def test_the_emptiest_blocks_are_cleaned() -> None:
+    space = BlockSpace(10, 8)
+    space.allocate(np.array([8, 1, 7, 2, 8, 3, 1]))
+    assert space.to_clean(1).tolist() == [1, 6], "two rows go into one block"
+    assert space.to_clean(2).tolist() == [1, 3, 6]
+
+
+def test_rows_stay_while_a_log_is_written_many_times_over(tmp_path: Path) -> None:
+    """Writing reads no block before, and cleans few: a file of fixed places reads and writes one per row."""
+    slow, fixed = log_in(tmp_path / "log"), FileRows(tmp_path / "fixed", ROWS, WIDTH, zeros)
+    generator, whole = np.random.default_rng(1), of(torch.arange(ROWS), 0)
+    for each in (slow, fixed):
+        each.write(torch.arange(ROWS), whole)
+    before = [each.traffic.bytes_read + each.traffic.bytes_written for each in (slow, fixed)]
+    for number in range(30):
+        slots = torch.from_numpy(np.unique(ROWS * generator.random(200) ** 2).astype(np.int64)).unique()
+        whole[slots] = of(slots, number)
+        for each in (slow, fixed):
+            each.write(slots, whole[slots])
+    wait_for_writes(slow)
+    assert torch.equal(slow.read(torch.arange(ROWS)), whole)
+    moved = [each.traffic.bytes_read + each.traffic.bytes_written for each in (slow, fixed)]
+    moved = [after - first for after, first in zip(moved, before, strict=True)]
+    assert moved[0] < 0.4 * moved[1], moved
+    assert (tmp_path / "log").stat().st_size < 2.1 * ROWS / PER_BLOCK * PAGE_BYTES + 2 * PAGE_BYTES
+    for each in (slow, fixed):
+        each.close()
+
+
+def test_rows_on_their_way_are_read_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, slots, go = log_in(tmp_path / "rows"), torch.arange(0, ROWS, 3), threading.Event()
+    write: Callable[..., int] = BlockFile.write
+
+    def later(file: BlockFile, *arguments: Any) -> int:
+        assert go.wait(30)
+        return write(file, *arguments)
+
+    monkeypatch.setattr(BlockFile, "write", later)
+    slow.write(slots, of(slots, 1))
+    slow.write(slots[:50], of(slots[:50], 2))
+    assert torch.equal(slow.read(slots), torch.cat([of(slots[:50], 2), of(slots[50:], 1)]))
+    assert slow.traffic.bytes_read == 0
+    go.set()
+    wait_for_writes(slow)
+    assert torch.equal(slow.read(slots), torch.cat([of(slots[:50], 2), of(slots[50:], 1)]))
+    assert slow.traffic.bytes_read > 0
+    slow.close()
+
+
+def test_a_block_of_other_rows_is_not_taken(tmp_path: Path) -> None:
+    """As after a write that went to another place: the checksum is right, the rows are not."""
+    slow, slots = log_in(tmp_path / "rows"), torch.arange(100)
+    write(slow, slots, of(slots, 1))
+    with (tmp_path / "rows").open("r+b") as file:
+        file.seek(PAGE_BYTES)
+        block = file.read(PAGE_BYTES)
+        file.write(block)
+    with pytest.raises(SlowMemoryError, match="blocks are not what was written"):
+        slow.read(slots)
+    slow.close()
+
+
+def test_of_two_writes_of_a_block_on_their_way_the_newer_is_read(tmp_path: Path) -> None:
+    log = LogRows(tmp_path / "rows", 100, 500, lambda slots: torch.zeros(len(slots), 500, dtype=torch.uint8))
+    try:
+        for value, staged in enumerate(log._staged, start=1):
+            staged.blocks, staged.written = np.array([3]), Future()
+            staged.buffer[0] = value
+        fetch = log._start_fetch(np.array([3]), log._buffers[0])
+        assert fetch.batch is None, "nothing is read from the file"
+        assert log._end_fetch(deque([fetch]))[0, 0] == 2
+    finally:
+        for staged in log._staged:
+            staged.written = None
+        log.close()
+
+
+def test_the_next_blocks_are_read_while_those_before_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_rows, "_READ_BYTES", 8 * PAGE_BYTES)
+    slow, slots, under_way, most = log_in(tmp_path / "rows"), torch.arange(ROWS), [0], [0]
+    start, finish = BlockFile.start_read, BlockFile.finish
+
+    def started(file: BlockFile, *arguments: Any) -> Any:
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        return start(file, *arguments)
+
+    def finished(file: BlockFile, batch: Any) -> int:
+        under_way[0] -= 1
+        return finish(file, batch)
+
+    write(slow, slots, of(slots, 1))
+    monkeypatch.setattr(BlockFile, "start_read", started)
+    monkeypatch.setattr(BlockFile, "finish", finished)
+    assert torch.equal(slow.read(slots.flip(0)), of(slots.flip(0), 1))
+    assert (under_way, most) == ([0], [2])
+    with (tmp_path / "rows").open("r+b") as file:
+        file.seek(PAGE_BYTES * 3 + 100)
+        file.write(b"damaged")
+    with pytest.raises(SlowMemoryError, match="blocks are not what was written"):
+        slow.read(slots)
+    later = slots[20 * PER_BLOCK :]
+    assert torch.equal(slow.read(later), of(later, 1)), "nothing is read into the buffers behind an error"
+    slow.close()

@@ -1,20 +1,33 @@
-"""docs/metrics.md has the families of the API's models, and the page of a daemon has no others."""
+"""Pages that tools write agree with the configuration models, with the families of metrics and with the packages."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
+import gen_config_docs
+import gen_diagram
 import gen_metrics_docs
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from flexd.config.model import Config
 from flexd.server.app import Metrics
 from tests.support.fake_daemon import FakeDaemon
 
 
-def test_the_page_is_up_to_date():
-    assert gen_metrics_docs.TARGET.read_text(encoding="utf-8") == gen_metrics_docs.render(), (
-        f"run {gen_metrics_docs.COMMAND}"
-    )
+@pytest.mark.parametrize(
+    ("page", "render"),
+    [
+        (gen_config_docs, gen_config_docs.render),
+        (gen_metrics_docs, gen_metrics_docs.render),
+        (gen_diagram, gen_diagram.draw),
+    ],
+    ids=["configuration", "metrics", "picture"],
+)
+def test_a_generated_page_is_up_to_date(page: Any, render: Callable[[], str]) -> None:
+    assert page.TARGET.read_text(encoding="utf-8") == render(), f"run {page.COMMAND}"
 
 
 def test_every_family_of_a_daemon_is_documented_with_its_labels():
@@ -38,3 +51,12 @@ def test_families_have_names_and_texts_of_their_own():
         assert family.documentation.strip().endswith("."), family.name
         assert re.fullmatch(r"flexd(_[a-z0-9]+)+", family.name)
         assert not re.search(r"_(milliseconds|ms|kb|mb|percent)(_|$)", family.name)
+
+
+def test_every_key_is_described():
+    schema = Config.model_json_schema()
+    for name, section in {"Config": schema, **schema["$defs"]}.items():
+        assert section.get("description"), name
+        for key, field in section["properties"].items():
+            described = field.get("description") or "$ref" in field
+            assert described, f"{name}.{key} has no description"
