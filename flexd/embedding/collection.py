@@ -104,9 +104,10 @@ class EmbeddingCollection(TableAccess):
         exchange: "auto" (the one of these whose steps take less time, measured from time to time, see ``tuning``; it
             changes between two steps and without any effect on the result), "chain" (two hops: node owner, then home)
             or "direct" (every rank requests from every home).
-        comm_dtype: "float32", "float16" or "bfloat16", the dtype in which rows and gradients are sent; default each
-            table's own. Gradients are added in float32 or wider, and rows are rounded at every read, so that training
-            does not depend on the placement. The daemon is told.
+        comm_dtype: "float32", "float16" or "bfloat16", the dtype in which rows and gradients are sent; default (None)
+            each table's own. Of a list the fastest is chosen as with exchanges, beginning with the first. Gradients are
+            added in float32 or wider, and rows are rounded at every read, so that training does not depend on the
+            placement. The daemon is told of the first.
         max_migration_bytes_per_step: cap on copied rows at one step (a larger chunk is applied alone).
         fast_memory_bytes: of home rows that a rank keeps in fast memory, with optimizer state; the others are in slow
             memory, and come in when a step needs them. Default: all rows are fast. It does not change the result.
@@ -136,7 +137,7 @@ class EmbeddingCollection(TableAccess):
         replica_slots: Sequence[int] | None = None,
         average_gradients: bool = True,
         exchange: str = "auto",
-        comm_dtype: str | None = None,
+        comm_dtype: str | Sequence[str | None] | None = None,
         max_migration_bytes_per_step: int = 2**20,
         fast_memory_bytes: int | None = None,
         slow_memory_dir: str | os.PathLike[str] | None = None,

@@ -18,7 +18,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, homes_of
 from flexd.core.placement import Delta
 from flexd.core.sharding_types import NO_POOLED, PooledTables
-from flexd.embedding.exchange.arms import AgreedArm, bag_hops, row_hops
+from flexd.embedding.exchange.arms import AgreedArm, bag_hops, row_hops, wires_of
 from flexd.embedding.exchange.calls import StepGuard, in_phase
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.hop import SETTINGS_BITS, Agreement, CallSignature, Hop
@@ -73,7 +73,7 @@ class RowEngine:
         gradient_scale: float,
         max_migration_bytes_per_step: int,
         device: torch.device,
-        comm_dtype: str | None = None,
+        comm_dtype: str | Sequence[str | None] | None = None,
         tiered_storage: TieredStorage | None = None,
         pooling_at: PooledTables = NO_POOLED,
         keep_keys: bool = False,
@@ -96,13 +96,14 @@ class RowEngine:
         """Look-ups; batches given to be located ahead; those of them that were located twice, because what was
         announced was not what was looked up."""
         automatic = exchange == "auto"
-        self.arm = AgreedArm("chain" if automatic else exchange)
+        wires = wires_of(comm_dtype)
+        self.arm = AgreedArm("chain" if automatic else exchange, wires=wires)
         # With one node, or one rank in each, both exchanges are the same.
-        chooses = automatic and min(groups.layout.nodes, groups.layout.local_ranks) > 1
-        self._exchanges = ("chain", "direct") if chooses else (self.arm.exchange,)
+        differ = automatic and min(groups.layout.nodes, groups.layout.local_ranks) > 1
+        self._exchanges = ("chain", "direct") if differ else (self.arm.exchange,)
+        chooses = differ or len(wires) > 1
         if groups.rank == 0 or not automatic:
             self.arm.reason = ExchangeReason.START if automatic else ExchangeReason.CONFIGURED
-        self._comm_dtype = comm_dtype
         self.pooling_at = pooling_at
         self.router, self.sync = self.new_exchange(groups, traffic)
         self.phases = traffic.phases
@@ -137,7 +138,7 @@ class RowEngine:
             from flexd.embedding.exchange.bag_exchange import SummingRouter
 
             make = partial(SummingRouter, bag_hops=of_bags)
-        router = make(self.stores, hops, traffic, comm_dtype=self._comm_dtype)
+        router = make(self.stores, hops, traffic, comm_dtype=self.arm.wire or None)
         return router, ReplicaSync(self.stores, router, groups.layout, self._rows_updated)
 
     def join(self, kind: type[Joined], *arguments: object) -> Joined:
@@ -223,12 +224,13 @@ class RowEngine:
             self._apply_chunks()
 
     def _change_exchange(self) -> None:
-        """Use the exchange that all ranks have agreed on."""
+        """Use the exchange and wire that all ranks have agreed on."""
         if not self.arm.due:
             return
-        self.arm.exchange = self.arm.next.exchange
+        self.arm.exchange, self.arm.wire = self.arm.next.exchange, self.arm.next.wire
         for groups, router in ((self.groups, self.router), *(pair for each in self.joined for pair in each.exchanges)):
             router.change_hops(*self._hops(groups))
+            router.use_wire(self.arm.wire or None)
 
     def find(
         self,

@@ -92,7 +92,9 @@ class StepTuner(StepMoments):
 
     @property
     def arms(self) -> tuple[Arm, ...]:
-        return tuple(Arm(exchange, prefetch) for prefetch in self.prefetch for exchange in self._exchanges)
+        return tuple(
+            arm for arm in self._choice.arms if arm.prefetch in self.prefetch and arm.exchange in self._exchanges
+        )
 
     def updated(self, optimizer: RowUpdate, step: int) -> None:
         """Count a step, and propose the arm of the next ones."""
@@ -142,7 +144,7 @@ class StepTuner(StepMoments):
         self._priced = priced
         if self._choice.reason is ExchangeReason.START:
             self._choice.reason = ExchangeReason.PRICED
-            self._tuner.begin_with(Arm(priced, self.prefetch[-1]))
+            self._tuner.begin_with(Arm(priced, self.prefetch[-1], self._choice.wire))
 
     def _log(self) -> None:
         tuner = self._tuner

@@ -17,6 +17,7 @@ from flexd.embedding.tuning import StepTuner
 from tests.support.rank_pool import RankPool
 
 SECONDS = {"chain": 1.0, "direct": 0.8, "chain with prefetch": 0.9, "direct with prefetch": 0.6}
+WIRES = {"float32": 1.0, "bfloat16": 0.5}
 STEPS = 260
 
 
@@ -25,7 +26,7 @@ def trained(rank: int, layout: RankLayout, fixed: dict[str, Any], seconds: dict[
     exchange = fixed.get("exchange")
     collection = flexd.EmbeddingCollection(
         [flexd.EmbeddingTable("item", 200, 4, dtype="float64")], layout=layout, optimizer=flexd.Adagrad(lr=0.1), seed=3,
-        **({} if exchange is None else {"exchange": exchange}),
+        **({} if exchange is None else {"exchange": exchange}), comm_dtype=fixed.get("comm_dtype"),
     )  # fmt: skip
     now = [0.0]
     if (tuner := collection.engine.tuner()) is not None:
@@ -83,6 +84,18 @@ def test_two_collections_of_a_process_measure_in_turns() -> None:
         assert not all(measuring)
         measured = [before + each for before, each in zip(measured, measuring, strict=True)]
     assert min(measured) > 100
+
+
+def test_of_the_wires_that_a_user_allows_the_fastest_is_used(ranks: Callable[[int], RankPool]) -> None:
+    wires = {f"chain{way} in {wire}": seconds for way in ("", " with prefetch") for wire, seconds in WIRES.items()}
+    results = ranks(4).run(trained, RankLayout(2, 2), {"exchange": "chain", "comm_dtype": tuple(WIRES)}, wires)
+    assert results[0]["used"] == results[3]["used"]
+    assert set(results[0]["used"]) == set(wires)
+    assert {arm.rpartition(" in ")[2] for arm in results[0]["used"][-50:]} == {"bfloat16"}
+    plain = ranks(4).run(trained, RankLayout(2, 2), {"exchange": "chain"}, SECONDS)
+    # Rounded rows change what is learned by what the narrow wire rounds, and by no more.
+    difference = (results[0]["table"] - plain[0]["table"]).abs().max()
+    assert 0 < difference < 0.02
 
 
 def test_a_loop_without_prefetch_is_told_once_what_it_could_hide(caplog: pytest.LogCaptureFixture) -> None:

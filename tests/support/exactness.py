@@ -43,7 +43,7 @@ class Scenario:
     """Rank that has empty batches only; -1: none."""
     only_rail: int = -1
     """Only rows with homes on this rail get copies, one per node; -1: rows of all rails."""
-    comm_dtype: str | None = None
+    comm_dtype: str | tuple[str | None, ...] | None = None
     switch_every: int = 0
     """Steps after which one of the ranks proposes the other exchange; 0: never."""
     fast_memory_bytes: int | None = None

@@ -18,7 +18,7 @@ import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.exchange.arms import ARMS, AgreedArm, Arm
+from flexd.embedding.exchange.arms import AgreedArm, Arm
 from flexd.embedding.features import Jagged
 from flexd.embedding.prefetch.pipeline import PrefetchPipeline
 from flexd.embedding.row_optimizers import RowUpdate
@@ -197,7 +197,7 @@ class RandomTuner(StepTuner):
 
     def updated(self, optimizer: RowUpdate, step: int) -> None:
         if self._draw.random() < 0.5:
-            self._choices.propose(self._draw.choice([arm for arm in ARMS if arm.exchange in self._exchanges]))
+            self._choices.propose(self._draw.choice([a for a in self._choices.arms if a.exchange in self._exchanges]))
 
 
 def other_arm(collection: EmbeddingCollection, step: int) -> Arm:

@@ -1,7 +1,8 @@
-"""Arms: settings of a step that leave training exact, exchange and prefetch pipeline; how ranks agree on another."""
+"""Arms: settings of a step that leave training exact, or that the user allows; how ranks agree on another."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexd.control.protocol.report import ExchangeReason
@@ -17,18 +18,35 @@ class Arm:
     Attributes:
         exchange: "chain" or "direct".
         prefetch: whether a loop of ``flexd.prefetch`` exchanges rows ahead.
+        wire: dtype of rows and gradients on the wire; empty: each table's own.
     """
 
     exchange: str
     prefetch: bool = False
+    wire: str = ""
 
     def __str__(self) -> str:
-        return f"{self.exchange} with prefetch" if self.prefetch else self.exchange
+        ahead = " with prefetch" if self.prefetch else ""
+        return f"{self.exchange}{ahead} in {self.wire}" if self.wire else f"{self.exchange}{ahead}"
 
 
-ARMS = tuple(Arm(exchange, prefetch) for prefetch in (False, True) for exchange in ("chain", "direct"))
-_MAX_PROPOSALS = 2**17
-"""Proposals of a job that the message of sizes has room for (19 bits with the arm)."""
+def arms_of(wires: Sequence[str]) -> tuple[Arm, ...]:
+    exchanges = ("chain", "direct")
+    return tuple(Arm(exchange, ahead, wire) for wire in wires for ahead in (False, True) for exchange in exchanges)
+
+
+def wires_of(comm_dtype: str | Sequence[str | None] | None) -> tuple[str, ...]:
+    """Return the wires to choose from, as in ``Arm``. Raises EmbeddingError: an unknown dtype, none, or one twice."""
+    given = [comm_dtype] if comm_dtype is None or isinstance(comm_dtype, str) else list(comm_dtype)
+    if not given or len({*given}) < len(given) or not {*given} <= {None, "float32", "float16", "bfloat16"}:
+        raise EmbeddingError(
+            f"comm_dtype {comm_dtype!r}", remedy="one of float32, float16, bfloat16, or None; or several to choose from"
+        )
+    return tuple(each or "" for each in given)
+
+
+_PROPOSAL_VALUES = 2**19
+"""Proposals of a job times arms that the message of sizes has room for."""
 
 
 class AgreedArm:
@@ -37,21 +55,25 @@ class AgreedArm:
     Proposals are numbered and travel with the sizes of every look-up, combined by maximum: after a look-up all ranks
     know the newest one. They change the exchange before the next look-up that no route or gradient of an earlier one
     depends on, and the prefetch pipeline with the next batch that is announced.
+
+    Args:
+        wires: dtypes to choose from, as in ``Arm``; the first one is used until ranks have agreed on any.
     """
 
-    def __init__(self, exchange: str, reason: ExchangeReason | None = None) -> None:
-        self.exchange = exchange
-        """The exchange in use."""
+    def __init__(self, exchange: str, reason: ExchangeReason | None = None, wires: Sequence[str] = ("",)) -> None:
+        self.exchange, self.wire = exchange, wires[0]
+        """The exchange and wire in use."""
+        self.arms = arms_of(wires)
         self.prefetches = False
         """True if the newest announced batch of a loop is located ahead."""
         self.reason = reason
         """Why it is used; None on a rank that follows the proposals of others."""
-        self._start = Arm(exchange, prefetch=True)
+        self._start = Arm(exchange, True, wires[0])
         self._proposed = self._agreed = 0
 
     @property
     def in_use(self) -> Arm:
-        return Arm(self.exchange, self.prefetches)
+        return Arm(self.exchange, self.prefetches, self.wire)
 
     @property
     def proposed(self) -> int:
@@ -61,14 +83,14 @@ class AgreedArm:
     @property
     def newest(self) -> Arm:
         """The arm of the newest proposal that this rank knows."""
-        return ARMS[self.proposed % len(ARMS)] if self.proposed else self._start
+        return self.arms[self.proposed % len(self.arms)] if self.proposed else self._start
 
     def propose(self, arm: Arm) -> None:
         """Propose an arm to all ranks, unless too many proposals were made. Of proposals in the same look-up, the last
-        one of ``ARMS`` is taken."""
-        number = self.proposed // len(ARMS) + 1
-        if number < _MAX_PROPOSALS:
-            self._proposed = number * len(ARMS) + ARMS.index(arm)
+        one of ``arms`` is taken."""
+        number = self.proposed // len(self.arms) + 1
+        if (number + 1) * len(self.arms) <= _PROPOSAL_VALUES:
+            self._proposed = number * len(self.arms) + self.arms.index(arm)
 
     def agreed(self, proposal: int) -> None:
         """Set the highest proposal of all ranks."""
@@ -76,13 +98,13 @@ class AgreedArm:
 
     @property
     def due(self) -> bool:
-        """True if ranks have agreed on another exchange than the one in use. Equal on all ranks."""
-        return self.next.exchange != self.exchange
+        """True if ranks have agreed on another exchange or wire than those in use. Equal on all ranks."""
+        return (self.next.exchange, self.next.wire) != (self.exchange, self.wire)
 
     @property
     def next(self) -> Arm:
         """The agreed arm; a loop prefetches until ranks have agreed on any."""
-        return ARMS[self._agreed % len(ARMS)] if self._agreed else self._start
+        return self.arms[self._agreed % len(self.arms)] if self._agreed else self._start
 
 
 def row_hops(exchange: str, groups: ChainGroups) -> list[Hop]:

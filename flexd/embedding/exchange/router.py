@@ -62,9 +62,6 @@ class Router:
         comm_dtype: dtype of rows and gradients on the wire; None: each table's own. Gradients are added in float32, or
             in the wider of table and wire. With a narrower wire every row is rounded when it is read, on any rank, so
             that training does not depend on the placement.
-
-    Raises:
-        EmbeddingError: an unknown ``comm_dtype``.
     """
 
     def __init__(
@@ -75,19 +72,23 @@ class Router:
         *,
         comm_dtype: str | None = None,
     ) -> None:
-        if comm_dtype not in (None, "float32", "float16", "bfloat16"):
-            raise EmbeddingError(f"comm_dtype {comm_dtype!r}", remedy="one of float32, float16, bfloat16, or None")
         self._stores = list(stores)
         self.hops = list(hops)
         self.traffic, self.phases = traffic, traffic.phases
         self.lookup = StationLookup(stores)
-        self.wire = [store.dtype if comm_dtype is None else TORCH_DTYPES[comm_dtype] for store in self._stores]
+        self.wire: list[torch.dtype] = []
         """Dtype of each dim-group on the wire."""
-        self.wide = [
+        self.wide: list[torch.dtype] = []
+        """Dtype of each dim-group in which gradients are added."""
+        self.use_wire(comm_dtype)
+
+    def use_wire(self, comm_dtype: str | None) -> None:
+        """Send rows and gradients of later look-ups in this dtype. No route of an earlier one may be used any more."""
+        self.wire[:] = [store.dtype if comm_dtype is None else TORCH_DTYPES[comm_dtype] for store in self._stores]
+        self.wide[:] = [
             torch.promote_types(torch.promote_types(store.dtype, wire), torch.float32)
             for store, wire in zip(self._stores, self.wire, strict=True)
         ]
-        """Dtype of each dim-group in which gradients are added."""
 
     def request_every_look_up(self) -> None:
         """Request a row as often as it is looked up, as sharded modules without dedup do: for comparisons."""
