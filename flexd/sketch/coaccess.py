@@ -25,7 +25,8 @@ from flexd.core import tap_counts
 from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowArray, UInt32Array, places_of_runs
 from flexd.core.errors import SketchError
 from flexd.core.tap_counts import GAMMA
-from flexd.sketch.kernel_parts import finalise, readonly
+from flexd.sketch.kernel_parts import finalise
+from flexd.sketch.table_sketch import readonly
 
 MIN_BYTES = 65_536
 MAX_ROWS = 2**32

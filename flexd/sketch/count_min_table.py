@@ -12,9 +12,8 @@ from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import count_min_kernels as kernels
 from flexd.sketch.decay import ForwardDecay
-from flexd.sketch.kernel_parts import readonly
 from flexd.sketch.profile import TableProfile
-from flexd.sketch.table_sketch import TableChoice, TableSketch, are_rows
+from flexd.sketch.table_sketch import TableChoice, TableSketch, are_rows, readonly
 
 MIN_LOG2_WIDTH = 8
 MAX_LOG2_WIDTH = 30

@@ -12,9 +12,9 @@ from flexd.core.arrays import Arrays, Float64Array, Int64Array, RowArray, UInt32
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
-from flexd.sketch.kernel_parts import prefetch, readonly
+from flexd.sketch.kernel_parts import prefetch
 from flexd.sketch.profile import TableProfile
-from flexd.sketch.table_sketch import TableChoice, TableSketch, are_rows
+from flexd.sketch.table_sketch import TableChoice, TableSketch, are_rows, readonly
 
 COARSEST_UNITS = 2**4
 """Least units of an access after the unit was made coarser: its weight is off by 3 % at most. Reached at 10^12 decayed
@@ -79,10 +79,6 @@ def _shift_low(low: Any, bits: int) -> None:
         low[i] = np.uint32((np.uint64(low[i]) + half) >> np.uint64(bits))
 
 
-def _shift(units: Int64Array, bits: int) -> Int64Array:
-    return (units + ((1 << (bits - 1)) - 1)) >> bits
-
-
 @numba.njit(cache=True, nogil=True)
 def _histogram(low: Any, counts: Any, sums: Any) -> None:
     """Count the rows above zero and their units by bin: exponent and first three bits of the fraction as a float."""
@@ -120,7 +116,8 @@ def enumerate_rows(
     hot_rows, hot_units = hot_rows[:max_hot_rows], hot_units[:max_hot_rows]
     if wanted:
         lowest_bin = int(np.flatnonzero(from_top >= wanted)[-1])
-        rows = np.flatnonzero(low >= np.uint32(_bin_floor(lowest_bin)))
+        least = math.ceil(math.ldexp(8 + lowest_bin % 8, lowest_bin // 8 - 3))
+        rows = np.flatnonzero(low >= np.uint32(least))
         units = low[rows]
         if len(rows) > wanted:
             chosen = np.argpartition(units, len(rows) - wanted)[len(rows) - wanted :]
@@ -143,11 +140,6 @@ def enumerate_rows(
         bin_rows = np.concatenate([np.ones(len(spilled)), bin_rows])
         bin_units = np.concatenate([spilled, bin_units])
     return hot_rows, hot_units, bin_units, bin_rows, int(from_top[0]) + len(high_rows)
-
-
-def _bin_floor(index: int) -> int:
-    """Return the lowest value of a bin."""
-    return math.ceil(math.ldexp(8 + index % 8, index // 8 - 3))
 
 
 def side_rows_allowed(rows: int) -> int:
@@ -209,7 +201,7 @@ class DenseTable(TableSketch):
             self._low[:] = 0
         else:
             _shift_low(self._low, bits)
-        self._set_high(self._high_rows, _shift(high, bits) if bits < 62 else np.zeros_like(high))
+        self._set_high(self._high_rows, high + ((1 << (bits - 1)) - 1) >> bits if bits < 62 else np.zeros_like(high))
 
     def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
         self._apply_pending()

@@ -41,10 +41,3 @@ def finalise(z: Any) -> Any:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(FIRST)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(SECOND)
     return z ^ (z >> np.uint64(31))
-
-
-def readonly(values: Any) -> Any:
-    """Return a read-only view: one compiled version of a loop serves arrays of both kinds."""
-    view = values.view()
-    view.flags.writeable = False
-    return view

@@ -13,9 +13,8 @@ from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import logarithmic_kernels as kernels
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
-from flexd.sketch.kernel_parts import readonly
 from flexd.sketch.profile import TableProfile
-from flexd.sketch.table_sketch import TableChoice, TableSketch
+from flexd.sketch.table_sketch import TableChoice, TableSketch, readonly
 
 BASES = {3: 1.4, 4: 1.25, 8: 1.04}
 """Ratio of the steps of two successive levels, by bits of a counter."""

@@ -18,7 +18,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.core.placement import RankLayout
 from flexd.core.tap_counts import GAMMA
 from flexd.sketch.decay import ForwardDecay
-from flexd.sketch.kernel_parts import finalise, readonly
+from flexd.sketch.kernel_parts import finalise
 from flexd.sketch.profile import TableProfile, read_sources
 
 Kind = Literal["dense", "logarithmic", "count_min"]
@@ -458,3 +458,10 @@ def are_rows(ids: npt.NDArray[Any], table_rows: int, *, ascending: bool = False)
     inside = ids.dtype == np.int64 and ids.ndim == 1 and int(ids.min(initial=0)) >= 0
     inside = inside and int(ids.max(initial=-1)) < table_rows
     return inside and not (ascending and (np.diff(ids) <= 0).any())
+
+
+def readonly(values: Any) -> Any:
+    """Return a read-only view: one compiled version of a loop serves arrays of both kinds."""
+    view = values.view()
+    view.flags.writeable = False
+    return view

@@ -225,7 +225,7 @@ class Publisher:
                 idle = not self._queue
             if idle:
                 self._flush(_IDLE_SECONDS)
-        self._flush(self._time_left())
+        self._flush(0.0 if self._close_deadline is None else max(0.0, self._close_deadline - time.monotonic()))
         try:
             self._sink.close()
         except Exception as error:
@@ -273,9 +273,6 @@ class Publisher:
             self._sink.flush(timeout_seconds)
         except Exception as error:
             self.problem = str(error)
-
-    def _time_left(self) -> float:
-        return 0.0 if self._close_deadline is None else max(0.0, self._close_deadline - time.monotonic())
 
 
 def _host_array(values: Any) -> npt.NDArray[Any]:

@@ -129,9 +129,6 @@ def test_the_first_sentence_is_the_saving_and_bandwidths_are_those_of_the_messag
     assert messages[0].startswith(f"replicas save {units.seconds(saved)} of exposed communication per step")
     assert "20 GB/s a rank (80% of the wire), an all-to-all 10 GB/s (40%): 2.00 times as much" in messages[2]
     assert not any("exchange 'direct'" in sentence for sentence in messages)
-
-
-def test_replicas_that_cost_more_are_said_to_cost_more() -> None:
     messages, saved = messages_of(np.full(2000, 0.05), Tier.NODE, all_reduce=9e9)
     assert saved < 0
     assert messages[0].startswith(f"replicas cost {units.seconds(-saved)} more exposed communication per step")

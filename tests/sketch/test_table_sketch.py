@@ -250,7 +250,7 @@ def _set(half_life: float | None = 10.0, max_future: float = 1e9, **more) -> Ske
     st.sampled_from([7.3, 60.0, 3600.0]),
 )
 def test_counters_follow_the_formula_whatever_the_order(events, half_life):
-    sketches = _set(half_life)
+    sketches = _set(half_life, late_after_seconds=5.0)
     newest = T0 + max(time for _, time in events)
     sketches.ingest("t", np.array([0], dtype=np.int32), 0, newest)
     sketches.ingest("t", np.array([0], dtype=np.int32), 0, newest + 1e-6)
@@ -258,7 +258,7 @@ def test_counters_follow_the_formula_whatever_the_order(events, half_life):
     exact[0] = 2
     for row, time in events:
         counts = sketches.ingest("t", np.array([row], dtype=np.int64), 0, T0 + time)
-        assert counts.late == (T0 + time < newest + 1e-6 - 60)
+        assert counts.late == (T0 + time < newest + 1e-6 - 5)
         assert counts.accepted == 1
         exact[row] += 2.0 ** ((T0 + time - newest) / half_life)
     got = sketches.query("t", np.arange(8))
@@ -323,13 +323,3 @@ def test_counts_of_a_clock_that_was_years_ahead_stay_finite() -> None:
     assert np.isfinite([table.weight, table.accesses_per_step]).all()
     assert table.hot_share.tolist() == pytest.approx([2 / 3, 1 / 3])
     assert np.isfinite(sketches.query("t", np.arange(8))).all()
-
-
-def test_late_is_what_is_older_than_the_allowance() -> None:
-    sketches = _set(late_after_seconds=5.0)
-    one = np.zeros(3, dtype=np.int64)
-    assert sketches.ingest("t", one, 0, T0).late == 0
-    assert sketches.ingest("t", one, 0, T0 + 20).late == 0
-    assert sketches.ingest("t", one, 1, T0 + 15).late == 0, "ranks interleave"
-    assert sketches.ingest("t", one, 1, T0 + 14.9).late == 3
-    assert _set(late_after_seconds=0.0).ingest("t", one, 0, T0).late == 0

@@ -175,7 +175,7 @@ def step_latencies(
         exchange,
         replicated,
         micro_batches=loads[0].shape.micro_batches,
-        trained=any(load.has_trained for load in loads),
+        trained=any(load.total[SYNCED] > 0 for load in loads),
         node_requests=Tier.NODE in replicated,
         at_home={load.sums_at_home for load in loads},
     )

@@ -306,11 +306,6 @@ class GroupLoad:
         """float64[STATISTICS] summed over all rows."""
         return self._listed_sum + self._bin_sum
 
-    @property
-    def has_trained(self) -> bool:
-        """True if any row of the load is trained."""
-        return bool(self.total[SYNCED] > 0)
-
     @cached_property
     def _listed_sum(self) -> Float64Array:
         summed: Float64Array = self.statistics.sum(axis=1)

@@ -351,7 +351,10 @@ class _GainingRows:
             return tiers, bound
         core = np.arange(len(self.keys))
         if len(core) > self.exact_rows:
-            core = np.sort(np.argsort(self.margin(price), kind="stable")[: self.exact_rows])
+            # By the lead of a row's best tier over its second best at this price of a slot.
+            counts = np.array([0.0, self.layout.nodes - 1.0, self.layout.world_size - 1.0])[:, None]
+            net = np.sort(self.decision - price * counts, axis=0)
+            core = np.sort(np.argsort(net[-1] - net[-2], kind="stable")[: self.exact_rows])
         rest = tiers.copy()
         rest[core] = Tier.HOME
         slots = self.slots - self.layout.replica_slots_used(self.keys, rest)
@@ -363,13 +366,6 @@ class _GainingRows:
             rest if self.gain(rest) > self.gain(tiers) else tiers,
             min(bound, most) if len(core) == len(self.keys) else bound,
         )
-
-    def margin(self, price: float) -> Float64Array:
-        """Return float64[n]: lead of a row's best tier over its second best at this price of a slot."""
-        slots = np.array([0.0, self.layout.nodes - 1.0, self.layout.world_size - 1.0])[:, None]
-        net = np.sort(self.decision - price * slots, axis=0)
-        lead: Float64Array = net[-1] - net[-2]
-        return lead
 
     def candidates(self, has: list[Tier], price: float) -> Iterator[UInt8Array]:
         world = self.layout.world_size

@@ -114,7 +114,9 @@ def sum_loads(work: TableWork, layout: RankLayout, rule: ShardingKind) -> Float6
     """Return the loads of tables that are pooled at the owner: every id of a bag, and one vector per bag and place."""
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
     loads = _Bytes.of_work(work)
-    accesses, length = work.statistics[:, ACCESSES], work.bag_length
+    accesses = work.statistics[:, ACCESSES]
+    # Ids of a bag in the mean; 0 for un-pooled tables.
+    length = accesses / np.where(work.bags > 0, work.bags, np.inf)
     for message in (_IDS, _VALUES, _GRADIENTS):
         vector = work.bags * work.wire_bytes * (work.trained if message == _GRADIENTS else 1.0)
 

@@ -234,7 +234,9 @@ class LocalSearch:
         for at, option, place in before:
             self.loads.add(int(self.table[at]), option, place, -1.0)
         for at in rng.permutation(taken).tolist():
-            _, option, place = self._best(int(at), math.inf, self._rank_seconds())
+            # What each rank has to do, to tell places apart that are as good for the busiest.
+            tie = _TIE * np.tensordot(self.tables.axis_seconds, self.loads.total[:-1], axes=1)
+            _, option, place = self._best(int(at), math.inf, tie)
             self.option[at], self.place[at] = option, place
             self.loads.add(int(self.table[at]), option, place)
         self.moves += 1
@@ -245,11 +247,6 @@ class LocalSearch:
             self._put(at, option, place)
         if self.moves % _REBUILT_AFTER == 0:
             self.loads = RankLoads.of(self.tables, self.layout, self.capacity, self._now())
-
-    def _rank_seconds(self) -> Float64Array:
-        """float64[N, L]: what each rank has to do, to tell places apart that are as good for the busiest."""
-        of_rank = np.tensordot(self.tables.axis_seconds, self.loads.total[:-1], axes=1)
-        return np.asarray(of_rank * _TIE, dtype=np.float64)
 
     def _best(self, at: int, most: float, tie: Float64Array | None = None) -> tuple[float, int, int]:
         """(seconds, option, place) of the best place of a piece that was taken away; its own if none takes less than

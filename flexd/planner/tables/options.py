@@ -19,7 +19,7 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.placement import RankLayout
 from flexd.core.sharding_types import DATA_PARALLEL as DATA_PARALLEL_TYPE
 from flexd.core.sharding_types import ROW_WISE as ROW_WISE_TYPE
-from flexd.planner.model.workload import ACCESSES, STATISTICS, TrainingShape, make_loads
+from flexd.planner.model.workload import STATISTICS, TrainingShape, make_loads
 from flexd.sketch.profile import Profile
 
 
@@ -213,11 +213,6 @@ class TableWork:
             np.array([0.0 if spec.name in shape.frozen_tables else 1.0 for spec in specs]),
             4 if keyspace.total_rows <= _NARROW_KEYS else 8,
         )
-
-    @property
-    def bag_length(self) -> Float64Array:
-        """float64[T]: ids of a bag in the mean; 0 for un-pooled tables."""
-        return self.statistics[:, ACCESSES] / np.where(self.bags > 0, self.bags, np.inf)
 
     @property
     def stored_bytes(self) -> Float64Array:

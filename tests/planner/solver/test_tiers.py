@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flexd.core.placement import RankLayout, Tier
 from flexd.planner.model.cost import usable_tiers
-from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
+from flexd.topology.cluster import Exposed
 from tests.support.planner_cases import choose_tiers, cluster, group_cost, load, zipf
 
 LAYOUT = RankLayout(2, 2)
@@ -31,22 +31,6 @@ def test_a_migration_must_pay_within_the_horizon() -> None:
     assert np.array_equal(choose_tiers(problem, LAYOUT, cluster(), 40, live, 0.5).tiers, live)
 
 
-def test_noise_below_the_hysteresis_changes_nothing() -> None:
-    rng = np.random.default_rng(1)
-    accesses = zipf(2000, 1.0, 2000.0)
-    first = choose_tiers(load(accesses), LAYOUT, cluster(), 100, no_live(2000), NONE)
-    assert first.tiers.any()
-    live, flaps, free_flaps = first.tiers, 0, 0
-    for _ in range(5):
-        noisy = load(accesses * np.exp(rng.normal(0, 0.02, 2000)))
-        tiers = choose_tiers(noisy, LAYOUT, cluster(), 100, live, 10.0).tiers
-        flaps += np.count_nonzero(tiers != live)
-        free_flaps += np.count_nonzero(choose_tiers(noisy, LAYOUT, cluster(), 100, live, NONE).tiers != live)
-        live = tiers
-    assert flaps == 0
-    assert free_flaps > 0
-
-
 def test_promotion_needs_the_lower_bound_and_demotion_the_upper() -> None:
     # The threshold lies where NODE begins to pay; 2 % around it, with bounds of 30 %, nothing moves.
     grid = np.linspace(0.05, 3.0, 400)
@@ -61,20 +45,6 @@ def test_promotion_needs_the_lower_bound_and_demotion_the_upper() -> None:
     assert (choose_tiers(above, RankLayout(4, 1), cluster(), 8, stay, NONE).tiers == Tier.NODE).all()
     assert not choose_tiers(below, RankLayout(4, 1), cluster(), 8, stay, NONE).tiers.any()
     assert (choose_tiers(load(np.full(8, 2 * threshold)), RankLayout(4, 1), cluster(), 8, no_live(8), NONE).tiers).all()
-
-
-def test_bandwidth_that_depends_on_size() -> None:
-    """Prices are found at the plan's own message sizes; the result still beats HOME and stays within the slots."""
-    rising = CollectiveCurve(0.0, ((1e3, 1e9), (1e5, 8e9), (1e7, 20e9)))
-    slow = CollectiveCurve(0.0, ((1e3, 5e8), (1e5, 4e9), (1e7, 10e9)))
-    link = LinkModel(25e9, slow, rising, slow)
-    machine = Cluster("curved", "made up", link, link, Exposed(1.0, 1.0, 0.7))
-    problem = load(zipf(1000, 1.1, 5000.0))
-    choice = choose_tiers(problem, LAYOUT, machine, 80, no_live(1000), NONE)
-    home = group_cost(problem, no_live(1000), LAYOUT, machine)
-    assert choice.cost.exposed_seconds < home.exposed_seconds
-    assert LAYOUT.replica_slots_used(problem.keys, choice.tiers).max() <= 80
-    assert choice.optimum.lower_bound_seconds <= choice.optimum.objective_seconds
 
 
 def test_an_upper_bound_never_keeps_a_placement_that_the_estimate_prices_above_home() -> None:
