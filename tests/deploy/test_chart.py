@@ -1,8 +1,11 @@
-"""The Helm chart: rendered manifests, refused values, and its README."""
+"""The Helm chart: rendered manifests, refused values, its README, and network policies; the written manifests; the
+image's Dockerfile."""
 
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import gen_chart_readme
 import pytest
@@ -12,6 +15,7 @@ from flexd.embedding.connect import TLS_VARIABLES
 from tests.support.deployed import (
     CHART,
     TRAINERS,
+    Document,
     check_daemon,
     check_references,
     check_schema,
@@ -20,6 +24,7 @@ from tests.support.deployed import (
     daemon_of,
     has_daemon,
     pod_templates,
+    read,
     rendered,
 )
 from tests.support.ops_tools import run_tool
@@ -173,3 +178,161 @@ def test_ranks_show_certificates_and_no_container_has_the_keys_of_another():
 def test_unusable_state_does_not_make_the_pod_of_a_trainer_crash_loop(settings, expected):
     documents = rendered(*TRAINERS, *(word for setting in settings for word in ("--set", setting)))
     assert sorted({config.state.on_unusable for config in configs_of(documents).values()}) == expected.split()
+
+
+MANIFESTS = ROOT / "deploy" / "kubernetes"
+FILES = sorted(MANIFESTS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_manifest_is_valid_and_runs_the_daemon(file):
+    documents = read(file)
+    configs = configs_of(documents)
+    check_references(documents)
+    (pod,) = [pod for document in documents for pod in pod_templates(document) if has_daemon(pod)]
+    for document in documents:
+        check_schema(document)
+    check_daemon(pod, configs[config_key(pod)])
+
+
+@pytest.mark.parametrize("name", ["sidecar.yaml", "sidecar-jobset.yaml", "sidecar-pytorchjob.yaml"])
+def test_trainers_reach_the_daemon_and_have_its_secret(name):
+    documents = read(MANIFESTS / name)
+    config = configs_of(documents)["flexd.yaml"]
+    assert config.state.on_unusable == "wait", "saved state that cannot be used must not end the pod of the trainer"
+    services = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] == "Service"}
+    pods = [pod for document in documents for pod in pod_templates(document)]
+    for pod in pods:
+        for sidecar in pod["spec"].get("initContainers", []):
+            assert sidecar["restartPolicy"] == "Always"
+            assert "readinessProbe" not in sidecar or not services, "an unready pod has no name in a service"
+        (trainer,) = pod["spec"]["containers"]
+        environment = {item["name"]: item["value"] for item in trainer["env"]}
+        host, _, port = environment["FLEXD_CONTROL"].rpartition(":")
+        assert int(port) == config.control.listen_port
+        assert environment["FLEXD_SECRET_FILE"] == str(config.control.secret_file)
+        mounted = {mount["mountPath"] for mount in trainer["volumeMounts"]}
+        assert str(config.control.secret_file.parent) in mounted
+        if not services:
+            assert host == config.control.listen_host
+            assert str(config.stream.source.path) in mounted
+            continue
+        service = services[host]
+        assert service["publishNotReadyAddresses"] is True
+        assert service["clusterIP"] == "None"
+        chosen = [p for p in pods if service["selector"].items() <= p["metadata"]["labels"].items()]
+        assert len(chosen) == 1
+        ports = {port["name"] for port in daemon_of(chosen[0])["ports"]}
+        assert {port["targetPort"] for port in service["ports"]} <= ports
+
+
+def test_written_manifests_agree_with_the_chart():
+    run_tool("helm", "version")
+    import gen_manifests
+
+    for name in gen_manifests.MANIFESTS:
+        text = (MANIFESTS / name).read_text(encoding="utf-8")
+        assert text == gen_manifests.render(name, gen_manifests.helm()), f"run {gen_manifests.COMMAND}"
+
+
+def test_dockerfile():
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    final = lines[[i for i, line in enumerate(lines) if line.startswith("FROM")][-1] :]
+    (entry,) = [line.removeprefix("ENTRYPOINT ") for line in final if line.startswith("ENTRYPOINT")]
+    (command,) = [line.removeprefix("CMD ") for line in final if line.startswith("CMD")]
+    # Exec form parses as JSON; a shell in between would keep SIGTERM from the daemon.
+    assert json.loads(entry) == ["flexd"]
+    assert json.loads(command) == ["run", "-c", "/etc/flexd/flexd.yaml"]
+    assert "USER 10001:10001" in final
+    exposed = {int(port) for line in final if line.startswith("EXPOSE") for port in line.split()[1:]}
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert exposed == {defaults["control"]["port"], defaults["metrics"]["port"]}
+    ignored = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
+    for line in lines:
+        if line.startswith("COPY") and "--from" not in line:
+            for source in line.split()[1:-1]:
+                assert f"!{source.removeprefix('./')}" in ignored, f"{source} is not in the build context"
+
+
+def test_chart_manifests_and_package_have_one_version():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = (ROOT / "pyproject.toml").read_text()
+    version = re.search(r'^version = "(.*)"$', project, re.MULTILINE)[1]
+    assert chart["appVersion"] == version
+    for file in FILES:
+        assert f"flexd:{version}" in file.read_text()
+
+
+SELECTOR = {"podSelector": {"matchLabels": {"app": "trainer"}}}
+OWN = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "flexd", "app.kubernetes.io/instance": "release"}}}
+JOB = ("--set", "shape=sidecar,sidecar.workload=jobset,sidecar.nodes=3")
+
+
+def policy_of(documents: list[Document]) -> dict[str, Any]:
+    (policy,) = [document for document in documents if document["kind"] == "NetworkPolicy"]
+    return dict(policy["spec"])
+
+
+def admitted(rules: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the peers by port; ``any`` is every port."""
+    found: dict[str, list[Any]] = {}
+    for rule in rules:
+        for port in rule.get("ports", [{"port": "any"}]):
+            assert port.get("protocol", "TCP") == "TCP"
+            found.setdefault(str(port["port"]), []).extend(rule["from"])
+    return found
+
+
+def test_trainers_reach_the_control_port_and_nothing_else() -> None:
+    spec = policy_of(rendered("--set", "metrics.port=9000,control.port=30000,config.server.host=0.0.0.0", *TRAINERS))
+    assert spec["policyTypes"] == ["Ingress"]
+    peers = admitted(spec["ingress"])
+    assert set(peers) == {"30000", "9000"}, "the admin API is not opened, wherever it listens"
+    assert peers["30000"] == [SELECTOR]
+    assert SELECTOR not in peers["9000"]
+
+
+def test_without_a_scraper_the_metrics_port_is_for_helm_test_alone() -> None:
+    spec = policy_of(rendered("--set-json", "networkPolicy.metricsFrom=[]", *TRAINERS))
+    (peer,) = admitted(spec["ingress"])["9465"]
+    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "flexd-test"
+
+
+def test_pods_of_a_job_reach_each_other_and_the_metrics_scraper_one_port() -> None:
+    """The policy is of the pod, and the training's own process groups listen on any port of it."""
+    peers = admitted(policy_of(rendered(*JOB))["ingress"])
+    assert peers["any"] == [OWN]
+    assert set(peers) == {"any", "9465"}
+    assert OWN not in peers["9465"]
+
+
+def test_egress_reaches_dns_the_job_and_the_given_peers() -> None:
+    spec = policy_of(rendered("-f", CHART / "ci" / "standalone-egress-values.yaml"))
+    assert spec["policyTypes"] == ["Ingress", "Egress"]
+    dns, *given = spec["egress"]
+    assert dns == {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
+    assert [rule["to"] for rule in given] == [[{"ipBlock": {"cidr": "10.0.0.0/8"}}]], "a daemon connects to no trainer"
+    egress = ("--set-json", 'networkPolicy.egress=[{"ports": [{"port": 9092}]}]')
+    assert {"to": [OWN]} in policy_of(rendered(*JOB, *egress))["egress"]
+
+
+@pytest.mark.parametrize("shape", ["standalone", "sidecar,sidecar.workload=none"])
+def test_the_trainers_have_to_be_given(shape: str) -> None:
+    refused = run_tool("helm", "template", "release", CHART, "--set", f"shape={shape}")
+    assert refused.returncode != 0
+    assert "/networkPolicy/trainers" in refused.stderr
+    told = run_tool("helm", "template", "release", CHART, "--set", f"shape={shape}", "--skip-schema-validation")
+    assert told.returncode != 0
+    assert "networkPolicy.trainers: name the pods that are trainers" in told.stderr
+    without = rendered("--set", f"shape={shape},networkPolicy.enabled=false")
+    assert "NetworkPolicy" not in {document["kind"] for document in without}
+
+
+@pytest.mark.parametrize(
+    "peers", ["[{}]", '[{"podSelector": {}, "ports": []}]', '["trainer"]', '[{"matchLabels": {}}]']
+)
+def test_a_peer_without_a_selector_is_refused(peers: str) -> None:
+    refused = run_tool("helm", "template", "release", CHART, "--set-json", f"networkPolicy.trainers={peers}")
+    assert refused.returncode != 0
+    assert "/networkPolicy/trainers/0" in refused.stderr
