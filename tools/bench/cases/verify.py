@@ -8,6 +8,7 @@ same batches. The ratio of the two is the median over the turns, with its 95 % i
 Jobs:
   ordinary   prices as probed, Zipf 1.05 and 1.2, with and without a dense part, three seeds: at most 1.02
   winning    4 micro-batches per step, rows of 256 numbers, 50 Mbit/s: copies win, at most 0.90
+  default    both of these once more (Zipf 1.2), by default settings of both trainers, which choose their exchange
 
 Needs root, ip, tc and setpriv; says so and ends well without. ``--quick``: one small job, of which only is checked that
 it trains.
@@ -20,10 +21,10 @@ import secrets
 import sys
 import tempfile
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,6 +41,8 @@ from tools.bench.workloads import Setting
 CONTROL_PORT, API = 29_400, "http://127.0.0.1:8080"
 START_SECONDS, STEP_SECONDS = 120.0, 20.0
 TURN_STEPS = 10
+CHOOSING_STEPS = 500
+"""Within these a trainer with default settings has chosen."""
 NEVER_SLOWER, WINS = 1.02, 0.90
 IN_FLIGHT = ("pending", "pushing", "applying", "aborting")
 
@@ -50,6 +53,7 @@ class Job:
 
     Attributes:
         most: the largest allowed ratio of the steps.
+        default: the trainers choose their exchange; otherwise it is the chain.
     """
 
     name: str
@@ -58,13 +62,14 @@ class Job:
     dense: bool = False
     micro_batches: int = 1
     most: float = NEVER_SLOWER
+    default: bool = False
 
 
 @dataclass(frozen=True)
 class Effort:
     """Longest time until the daemon decides, turns of each of the two compared, and steps of a verification."""
 
-    decide_seconds: float = 420.0
+    decide_seconds: float = 600.0
     rounds: int = 9
     budget_steps: int = 480
 
@@ -80,7 +85,11 @@ def jobs() -> list[Job]:
         for dense in (False, True)
         for seed in (1, 2, 3)
     ]
-    return [*ordinary, winning]
+    default = [
+        Job("default settings, Zipf 1.2", Setting(zipf=1.2, seed=1), default=True),
+        replace(winning, name="default settings, winning", default=True),
+    ]
+    return [*ordinary, winning, *default]
 
 
 class Bench:
@@ -106,7 +115,7 @@ class Bench:
             address = f"{self._cluster.address(0)}:{CONTROL_PORT}"
             self.ask(
                 START_SECONDS, "join", address=address, api=API, secret_file=str(self._secret),
-                micro_batches=job.micro_batches,
+                micro_batches=job.micro_batches, default=job.default,
             )  # fmt: skip
             try:
                 decided = self._decide(job, effort)
@@ -171,7 +180,7 @@ class Bench:
         while time.monotonic() < deadline:
             seconds += self.train("daemon", job, TURN_STEPS)
             status = self.ask(STEP_SECONDS, "status")[0] or status
-            if has_settled(status):
+            if has_settled(status) and len(seconds) >= job.default * CHOOSING_STEPS:
                 break
         verification = status["planning"]["verification"]["newest"]
         return {
@@ -189,7 +198,7 @@ class Bench:
         self._cluster.limit(job.rate_mbit)
         names = ["chain", "daemon"]
         for name in names:
-            self.train(name, job, 3)
+            self.train(name, job, CHOOSING_STEPS if job.default and name == "chain" else 3)
         ratios, taken = [], []
         for _ in range(rounds):
             turn = {name: median(self.train(name, job, TURN_STEPS + 1)[1:]) for name in names}
@@ -234,8 +243,12 @@ def checks_of(job: Job, found: dict[str, Any]) -> list[dict[str, Any]]:
     return checks
 
 
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--named", default="", help="run the jobs whose names contain this")
+
+
 def section(options: Namespace) -> Outcome:
-    effort, chosen = Effort(), jobs()
+    effort, chosen = Effort(), [job for job in jobs() if options.named in job.name]
     if options.quick:
         effort = Effort(20.0, 2, 256)
         chosen = [Job("quick", Setting(samples=64, batches=4, zipf=1.2))]

@@ -158,7 +158,13 @@ class FlexdTrainer:
         self._loader = forever(list(zip(batches, inputs, strict=True)))
         for ahead in prefetch:
             self._loader = iter(
-                flexd.prefetch(self._loader, self.collection, features=lambda batch: batch[1], ahead=ahead)
+                flexd.prefetch(
+                    self._loader,
+                    self.collection,
+                    features=lambda batch: batch[1],
+                    ahead=ahead,
+                    passes_per_step=micro_batches,
+                )  # fmt: skip
             )
 
     def step(self, loss_of: Callable[[Batch, list[torch.Tensor]], torch.Tensor]) -> float:

@@ -53,12 +53,15 @@ class VerifyingRank(Rank):
         self._batches = data.batches_of(self._setting, dist.get_rank())
         self._dense = Attention(self._setting.dim)
 
-    def join(self, address: str, api: str, secret_file: str, micro_batches: int) -> None:
+    def join(self, address: str, api: str, secret_file: str, micro_batches: int, *, default: bool) -> None:
         """Make the collection without a daemon and the one with."""
         self._api = api
-        self._trainer["chain"] = FlexdTrainer(self._setting, self._batches, micro_batches=micro_batches)
+        given: dict[str, Any] = {"micro_batches": micro_batches}
+        if default:
+            given |= {"exchange": "auto", "prefetch": [None]}
+        self._trainer["chain"] = FlexdTrainer(self._setting, self._batches, **given)
         # An empty placement: replica slots, and no copies until the daemon plans them.
-        trainer = FlexdTrainer(self._setting, self._batches, target=Placement.empty(), micro_batches=micro_batches)
+        trainer = FlexdTrainer(self._setting, self._batches, target=Placement.empty(), **given)
         self._trainer["daemon"] = trainer
         tap = flexd.Tap(trainer.collection, interval_seconds=2.0)
         self._connection = flexd.connect(
