@@ -164,7 +164,7 @@ class FlexdTrainer:
                     features=lambda batch: batch[1],
                     ahead=ahead,
                     passes_per_step=micro_batches,
-                )  # fmt: skip
+                )
             )
 
     def step(self, loss_of: Callable[[Batch, list[torch.Tensor]], torch.Tensor]) -> float:
