@@ -24,7 +24,7 @@ from flexd.cli.main import app
 from flexd.config.load import parse_config
 from flexd.core.placement import RankLayout
 from flexd.stream.file_log.log import FileLogSink
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 from tests.support.repository import ROOT
 from tests.support.until import until
 
@@ -208,7 +208,7 @@ def live(rank: int, directory: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.timeout(180)
-def test_the_page_lists_the_files_that_are_entered(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_the_page_lists_the_files_that_are_entered(ranks: Ranks, tmp_path: Path) -> None:
     """RECORD_GOLDEN=1 writes the lists anew, in the order in which the files were entered."""
     entered: dict[str, dict[str, None]] = {way: {} for way in LIMITS}
     for of_rank in ranks(4).run(live, str(tmp_path)):

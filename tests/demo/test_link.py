@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import flexd
 from flexd.demo.link import EmulatedLink, limit_collectives
 from flexd.embedding.exchange.collectives import Peers
 from tests.support.clock import Clock
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
 
 class _Charged(EmulatedLink):
@@ -108,7 +108,7 @@ def test_collectives_of_two_threads_share_the_link(link: EmulatedLink, clock: Cl
 
 
 @pytest.mark.parametrize("exchange", ["chain", "direct"])
-def test_what_a_rank_is_charged_is_what_it_counts_as_sent(ranks: Callable[[int], RankPool], exchange: str) -> None:
+def test_what_a_rank_is_charged_is_what_it_counts_as_sent(ranks: Ranks, exchange: str) -> None:
     found: list[dict[str, Any]] = ranks(4).run(charged, exchange)
     for counted in found:
         assert counted["sent_bytes"] == pytest.approx(counted["inter_bytes"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 from flexd.topology.files import write_cluster
 from tests.support.flexd_processes import RunningDaemon
 from tests.support.flexd_processes import flexd as run_flexd
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 from tests.support.until import until
 
 ROWS, DIM, MICRO_BATCHES = 2_000, 16, 4
@@ -89,7 +88,7 @@ def prices(path: Path) -> Path:
 )
 def test_the_ranks_decide_whether_a_plan_stays(
     tmp_path: Path,
-    ranks: Callable[[int], RankPool],
+    ranks: Ranks,
     seconds_per_home_access: float,
     seconds_with_copies: float,
     verdict: str,

@@ -8,7 +8,6 @@ rows and by sums, factors of rows, optimizers and rates by table, and the kernel
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -18,9 +17,8 @@ from hypothesis import strategies as st
 
 from tests.support.exactness import Scenario, train_alone
 from tests.support.prefetch_pipeline_jobs import Loop, on_accelerator, train
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 OPTIMIZERS = ["sgd", "sgd_decay", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "dense_adam"]
 KINDS = {"sgd_decay": "sgd", "dense_adam": "adam"}
 """Names of other rules that have the same optimizer state."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 import flexd
-from flexd.core.errors import EmbeddingError
 from flexd.core.placement import RankLayout
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks, error_of
 
 
 def tables(pooling_at: str) -> list[flexd.EmbeddingTable]:
@@ -37,17 +34,10 @@ def refused(rank: int, layout: RankLayout, faulty: int, pooling_at: str) -> list
     ]
     errors = []
     for features, weights in faults:
-        try:
-            collection(*((features, weights) if rank == faulty else (good, None)))
-            errors.append("no error")
-        except EmbeddingError as error:
-            errors.append(str(error))
+        errors.append(error_of(collection, *((features, weights) if rank == faulty else (good, None))))
         sum(part.sum() for part in collection(good).values()).backward()
         collection.optimizer.step()
     return errors
-
-
-Ranks = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize("pooling_at", ["requester", "owner"])

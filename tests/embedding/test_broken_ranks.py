@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
@@ -22,18 +21,9 @@ from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.prefetch.loop import prefetch
 from tests.support.prefetch_pipeline_jobs import pipeline_of
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankPool, Ranks, error_of
 
 IDS = {"item": Jagged(torch.arange(50), torch.tensor([50]))}
-
-
-def error_of(work: Callable[[], object]) -> str:
-    """Return the type and the text of the error that ends the work, or "no error"."""
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def _step(collection: EmbeddingCollection) -> None:
@@ -149,8 +139,6 @@ def fails_in_a_step(rank: int, layout: RankLayout, odd: int, where: str, ahead: 
 
 
 pytestmark = pytest.mark.slow
-
-Ranks = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs", "extra look-up"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from flexd.embedding.row_optimizers import RowWiseAdagrad
 from flexd.operations.training_monitor import SlowMemoryMonitor
 from tests.support.collection_jobs import ROWS, random_placement, some, tables, train_step
 from tests.support.plain_tables import ids, pair
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
 
 def connected(rank: int, layout: RankLayout, port: int, digest: int, limit: int) -> dict[str, Any]:
@@ -123,9 +122,6 @@ def test_missing_arguments_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for path, cause in ((empty, "empty"), (tmp_path / "none", "secret")):
         with pytest.raises(ConfigError, match=cause):
             flexd.connect(collection, "127.0.0.1:1", job="job", secret_file=path)
-
-
-Ranks = Callable[[int], RankPool]
 
 
 def test_all_ranks_of_a_launch_agree_on_its_attempt(ranks: Ranks) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,11 +9,10 @@ import pytest
 
 from tests.support.exactness import Scenario, train_alone
 from tests.support.prefetch_pipeline_jobs import Loop, in_units, on_accelerator, train
-from tests.support.rank_pool import Job, RankPool
+from tests.support.rank_pool import Job, Ranks
 
 pytestmark = pytest.mark.slow
 
-Ranks = Callable[[int], RankPool]
 LOOP = Loop(ahead=False, evaluate_every=1)
 
 

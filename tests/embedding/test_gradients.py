@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD
 from flexd.embedding.step import RowGate
 from tests.support.plain_tables import ids
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
 
 def overflow_in_the_sum(rank: int, layout: RankLayout) -> tuple[list[float], int, bool]:
@@ -37,9 +36,6 @@ def overflow_in_the_sum(rank: int, layout: RankLayout) -> tuple[list[float], int
     moved = (before - collection.gather_table("item")).float()
     right = bool((moved[4] - 1e-3 * 5.0 * layout.world_size).abs().max() < 1e-3) and not moved[[0, 1, 2, 3, 5]].any()
     return scales, collection.steps, right
-
-
-Ranks = Callable[[int], RankPool]
 
 
 def test_an_overflow_of_the_sum_is_seen_by_every_rank(ranks: Ranks) -> None:

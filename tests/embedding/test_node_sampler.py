@@ -3,7 +3,6 @@ near the best on small batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain, combinations
 from typing import Any
 
@@ -18,7 +17,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.placement import RankLayout
 from flexd.embedding.features import Jagged
 from flexd.embedding.node_sampler import BatchPrices, BatchRows, deal_batch
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
 
 def samples_of_groups(samples: int) -> dict[str, Jagged]:
@@ -54,7 +53,7 @@ def sampled(rank: int, layout: RankLayout, batch_size: int, epochs: int) -> dict
     return {"indices": indices, "undealt": undealt, "length": len(sampler), "sent": sent}
 
 
-def test_ranks_read_the_same_global_batches_and_send_less(ranks: Callable[[int], RankPool]) -> None:
+def test_ranks_read_the_same_global_batches_and_send_less(ranks: Ranks) -> None:
     results = ranks(4).run(sampled, RankLayout(2, 2), 12, 2)
     assert [of_rank["length"] for of_rank in results] == [4] * 4
     for epoch in range(2):

@@ -18,11 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import flexd
 from flexd.core.placement import Delta, RankLayout
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
 ROWS, DIM, STEPS = 40, 8, 4
 TWO = RankLayout(2, 1)
-Ranks = Callable[[int], RankPool]
 
 
 class Tower(nn.Module):

@@ -3,7 +3,6 @@ pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,11 +14,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import flexd
-from flexd.core.errors import ChunkRefusedError
 from flexd.core.placement import Delta, RankLayout
 from flexd.embedding.checkpoint import table_rows
 from tests.support.exactness import loss_of
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks, error_of
 
 Rules = tuple[str, str, str]
 
@@ -99,19 +97,13 @@ def copied(rank: int, layout: RankLayout, exchange: str) -> dict[str, Any]:
         ids = torch.from_numpy(np.random.default_rng([step, rank]).integers(0, 61, 9))
         tables({"item": flexd.Jagged(ids, torch.tensor([9]))})["item"].values.square().sum().backward()
         tables.optimizer.step()
-    refused = ""
-    try:
-        tables.engine.inbox.offer(1, Delta(np.array([3]), np.zeros(1, np.uint8), np.ones(1, np.uint8)))
-    except ChunkRefusedError as error:
-        refused = str(error)
+    moves = Delta(np.array([3]), np.zeros(1, np.uint8), np.ones(1, np.uint8))
+    refused = error_of(tables.engine.inbox.offer, 1, moves)
     return {
         "home_accesses": tables.traffic.home_accesses, "device_accesses": tables.traffic.device_accesses,
         "bit_equal": tables.replicas_bit_equal(), "listed": len(tables.engine.migrator.placement()[0]),
         "refused": refused, "slots": tables.replica_slots[0],
     }  # fmt: skip
-
-
-Ranks = Callable[[int], RankPool]
 
 
 PAIRS = RankLayout(2, 2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ import torch
 from flexd.core.placement import RankLayout
 from flexd.embedding import step_probe
 from flexd.topology.cluster import StepCosts
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
 
 def measured(rank: int, layout: RankLayout, budget_seconds: float) -> StepCosts:
@@ -27,7 +25,7 @@ def test_costs_are_medians_of_differences_within_turns() -> None:
     assert costs.row_bytes_per_second == pytest.approx(2e9)
 
 
-def test_ranks_agree_on_positive_costs(ranks: Callable[[int], RankPool]) -> None:
+def test_ranks_agree_on_positive_costs(ranks: Ranks) -> None:
     costs, other = ranks(2).run(measured, RankLayout(2, 1), 0.5)
     assert costs == other
     # More collectives and launches never take no time at all on a processor.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from flexd.core.placement import RankLayout
 from flexd.embedding.exchange.arms import AgreedArm
 from flexd.embedding.row_optimizers import SGD
 from flexd.embedding.tuning import StepTuner
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
 SECONDS = {"chain": 1.0, "direct": 0.8, "chain with prefetch": 0.9, "direct with prefetch": 0.6}
 WIRES = {"float32": 1.0, "bfloat16": 0.5}
@@ -47,7 +46,7 @@ def trained(rank: int, layout: RankLayout, fixed: dict[str, Any], seconds: dict[
     return {"used": used, "losses": losses, "table": collection.gather_table("item"), "tuning": told, "text": str(told)}
 
 
-def test_all_ranks_use_the_arm_that_wins_and_train_as_with_a_fixed_one(ranks: Callable[[int], RankPool]) -> None:
+def test_all_ranks_use_the_arm_that_wins_and_train_as_with_a_fixed_one(ranks: Ranks) -> None:
     layout = RankLayout(2, 2)
     plain = ranks(4).run(trained, layout, {"exchange": "chain", "ahead": 1}, SECONDS)
     tuned = ranks(4).run(trained, layout, {}, SECONDS)
@@ -64,7 +63,7 @@ def test_all_ranks_use_the_arm_that_wins_and_train_as_with_a_fixed_one(ranks: Ca
     assert tuned[1]["text"].startswith("direct with prefetch, as rank 0 proposes")
 
 
-def test_a_node_of_one_rank_has_no_exchange_to_choose_but_the_pipeline(ranks: Callable[[int], RankPool]) -> None:
+def test_a_node_of_one_rank_has_no_exchange_to_choose_but_the_pipeline(ranks: Ranks) -> None:
     results = ranks(2).run(trained, RankLayout(2, 1), {}, SECONDS | {"chain": 0.5})
     assert [set(result["used"]) for result in results] == [{"chain", "chain with prefetch"}] * 2
     assert results[0]["used"][-100:] == results[1]["used"][-100:] == ["chain"] * 100
@@ -86,7 +85,7 @@ def test_two_collections_of_a_process_measure_in_turns() -> None:
     assert min(measured) > 100
 
 
-def test_of_the_wires_that_a_user_allows_the_fastest_is_used(ranks: Callable[[int], RankPool]) -> None:
+def test_of_the_wires_that_a_user_allows_the_fastest_is_used(ranks: Ranks) -> None:
     wires = {f"chain{way} in {wire}": seconds for way in ("", " with prefetch") for wire, seconds in WIRES.items()}
     results = ranks(4).run(trained, RankLayout(2, 2), {"exchange": "chain", "comm_dtype": tuple(WIRES)}, wires)
     assert results[0]["used"] == results[3]["used"]

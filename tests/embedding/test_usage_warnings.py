@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from flexd.embedding.features import Jagged
 from flexd.operations.training_monitor import TrainingMonitor
 from tests.cli.test_client_commands import text_of
 from tests.support.collection_jobs import tables
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 from tests.support.statuses import HEALTHY
 
 
@@ -56,9 +55,6 @@ def make_mistakes(rank: int, port: int) -> dict[str, str]:
     connection.close(5.0)
     collection.close()
     return {report.kind: report.text for report in USAGE_WARNINGS.reports()}
-
-
-Ranks = Callable[[int], RankPool]
 
 
 def test_every_mistake_is_named_on_the_rank_and_in_the_status(ranks: Ranks, tmp_path: Path) -> None:

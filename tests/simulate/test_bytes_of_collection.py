@@ -18,7 +18,7 @@ from flexd.planner.model.prices import EXCHANGE_PHASES, SYNC_PHASES, Exchange, T
 from flexd.simulate.accesses import StepPasses
 from flexd.simulate.byte_counter import MIGRATION, BitWords, StepByteCounter, sent_bytes
 from flexd.topology.cluster import INTER, INTRA
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
 IDS, SUMS, GRADIENTS = range(3)
 
@@ -180,7 +180,7 @@ def _chunks(total_rows: int, seed: int) -> list[Delta | None]:
     ],
 )
 def test_bytes_equal_those_of_real_ranks(
-    ranks: Callable[[int], RankPool],
+    ranks: Ranks,
     nodes: int,
     local_ranks: int,
     kind: str,
@@ -287,7 +287,7 @@ def record_bags(
     ],
 )
 def test_bytes_of_sums_equal_those_of_real_ranks(
-    ranks: Callable[[int], RankPool],
+    ranks: Ranks,
     nodes: int,
     local_ranks: int,
     kind: str,

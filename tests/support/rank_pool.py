@@ -113,3 +113,16 @@ class RankPool:
             process.kill()
         for process in self._processes:
             process.join(10)
+
+
+Ranks = Callable[[int], RankPool]
+"""The fixture of that name: by their number."""
+
+
+def error_of(call: Callable[..., object], *args: Any, **named: Any) -> str:
+    """Return the type and the text of the error that ends a call; "" if none does."""
+    try:
+        call(*args, **named)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

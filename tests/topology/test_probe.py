@@ -26,7 +26,7 @@ from flexd.topology.files import dump_cluster, load_cluster, parse_cluster
 from flexd.topology.probe import ProbeGroups, ProbeOptions, make_collective, probe
 from tests.support import forked
 from tests.support.forked import Forked
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankPool, Ranks
 
 SMALL = ProbeOptions(min_bytes=256, max_bytes=65_536, growth=16.0, budget_seconds=1.0)
 
@@ -73,7 +73,7 @@ LAYOUT = RankLayout(2, 2)
 
 
 @pytest.fixture
-def pool(ranks: Callable[[int], RankPool]) -> RankPool:
+def pool(ranks: Ranks) -> RankPool:
     return ranks(4)
 
 

@@ -27,7 +27,7 @@ from flexd.torchrec import (
     FlexEmbeddingBagCollection,
     FlexEmbeddingCollection,
 )
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankPool, error_of
 
 ROWS = {"item": 61, "shop": 17}
 KEYS = ["shop", "ignored", "history", "target"]
@@ -219,11 +219,7 @@ def refused(rank: int, layout: RankLayout, faulty: int) -> list[str]:
     ]
     errors = []
     for fault in faults:
-        try:
-            collection(fault if rank == faulty else good)
-            errors.append("no error")
-        except EmbeddingError as error:
-            errors.append(str(error))
+        errors.append(error_of(collection, fault if rank == faulty else good))
         loss_of(collection(good)).backward()
         collection.optimizer.step()
     return errors

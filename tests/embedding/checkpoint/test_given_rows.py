@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from flexd.core.errors import EmbeddingError
 from flexd.core.placement import RankLayout
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.collection import EmbeddingCollection
 from tests.support.collection_jobs import tables
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks, error_of
 
 
 def values_of(rows: int, seed: int = 0) -> torch.Tensor:
@@ -58,16 +55,11 @@ def load_differing(rank: int, layout: RankLayout, mistake: str) -> tuple[str, bo
             source = 0
     if mistake == "empty source":
         source, values = 2, values if rank != 2 else None
-    try:
-        collection.load_rows(name, first, values, source=source)
-        text = "loaded"
-    except EmbeddingError as error:
-        text = str(error)
+    text = error_of(collection.load_rows, name, first, values, source=source)
     same = all(torch.equal(collection.gather_table(table), rows) for table, rows in before.items())
     return text, same
 
 
-Ranks = Callable[[int], RankPool]
 FOUR_RANKS = RankLayout(2, 2)
 
 

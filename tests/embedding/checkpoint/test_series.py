@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +33,7 @@ from tests.support.collection_jobs import (
     whole,
 )
 from tests.support.forked import Forked
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks, error_of
 
 Events = list[tuple[str, Any]]
 """Events of a job: ("train", steps), ("move", seed), ("ahead", steps), ("rows", (table, first, count)),
@@ -136,11 +135,7 @@ def refused(rank: int, layout: RankLayout, path: str, number: int | None, names:
     collection = made(layout, "adam", 2, names=names)
     before = whole(collection)
     series = CheckpointSeries(collection, path)
-    text = "loaded"
-    try:
-        series.load(number)
-    except CheckpointError as error:
-        text = str(error)
+    text = error_of(series.load, number)
     after = whole(collection)
     series.close()
     return text, all(np.array_equal(before[key], after[key]) for key in before) and collection.steps == 0
@@ -163,12 +158,8 @@ def failing_save(rank: int, layout: RankLayout, path: str, where: str) -> dict[s
         "complete": (series_directory.SeriesDirectory, "complete", 0),
         "begin": (series_directory.SeriesDirectory, "begin", 0),
     }[where]
-    text = "saved"
     with mock.patch.object(*failing[:2], broken if rank == failing[2] else getattr(*failing[:2])):
-        try:
-            series.save()
-        except CheckpointError as error:
-            text = str(error)
+        text = error_of(series.save)
     after_failure = sorted(entry.name for entry in Path(path).iterdir())
     train_steps(collection, 2, 1)
     last = saved(collection, series)
@@ -193,7 +184,6 @@ def end_while_saving(rank: int, layout: RankLayout, path: str, where: str) -> No
     series.save()
 
 
-Ranks = Callable[[int], RankPool]
 FOUR_RANKS = RankLayout(2, 2)
 
 

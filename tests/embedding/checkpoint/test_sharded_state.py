@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import flexd
-from flexd.core.errors import CheckpointError
 from flexd.core.placement import Delta, RankLayout
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.sharded_state import ShardedState
 from flexd.embedding.collection import EmbeddingCollection
 from tests.support.collection_jobs import OPTIMIZERS, ROWS, offer, tables, train_steps, whole
 from tests.support.plain_tables import pair
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks, error_of
 
 
 def make(layout: RankLayout, optimizer: str, seed: int, dtype: str = "float64") -> EmbeddingCollection:
@@ -100,11 +98,7 @@ def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]
             rows[:2] = rows[[1, 0]]
         elif change == "a table":
             del state["embeddings.odd.weight"]
-    try:
-        ShardedState(collection).load_state_dict(state)
-        text = "loaded"
-    except CheckpointError as error:
-        text = str(error)
+    text = error_of(ShardedState(collection).load_state_dict, state)
     after = whole(collection)
     return text, all(np.array_equal(before[key], after[key]) for key in before)
 
@@ -112,9 +106,6 @@ def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]
 def saved_keys(rank: int, layout: RankLayout) -> list[str]:
     checkpoint_windows(2**20)
     return list(ShardedState(make(layout, "adam", 1)).state_dict())
-
-
-Ranks = Callable[[int], RankPool]
 
 
 TOTAL = sum(ROWS.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 import flexd
-from flexd.core.errors import EmbeddingError, FlexdError, TopologyError
+from flexd.core.errors import TopologyError
 from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.connect import connect
@@ -26,18 +25,14 @@ from flexd.embedding.exchange.process_groups import layout_from_environment
 from flexd.embedding.prefetch.loop import prefetch
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
 from tests.support.collection_jobs import ROWS, some, tables, train_step
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks, error_of
 from tests.support.repository import ROOT, child_environment
 
 
 def construct(rank: int, arguments: list[dict[str, Any]]) -> str:
     """Construct a collection on each rank with its own arguments; return the error."""
     keywords = {"tables": [EmbeddingTable("item", 64, 2)], "layout": RankLayout(2, 2)} | arguments[rank]
-    try:
-        EmbeddingCollection(**keywords)
-    except (TopologyError, EmbeddingError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "constructed"
+    return error_of(EmbeddingCollection, **keywords)
 
 
 def closed_groups(rank: int, layout: RankLayout) -> dict[str, Any]:
@@ -76,31 +71,25 @@ def closed_groups(rank: int, layout: RankLayout) -> dict[str, Any]:
             loop(kept)
             train_step(kept, some(0, 1, rank))
             out["kept"] = {name: kept.gather_table(name).numpy() for name in ROWS}
-    try:
-        kept(some(0, 1, rank))
-    except EmbeddingError as error:
-        out["closed"] = str(error)
+    out["closed"] = error_of(kept, some(0, 1, rank))
     kept.close()
     return out
 
 
 def late(rank: int, layout: RankLayout, missing: list[int], where: str, seconds: float) -> str:
     """Make or connect a collection on all ranks but the missing ones; return the error of this rank."""
-    try:
-        if where == "construct" and rank in missing:
-            FaultNotices()  # instances are numbered alike on all ranks
-        elif where == "construct":
-            with mock.patch.object(process_groups, "_timeout", return_value=timedelta(seconds=seconds)):
-                EmbeddingCollection(tables(), layout=layout)
-        else:
-            collection = EmbeddingCollection(tables(), layout=layout)
-            collection._groups.timeout_seconds = seconds
-            if rank not in missing and where == "connect":
-                connect(collection, "127.0.0.1:1", job="job")
-            elif rank not in missing:
-                collection.close()
-    except FlexdError as error:
-        return f"{type(error).__name__}: {error}"
+    if where == "construct" and rank in missing:
+        FaultNotices()  # instances are numbered alike on all ranks
+    elif where == "construct":
+        with mock.patch.object(process_groups, "_timeout", return_value=timedelta(seconds=seconds)):
+            return error_of(EmbeddingCollection, tables(), layout=layout)
+    else:
+        collection = EmbeddingCollection(tables(), layout=layout)
+        collection._groups.timeout_seconds = seconds
+        if rank not in missing and where == "connect":
+            return error_of(connect, collection, "127.0.0.1:1", job="job")
+        if rank not in missing:
+            return error_of(collection.close)
     return ""
 
 
@@ -109,9 +98,6 @@ def timeouts(rank: int, layout: RankLayout) -> list[float]:
     groups = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)._groups
     backends = [peers.group._get_backend(torch.device("cpu")) for peers in (groups.world, groups.node, groups.rail)]
     return [backend.options._timeout.total_seconds() for backend in backends]
-
-
-Ranks = Callable[[int], RankPool]
 
 
 def test_collectives_have_the_timeout_of_the_default_group(ranks: Ranks) -> None:

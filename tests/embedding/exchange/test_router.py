@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ import flexd.embedding.exchange.collectives as collectives_module
 from flexd.core.placement import Delta, RankLayout
 from flexd.embedding.collection import EmbeddingCollection
 from tests.support.exchange_jobs import batch, make, step
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
 
 @contextmanager
@@ -87,9 +87,6 @@ def promotions(collection: EmbeddingCollection) -> Delta:
     keys = np.arange(collection.engine.keyspace.total_rows)
     old = (keys % 3).astype(np.uint8)
     return Delta(keys[old < 2], old[old < 2], np.full(int((old < 2).sum()), 2, np.uint8))
-
-
-Ranks = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize(

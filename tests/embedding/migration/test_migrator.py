@@ -3,7 +3,6 @@ that live in other nodes than their homes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import flexd
-from flexd.core.errors import ChunkRefusedError, EmbeddingError
+from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout, Tier
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
@@ -23,7 +22,7 @@ from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import RowWiseAdagrad
 from flexd.embedding.store.store import GroupStore
 from tests.support.collection_jobs import offer
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks, error_of
 from tools.bench.sections.dispatch import Counting
 
 TABLES = [
@@ -110,16 +109,12 @@ def refuse(rank: int, layout: RankLayout, good: list[Delta], wrong: Delta, appli
             collection(nothing)
             collection(nothing)
         assert collection.placement_version == len(good) - 1
-    try:
-        inbox.offer(len(good), wrong)
-        text = "accepted"
-    except ChunkRefusedError as error:
-        text = str(error)
-        inbox.offer(len(good), good[-1])
+    text = error_of(inbox.offer, len(good), wrong)
+    inbox.offer(len(good), good[-1])
     with torch.no_grad():
         for _ in range(2):
             collection(nothing)
-    return text, text == "accepted" or (collection.placement_version == len(good) and collection.replicas_bit_equal())
+    return text, collection.placement_version == len(good) and collection.replicas_bit_equal()
 
 
 def refresh_in_blocks(rank: int, layout: RankLayout, delta: Delta, cap: int) -> dict[str, Any]:
@@ -149,7 +144,6 @@ def refresh_in_blocks(rank: int, layout: RankLayout, delta: Delta, cap: int) -> 
     }  # fmt: skip
 
 
-Ranks = Callable[[int], RankPool]
 KEYSPACE = KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in TABLES])
 SLOTS = [25, 9]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.exchange.arms import Arm
 from flexd.embedding.features import Jagged
 from tests.support.prefetch_pipeline_jobs import threads
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
 
 def looped(
@@ -44,9 +44,6 @@ def looped(
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     return steps, text, threads()
-
-
-Ranks = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize("located", [True, False])

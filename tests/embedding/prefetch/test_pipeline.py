@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from tests.support.exactness import (
     train_alone,
 )
 from tests.support.prefetch_pipeline_jobs import WAYS, Loop, pipeline_of, threads, train
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks, error_of
 
 
 def one_buffer(rank: int, one_thread: bool, depth: int) -> str:
@@ -40,13 +40,12 @@ def one_buffer(rank: int, one_thread: bool, depth: int) -> str:
             buffer.copy_(torch.arange(3) + index)
             yield {"item": Jagged(buffer if rank == 1 else buffer.clone(), torch.tensor([3]))}
 
-    try:
+    def loop() -> None:
         for features in flexd.prefetch(loader(), collection, one_thread=one_thread, ahead=depth or None):
             collection(features)["item"].values.sum().backward()
             collection.optimizer.step()
-    except EmbeddingError as error:
-        return str(error)
-    return ""
+
+    return error_of(loop)
 
 
 def masked_badly(rank: int, one_thread: bool | None, bad: int) -> str:
@@ -56,20 +55,18 @@ def masked_badly(rank: int, one_thread: bool | None, bad: int) -> str:
     loader: Any = [{"item": Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(4)]
     if one_thread is not None:
         loader = flexd.prefetch(loader, collection, one_thread=one_thread)
-    try:
+
+    def loop() -> None:
         for index, features in enumerate(loader):
             if index == 2 and rank == 1:
                 features["item"].values[1] = bad
             collection(features)["item"].values.sum().backward()
             collection.optimizer.step()
-    except EmbeddingError as error:
-        return str(error)
-    return ""
+
+    return error_of(loop)
 
 
 pytestmark = pytest.mark.slow
-
-Ranks = Callable[[int], RankPool]
 
 
 def check(scenario: Scenario, ranks: Ranks, loop: Loop) -> list[dict]:

@@ -21,7 +21,7 @@ from flexd.embedding.exchange import collectives, job_groups
 from flexd.embedding.features import Jagged
 from tests.support.exactness import Scenario
 from tests.support.prefetch_pipeline_jobs import Loop, pipeline_of, train
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
 
 def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], exchange: str) -> list[dict[str, Any]]:
@@ -46,9 +46,6 @@ def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], excha
         after = totals()
         traffic.append({"all": after[0] - before[0], "overlapped": after[1] - before[1]})
     return traffic
-
-
-Ranks = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize(("layout", "exchange"), [((2, 1), "chain"), ((2, 2), "chain"), ((2, 2), "direct")])

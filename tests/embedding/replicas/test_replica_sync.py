@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD
 from tests.support.exchange_jobs import ROWS, make, step
 from tests.support.prefetch_pipeline_jobs import in_units, on_accelerator
-from tests.support.rank_pool import Job, RankPool
+from tests.support.rank_pool import Job, Ranks
 
 
 def summed_gradients(
@@ -70,9 +69,6 @@ def train(rank: int, layout: RankLayout, moved: bool, comm_dtype: str | None) ->
         "losses": losses, "equal": equal, "bytes": sum(value for name, value in totals.items() if "bytes" in name),
         "tables": [collection.gather_table(table.name).double().numpy() for table in collection.tables],
     }  # fmt: skip
-
-
-Ranks = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize("comm_dtype", ["float16", "bfloat16"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,7 @@ from flexd.planner.plan import placement_cost
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.cluster import INTER, INTRA
 from flexd.topology.files import load_preset
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
 TABLES = {"item": (3000, 32, 2000), "shop": (500, 8, 600)}
 """(rows, dim, accesses of a rank in a step) by table."""
@@ -94,7 +92,6 @@ def bytes_per_step(
 
 
 CLUSTER = load_preset("azure-a100-200g")
-Ranks = Callable[[int], RankPool]
 PLACEMENTS = {"home": (0, 0), "node": (0, 400), "device": (200, 0), "mixed": (100, 300)}
 LAYOUTS = [RankLayout(2, 2), RankLayout(1, 2), RankLayout(2, 1), RankLayout(3, 2)]
 STEPS = 6
