@@ -21,9 +21,9 @@ from flexd.cli.replay_commands import ClusterOptions, DTypeOption, OptimizerOpti
 from flexd.core import units
 from flexd.core.errors import ConfigError
 from flexd.core.model import Model, Show
-from flexd.planner.tables.sharding import ListedTable, read_tables
 
 if TYPE_CHECKING:
+    from flexd.planner.tables.sharding import ListedTable
     from flexd.sketch.profile import Profile
     from flexd.topology.cluster import Cluster
 
@@ -106,7 +106,6 @@ def shard(given: ShardOptions) -> None:
     """
     file = given.plan or Path("rules.json" if given.trainer == "flexd" else "sharding.json")
     check_file("--plan", file)
-    from flexd.cli.shard_command import tables_of_source
     from flexd.planner.tables.sharding import (
         TableStatistics,
         listed_seconds,
@@ -230,6 +229,8 @@ def tables_of_source(source: str, batch: int) -> list[ListedTable]:
         ConfigError: there is no such file, module or function, or it has no tables.
     """
     if Path(source).exists() or ":" not in source:
+        from flexd.planner.tables.sharding import read_tables
+
         return read_tables(Path(source))
     return tables_of_model(_called(source), source, batch)
 
@@ -332,6 +333,8 @@ def _listed(config: Any, path: str, constraint: Any, source: str, batch: int) ->
         )
     bags = sum(poolings) if hasattr(config, "pooling") else 0.0
     lookups = sum(length * count for length, count in zip(lengths, poolings, strict=True))
+    from flexd.planner.tables.sharding import ListedTable
+
     return ListedTable(
         config.name, config.num_embeddings, config.embedding_dim, lookups, bags, int(batches[0]),
         module=path, dtype=DTYPES[kind],
