@@ -12,9 +12,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from flexd import __version__
-from flexd.api.explanation import Explanation, explanation
 from flexd.api.migration import MigrationCounts, ReplanOutcome, ReplanResult, ThrottleStatus
-from flexd.api.plan import PlanReport, UserNodePage, plan_report, proposal_report, user_node_page
+from flexd.api.plan import (
+    Explanation,
+    PlanReport,
+    UserNodePage,
+    explanation,
+    plan_report,
+    proposal_report,
+    user_node_page,
+)
 from flexd.api.planning import (
     ProposalList,
     drift_status,
@@ -33,8 +40,7 @@ from flexd.api.status import (
     snapshot_status,
     state_status,
 )
-from flexd.api.stream import sketch_status, stream_status
-from flexd.api.table import HotRowPage, TableOrder, TablePage, hot_row_page, table_page
+from flexd.api.stream import HotRowPage, TableOrder, TablePage, hot_row_page, sketch_status, stream_status, table_page
 from flexd.api.training import MAX_PLAN_MARKS, Timeline, slow_memory_status, timeline, training_status
 from flexd.config.model import Config
 from flexd.config.sections import ControlConfig

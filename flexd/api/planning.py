@@ -313,6 +313,19 @@ class ProposalList(Model):
     """At most four dry runs and four of the daemon's own."""
 
 
+class WindowStatus(Model):
+    """The maintenance windows."""
+
+    open: bool = True
+    """True while they allow automatic migrations."""
+    changes_unix_seconds: FiniteOrNone = None
+    """When that changes next; null if it does not within two weeks."""
+    waiting: str | None = None
+    """The trigger that fires when the window opens."""
+
+    FAMILIES = (gauge("flexd_maintenance_window_open", "1 while automatic migrations may start.", "open"),)
+
+
 class PlanningStatus(Model):
     """When the daemon plans by itself, and what holds it back; counters run since the daemon started."""
 
@@ -320,14 +333,8 @@ class PlanningStatus(Model):
     """True if plans are carried out, False if they are proposed only."""
     held: str | None = None
     """Reason why the daemon starts no migration by itself now; null if it does."""
-    failure_backoff_seconds: float = 0.0
-    """Time for which a failed migration holds the daemon's next plan back."""
-    window_open: bool = True
-    """True while the maintenance windows allow automatic migrations."""
-    window_changes_unix_seconds: FiniteOrNone = None
-    """When that changes next; null if it does not within two weeks."""
-    waiting_for_window: str | None = None
-    """The trigger that fires when the window opens."""
+    window: WindowStatus = WindowStatus()
+    """The maintenance windows."""
     refused: str | None = None
     """Reason why the newest attempt made no plan; null if it did."""
     withheld: str | None = None
@@ -355,7 +362,6 @@ class PlanningStatus(Model):
             lambda planning: (sum(planning.plans.values()), planning.planning_seconds),
         ),
         gauge("flexd_planner_auto", "1 if plans of the daemon's own are carried out, 0 if proposed.", "auto"),
-        gauge("flexd_maintenance_window_open", "1 while automatic migrations may start.", "window_open"),
         counter("flexd_plan_triggers", "Plans requested, by trigger.", "triggers", ("trigger",)),
         gauge(
             "flexd_plan_proposals", "Plans that are kept for flexd apply.", lambda planning: len(planning.proposals)
@@ -380,14 +386,14 @@ def planning_status(planning: Planning, auto: AutoPlanner) -> PlanningStatus:
 
     triggers, now = auto.triggers, time.time()
     settings, waiting = triggers.settings, triggers.waiting_for_window
-    failure_backoff_seconds, held_off = auto.held_off()
     return PlanningStatus(
         auto=settings.auto,
-        held=triggers.held(now) or held_off or None,
-        failure_backoff_seconds=failure_backoff_seconds,
-        window_open=triggers.calendar.is_open(now),
-        window_changes_unix_seconds=triggers.calendar.next_change(now),
-        waiting_for_window=None if waiting is None else waiting.reason,
+        held=triggers.held(now) or auto.held_off() or None,
+        window=WindowStatus(
+            open=triggers.calendar.is_open(now),
+            changes_unix_seconds=triggers.calendar.next_change(now),
+            waiting=None if waiting is None else waiting.reason,
+        ),
         refused=auto.refusal or None,
         withheld=planning.withheld or None,
         gates=planning.last_gates,

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from flexd.api.base import CommandRequest, ProbeResult, RequestBody
-from flexd.api.explanation import ExplainRequest, Explanation
 from flexd.api.migration import (
     AbortPreview,
     AbortPreviewRequest,
@@ -22,11 +21,11 @@ from flexd.api.migration import (
     ThrottleRequest,
     ThrottleStatus,
 )
-from flexd.api.plan import PlanReport, UserNodePage, UsersRequest
+from flexd.api.plan import ExplainRequest, Explanation, PlanReport, UserNodePage, UsersRequest
 from flexd.api.planning import ProposalList
 from flexd.api.rank import RankPage
 from flexd.api.status import ConfigReport, DaemonStatus, PauseRequest, PauseState, ReloadReport
-from flexd.api.table import HotRowPage, PageRequest, RowsRequest, TablePage, TablesRequest
+from flexd.api.stream import HotRowPage, PageRequest, RowsRequest, TablePage, TablesRequest
 from flexd.api.training import Timeline
 from flexd.control.daemon.migration import MigrationRecord
 from flexd.core.model import Model

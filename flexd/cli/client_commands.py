@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flexd.api import routes
-from flexd.api.explanation import ReasonName
-from flexd.api.plan import CostReport, PlanReport
-from flexd.api.table import MAX_PAGE_ENTRIES, TableOrder
+from flexd.api.plan import CostReport, PlanReport, ReasonName
+from flexd.api.stream import MAX_PAGE_ENTRIES, TableOrder
 from flexd.cli.blocks import Block, Sentences
 from flexd.cli.client import DaemonClient, DaemonRefusedError, connect, exit_code_of_outcome, requested_by
 from flexd.cli.options import (

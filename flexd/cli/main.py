@@ -219,7 +219,7 @@ for command in (
     app.command()(command)
 app.add_typer(client_commands.affinity, name="affinity")
 app.add_typer(state, name="state")
-app.command("demo")(replay_commands.demo)
+app.command("demo")(with_options(replay_commands.demo))
 app.command("simulate")(with_options(replay_commands.simulate))
 app.command("advise")(with_options(replay_commands.advise))
 app.command("shard")(with_options(shard_command.shard))

@@ -36,7 +36,7 @@ _SENTENCES = ("messages", "why")
 _ENDING = re.compile(r"_?(unix_)?seconds$")
 _UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     (r"unix_seconds$", units.when),
-    (r"(age|uptime|window|eta|failure_backoff)_seconds$", units.age),
+    (r"(age|uptime|window|eta)_seconds$", units.age),
     (r"bytes_per_second", lambda value: f"{units.size(value)}/s"),
     (r"seconds", units.seconds),
     (r"bytes", units.size),

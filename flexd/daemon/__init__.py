@@ -4,7 +4,6 @@ The only package that knows stream, sketches, planner, control channel and API a
 demo import it.
 """
 
-from flexd.daemon.daemon import Daemon
-from flexd.daemon.run import run_daemon
+from flexd.daemon.daemon import Daemon, run_daemon
 
 __all__ = ["Daemon", "run_daemon"]

@@ -18,16 +18,15 @@ from flexd.control.daemon.migration import MigrationState
 from flexd.control.daemon.pusher import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.supervision import Supervisor, fault_point
-from flexd.daemon import factory
+from flexd.daemon.config_file import control_options, make_cluster, make_source, sketch_settings
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.autoplan import AutoPlanner
-from flexd.operations.decisions import DecisionFile
+from flexd.operations.decisions import DecisionFile, StateDatabase
 from flexd.operations.drift import DriftMonitor
 from flexd.operations.executions import Executions, RollbackRecovery
 from flexd.operations.history import EffectRecorder, MigrationHistory
 from flexd.operations.live_plan import LivePrices, PlanMaker
 from flexd.operations.planning import Planning
-from flexd.operations.state_database import StateDatabase
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.verification import Verifier
 from flexd.sketch.ingestor import DeadLetterFile, Ingestor
@@ -102,17 +101,17 @@ class DaemonComponents:
     ) -> None:
         keyspace = config.keyspace()
         directory = config.state.dir
-        cluster = factory.make_cluster(config)
-        control = replace(factory.control_options(config), takes_tables=takes_tables)
+        cluster = make_cluster(config)
+        control = replace(control_options(config), takes_tables=takes_tables)
         self.training = TrainingMonitor(len(keyspace.tables))
         self._journal = PlacementJournal(directory / "placement")
         work = OffsetsInWork(directory)
-        source = factory.make_source(config, work)
+        source = make_source(config, work)
         self._snapshots = SnapshotStore(directory / "snapshots", config.state.keep_snapshots)
         self.ingestor = Ingestor(
             source,
             keyspace.tables,
-            factory.sketch_settings(config),
+            sketch_settings(config),
             self._snapshots,
             dead_letters=DeadLetterFile(directory / "dead-letters.jsonl", config.stream.dead_letter_bytes),
             snapshot_interval_seconds=config.state.snapshot_interval_seconds,

@@ -2,10 +2,10 @@
 
 ::
 
-    WAITING --the state directory has changed so that it can be used--> LEARNING or RUNNING
-    LEARNING --all ranks of an attempt have said their tables, and the configuration fits them--> RUNNING
-       ^------ the tables cannot be used, e.g. a pin names a table that there is not                 |
-    RUNNING --an attempt with other tables may have the job--> RUNNING with these tables <-----------'
+    WAITING --the state directory has changed so that it can be used--> LEARNING or RUNNING     LEARNING --all ranks of
+an attempt have said their tables, and the configuration fits them--> RUNNING        ^------ the tables cannot be used,
+e.g. a pin names a table that there is not                 |     RUNNING --an attempt with other tables may have the
+job--> RUNNING with these tables <-----------'
 
 WAITING (``state.on_unusable: wait``) holds no lock of the directory: an operator runs ``flexd state reset`` meanwhile.
 Nothing is read from the stream before RUNNING: what is published waits in the log. A start with tables in the
@@ -16,7 +16,10 @@ counters of tables that stay are kept, as after a change of ``tables`` in the co
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
+import os
+import signal
 import threading
 import time
 from operator import attrgetter
@@ -32,12 +35,12 @@ from flexd.control.daemon.coordinator import TableLearner
 from flexd.control.daemon.membership import ProposedTables
 from flexd.control.protocol.network import named_error
 from flexd.core.errors import ApiError, FlexdError, StateVersionError, UnusableStateError
-from flexd.core.supervision import Supervisor, UnsafeStateError
-from flexd.daemon import factory
+from flexd.core.fast_start import resume_garbage_collector
+from flexd.core.supervision import EXIT_UNSAFE_STATE, Supervisor, UnsafeStateError, arm, set_up_logging
 from flexd.daemon.components import DaemonComponents, ShutdownBudget
-from flexd.daemon.config_file import ConfigFile, load_tables, save_tables, with_tables
+from flexd.daemon.config_file import ConfigFile, control_options, load_tables, save_tables, with_tables
 from flexd.daemon.state_directory import StateLock, check_files, open_state
-from flexd.operations.state_database import NAME, StateDatabase
+from flexd.operations.decisions import NAME, StateDatabase
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
 
@@ -263,7 +266,7 @@ class Daemon:
 
     def _learn(self, problem: str = "") -> None:
         try:
-            self._learner = TableLearner(factory.control_options(self._config), self.supervisor)
+            self._learner = TableLearner(control_options(self._config), self.supervisor)
             self._learner.members.problem = problem
             self._learner.start()
         except BaseException:
@@ -409,3 +412,55 @@ def _files(state_dir: Path) -> frozenset[tuple[str, int]]:
         except OSError:
             continue
     return frozenset(found)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""``malloc.h`` of glibc."""
+MMAP_THRESHOLD_BYTES = 32 * 2**20
+"""The largest value that glibc accepts."""
+TRIM_THRESHOLD_BYTES = 64 * 2**20
+
+
+def keep_freed_memory() -> bool:
+    """Let the process reuse freed buffers of up to ``MMAP_THRESHOLD_BYTES`` instead of returning them to the kernel.
+
+    A Kafka client copies every fetch (megabytes) several times. By default each copy is fresh memory, which the kernel
+    zeroes and maps page by page and takes back when it is freed; that takes longer than the copying itself. At most
+    ``TRIM_THRESHOLD_BYTES`` at the end of each heap are kept, and the free space between buffers in use.
+
+    Returns:
+        False if nothing was changed: another C library, or the environment configures malloc.
+    """
+    if {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES))
+
+
+def run_daemon(config: Config, path: Path | None = None) -> int:
+    """Run until SIGTERM or SIGINT; SIGHUP reloads the file at ``path``.
+
+    Returns the exit code: 0, 1 if a part did not end within the deadline, or ``EXIT_UNSAFE_STATE``.
+    """
+    # The file may have changed since it was read, so a signal before there is a daemon is not lost.
+    early: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, _: early.append(number))
+    set_up_logging(config.job, config.log.level, config.log.format)
+    arm()
+    keep_freed_memory()
+    daemon = Daemon(config, ConfigFile(config, path))
+    daemon.supervisor.watch_uncaught()
+    signal.signal(signal.SIGHUP, lambda *_: daemon.request_reload())
+    if early:
+        daemon.request_reload()
+    daemon.start()
+    resume_garbage_collector()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: daemon.request_stop())
+    in_time = daemon.run_until_stopped()
+    if daemon.supervisor.fatal:
+        return EXIT_UNSAFE_STATE
+    return 0 if in_time else 1

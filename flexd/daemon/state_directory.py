@@ -24,8 +24,8 @@ from flexd.core.durable import UNUSABLE, replace_file, sync_directory
 from flexd.core.errors import SketchError, SnapshotError, StateLockedError, StateVersionError, UnusableStateError
 from flexd.core.model import ALWAYS, DETAIL, HIDDEN, Model, Show
 from flexd.core.supervision import fault_point
-from flexd.daemon import factory
-from flexd.operations import state_database
+from flexd.daemon.config_file import sketch_settings
+from flexd.operations import decisions
 from flexd.sketch import snapshot
 from flexd.sketch.restore import UNUSABLE_REMEDY, Outcome, RestoredState, SnapshotMeta, find_newest
 from flexd.sketch.sketch_set import SketchSet
@@ -165,7 +165,7 @@ class VersionedFile:
 
 FILES = (
     VersionedFile("placement/placement.journal", journal.check_version),
-    VersionedFile(state_database.NAME, state_database.check_version, state_database.SIDE_FILES),
+    VersionedFile(decisions.NAME, decisions.check_version, decisions.SIDE_FILES),
 )
 
 
@@ -307,7 +307,7 @@ def report(config: Config) -> StateReport:
         check_owner(directory, config.job)
     except SnapshotError as error:
         problems.append(error.message)
-    found = find_newest(store, config.keyspace().tables, factory.sketch_settings(config))
+    found = find_newest(store, config.keyspace().tables, sketch_settings(config))
     starts = found.starts and not problems
     return StateReport(
         directory=str(directory),
@@ -377,7 +377,7 @@ def _save_empty(config: Config, store: SnapshotStore, old: list[Path]) -> None:
         except (SnapshotError, SketchError) as error:
             problems.append(f"{path.name}: {error.message}")
             continue
-        meta, arrays = SketchSet(config.keyspace().tables, factory.sketch_settings(config)).state()
+        meta, arrays = SketchSet(config.keyspace().tables, sketch_settings(config)).state()
         store.save({"sketches": meta, "positions": saved.positions, "generation": saved.generation}, arrays)
         return
     raise SnapshotError(

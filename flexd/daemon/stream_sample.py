@@ -9,7 +9,8 @@ from flexd.config.model import Config
 from flexd.config.sections import KafkaSourceConfig, TapSourceConfig
 from flexd.control.protocol.network import new_token
 from flexd.core.errors import ConfigError, SnapshotError, StreamError
-from flexd.daemon import factory, state_directory
+from flexd.daemon import state_directory
+from flexd.daemon.config_file import make_source, sketch_settings
 from flexd.sketch import restore
 from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.ingestor import Ingestor
@@ -49,7 +50,7 @@ def read_source(config: Config, seconds: float) -> CountedSource:
         return read_sample(config, seconds)
     directory = state_directory.directory_of(config) / "snapshots"
     counted = restore.find_newest(
-        SnapshotStore(directory, 1, read_only=True), config.keyspace().tables, factory.sketch_settings(config),
+        SnapshotStore(directory, 1, read_only=True), config.keyspace().tables, sketch_settings(config),
         past_unusable=True,
     )  # fmt: skip
     if counted.path is None:
@@ -82,7 +83,7 @@ def read_sample(config: Config, seconds: float) -> CountedSource:
         apart = source.model_copy(update={"group_id": f"{source.group_id}-advise-{new_token()}"})
         config = config.model_copy(update={"stream": config.stream.model_copy(update={"source": apart})})
     ingestor = Ingestor(
-        factory.make_source(config), config.keyspace().tables, factory.sketch_settings(config), None,
+        make_source(config), config.keyspace().tables, sketch_settings(config), None,
         poll_seconds=config.stream.poll_seconds, max_message_bytes=config.stream.max_message_bytes,
     )  # fmt: skip
     ingestor.start()

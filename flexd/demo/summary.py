@@ -14,8 +14,8 @@ from flexd.control.daemon.migration import MigrationRecord
 from flexd.core import units
 from flexd.core.model import HIDDEN, FiniteOrNone, Model, Show
 from flexd.demo.setup import ExchangeStrategy, RunSetup
+from flexd.operations.decisions import NAME, StateDatabase
 from flexd.operations.history import MigrationHistory
-from flexd.operations.state_database import NAME, StateDatabase
 
 Array = npt.NDArray[Any]
 _MOST_PLANS = 1_000

@@ -352,12 +352,10 @@ class AutoPlanner:
             return ""
         return self.verifier.decisions.held_reason(kind)
 
-    def held_off(self) -> tuple[float, str]:
-        """Return the seconds for which a failed migration holds the daemon's next plan back, and why; (0, "") if
-        nothing does."""
-        live, now = self._live(), time.monotonic()
-        generation = 0 if live is None else live.generation
-        return self.failure_backoff.seconds(now, generation), self.failure_backoff.reason(now, generation)
+    def held_off(self) -> str:
+        """Return why and for how long a failed migration holds the daemon's next plan back; empty if none does."""
+        live = self._live()
+        return self.failure_backoff.reason(time.monotonic(), 0 if live is None else live.generation)
 
     def record_manual_plan(self, *, executed: bool) -> None:
         """Record a plan that a user requested, and whether it was executed."""

@@ -1,29 +1,226 @@
-"""Decisions that survive a restart of the daemon: a pause, a throttle, a rollback, plans that were not shown to win."""
+"""``state.sqlite``: what a daemon remembers beside its counters and the placement, and the decisions in it that survive
+a restart: a pause, a throttle, a rollback, plans that were not shown to win.
+
+A record is one JSON document. ``FORMAT`` is that of the tables and of every document in them: it grows with any change
+that an older flexd could not read, and a file of an older format is changed to this one when it is opened.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sqlite3
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flexd.config.base import describe_faults
 from flexd.config.sections import ThrottleConfig
 from flexd.control.daemon.pusher import ThrottleLimits
-from flexd.core.errors import SnapshotError
-from flexd.operations.state_database import StateDatabase
+from flexd.core.durable import UNUSABLE
+from flexd.core.errors import SnapshotError, StateVersionError
+
+NAME = "state.sqlite"
+FORMAT = 2
+"""``PRAGMA user_version`` of the file."""
+BUSY_SECONDS = 2.0
+SIDE_FILES = ("-journal",)
+_TABLES = {
+    "migrations": "serial INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, document TEXT NOT NULL",
+    "actions": "serial INTEGER PRIMARY KEY AUTOINCREMENT, document TEXT NOT NULL",
+    "documents": "name TEXT PRIMARY KEY, document TEXT NOT NULL",
+}
+_UPGRADES = {1: "ALTER TABLE decisions RENAME TO documents"}
+"""SQL that makes a file of the next format from one of an older format."""
+
+logger = logging.getLogger("flexd")
+
+Result = TypeVar("Result")
+Statement = tuple[str, tuple[object, ...]]
+"""SQL with the values of its parameters."""
+
+
+class _UnusableFileError(sqlite3.DatabaseError):
+    """The file is a database, but not a daemon's state."""
+
+
+def _is_unusable(error: sqlite3.Error) -> bool:
+    """Return whether the file's content is at fault, and not the disk, a lock or a permission."""
+    # Extended codes have more in their upper bits.
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return isinstance(error, _UnusableFileError) or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+class StateDatabase:
+    """The SQLite file, mode 0600. Thread-safe; other processes may read it with sqlite3.
+
+    A file whose content cannot be used is moved to ``PATH.unusable``, and a new one is begun.
+
+    Args:
+        path: the file; created by the first write.
+        read_only: change nothing, not even a file whose content cannot be used: an error says so.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self._path = path
+        self._read_only = read_only
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def read(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
+        """Return the rows of a query; none if there is no file.
+
+        Raises:
+            StateVersionError: a newer flexd wrote the file; it is unchanged.
+            SnapshotError: the file cannot be read.
+        """
+        with self._lock, self._named("cannot be read"):
+            if self._connection is None and not self._path.exists():
+                return []
+            return self._on_usable_file(lambda connection: connection.execute(statement, values).fetchall())
+
+    def document(self, name: str) -> str | None:
+        """Return a document of ``documents``; None if there is none. Raises as ``read``."""
+        rows = self.read("SELECT document FROM documents WHERE name = ?", name)
+        return str(rows[0][0]) if rows else None
+
+    def put(self, name: str, document: str) -> None:
+        """Replace a document of ``documents``. Raises as ``read``."""
+        self.write([("INSERT OR REPLACE INTO documents VALUES (?, ?)", (name, document))])
+
+    def write(self, statements: Sequence[Statement]) -> None:
+        """Execute all statements or none; they are durable on return. Raises as ``read``."""
+
+        def execute(connection: sqlite3.Connection) -> None:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                for statement, values in statements:
+                    connection.execute(statement, values)
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+
+        with self._lock, self._named("cannot be written"):
+            self._on_usable_file(execute)
+
+    def _on_usable_file(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        try:
+            return work(self._opened())
+        except sqlite3.Error as error:
+            if self._read_only or not _is_unusable(error):
+                raise
+            self._close()
+            for suffix in ("", *SIDE_FILES):
+                with contextlib.suppress(FileNotFoundError):
+                    Path(f"{self._path}{suffix}").replace(f"{self._path}{UNUSABLE}{suffix}")
+            logger.error(
+                "%s cannot be used (%s): it is kept as *%s; no pause, throttle or rollback is in force",
+                self._path, error, UNUSABLE,
+            )  # fmt: skip
+            return work(self._opened())
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._connection is not None:
+            return self._connection
+        if not self._read_only:
+            # SQLite gives its side files the mode of the main one.
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
+        connection = _connect(self._path, "ro" if self._read_only else "rw")
+        try:
+            # Checked before anything is changed: the file may belong to another program.
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            _check_format(self._path, version)
+            if version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchall():
+                tables = "".join(f"CREATE TABLE {name} ({columns});" for name, columns in _TABLES.items())
+                connection.executescript(f"BEGIN; {tables} PRAGMA user_version = {FORMAT}; COMMIT")
+            elif version < FORMAT:
+                if self._read_only and version in _UPGRADES:
+                    raise SnapshotError(
+                        f"{self._path} is of format {version}, not {FORMAT}",
+                        remedy="start the daemon once, which changes it and keeps what it has",
+                    )
+                _upgrade(connection, version)
+            faults = connection.execute("PRAGMA quick_check(1)").fetchall()
+            if faults != [("ok",)]:
+                raise _UnusableFileError(str(faults[0][0]))
+            for name, columns in _TABLES.items():
+                wanted = {column.split()[0] for column in columns.split(", ")}
+                lacking = wanted - {str(row[1]) for row in connection.execute(f"PRAGMA table_info({name})")}
+                if lacking:
+                    raise _UnusableFileError(f"its table {name} lacks {', '.join(sorted(lacking))}")
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+        return connection
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise SnapshotError(
+                f"{self._path} {what}: {error}", remedy="make room in the state directory, or move the file away"
+            ) from error
+
+
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    return sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=BUSY_SECONDS, isolation_level=None,
+        check_same_thread=False,
+    )  # fmt: skip
+
+
+def _upgrade(connection: sqlite3.Connection, version: int) -> None:
+    """Make a file of an older format one of ``FORMAT``."""
+    if version not in _UPGRADES:
+        raise _UnusableFileError(f"it is of format {version}, not {FORMAT}")
+    steps = "; ".join(_UPGRADES[older] for older in range(version, FORMAT))
+    try:
+        connection.executescript(f"BEGIN; {steps}; PRAGMA user_version = {FORMAT}; COMMIT")
+    except sqlite3.OperationalError as error:
+        raise _UnusableFileError(f"it is of format {version} and lacks what that has: {error}") from error
+
+
+def check_version(path: Path) -> None:
+    """Raise StateVersionError if a newer flexd wrote the file."""
+    # Opening it reports other errors.
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(_connect(path, "ro")) as connection:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        _check_format(path, version)
+
+
+def _check_format(path: Path, version: int) -> None:
+    if version > FORMAT:
+        raise StateVersionError(
+            f"{path} is of format {version}, of a newer flexd; this one reads {FORMAT}",
+            remedy="run the flexd that wrote it, or a newer one",
+        )
+
 
 LONGEST_SECONDS = 86_400.0
 
 
-logger = logging.getLogger("flexd")
-
 MAX_ROLLED_BACK = 64
-NAME = "in force"
-"""Of the document."""
+_DOCUMENT = "in force"
 _Message = Annotated[str, Field(max_length=2_000)]
 _Bytes = Annotated[int, Field(ge=1, le=2**50)]
 
@@ -115,7 +312,7 @@ class DecisionFile:
         self.failures = 0
         self.problem = ""
         self.current = Decisions()
-        document = file.document(NAME)
+        document = file.document(_DOCUMENT)
         if document is not None:
             try:
                 self.current = Decisions.model_validate_json(document)
@@ -177,7 +374,7 @@ class DecisionFile:
 
     def _write(self) -> None:
         try:
-            self._file.put(NAME, self.current.model_dump_json())
+            self._file.put(_DOCUMENT, self.current.model_dump_json())
             self.problem = ""
         except SnapshotError as error:
             self.failures += 1

@@ -24,7 +24,7 @@ from flexd.control.daemon.migration import (
 )
 from flexd.core.errors import SnapshotError
 from flexd.core.supervision import Supervisor, fault_point
-from flexd.operations.state_database import StateDatabase, Statement
+from flexd.operations.decisions import StateDatabase, Statement
 from flexd.operations.step_times import StepTimes
 
 MAX_WAITING = 4096

@@ -14,7 +14,7 @@ import typer
 
 from flexd.cli.main import app
 from flexd.config.load import load_config
-from flexd.daemon.factory import sketch_settings
+from flexd.daemon.config_file import sketch_settings
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from tests.support.repository import ROOT as REPOSITORY

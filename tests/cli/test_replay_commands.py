@@ -11,7 +11,7 @@ import yaml
 
 from flexd.cli.client import ExitCode
 from flexd.config.load import load_config
-from flexd.daemon import factory
+from flexd.daemon.config_file import sketch_settings
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.codec import encode_arrow
@@ -79,7 +79,7 @@ def test_of_a_tap_what_the_daemon_has_counted_is_read_beside_it(flexd_command, t
     done = flexd_command("advise", "--step-ms", 5, "-c", file, *SMALL)
     assert (done.returncode, "does not exist" in done.stderr) == (ExitCode.FAILED, True), done.stderr
     config = load_config(file)
-    sketches = SketchSet(config.keyspace().tables, factory.sketch_settings(config))
+    sketches = SketchSet(config.keyspace().tables, sketch_settings(config))
     store = SnapshotStore(tmp_path / "state" / "snapshots", 3)
 
     def save() -> None:

@@ -39,7 +39,7 @@ def test_a_running_daemon_has_its_garbage_collector_enabled() -> None:
         "import gc, types\n"
         "from pathlib import Path\n"
         "from flexd.cli.main import run\n"
-        "from flexd.daemon import run as module\n"
+        "from flexd.daemon import daemon as module\n"
         "def start():\n"
         "    print(gc.isenabled())\n"
         "def run_until_stopped():\n"

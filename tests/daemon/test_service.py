@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +16,16 @@ import pytest
 
 from flexd.api import routes
 from flexd.config.model import Config
+from flexd.control.daemon.channel_server import ChannelServer
 from flexd.core.errors import ApiError, ControlError, FlexdError, PlanError
 from flexd.daemon import Daemon
 from flexd.daemon import daemon as daemon_module
+from flexd.daemon.components import MIN_SHARE, ShutdownBudget
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
 from tests.support.flexd_processes import saved_sketches, weights
+from tests.support.until import until
 
 Make, Start = Callable[..., Config], Callable[..., Any]
 
@@ -144,3 +151,109 @@ def test_a_taken_port_is_an_error_and_leaves_nothing_running(
     running.until(lambda: threading.active_count() <= before)
     fourth = start(make_config(state={"dir": str(tmp_path / "third")}))
     assert fourth.daemon.health().ok, "the failed daemon released its state directory"
+
+
+LOADED_LATER = ("torch", "scipy.optimize", "httpx", "kafka", "confluent_kafka", "matplotlib", "torchrec")
+"""No start waits for these; torch alone takes longer to import than any other part of a start."""
+
+
+def test_daemon_loads_only_what_ingest_needs() -> None:
+    program = f"import sys, flexd.cli.main, flexd.daemon.daemon; print(*(set({LOADED_LATER}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == []
+
+
+def test_daemon_whose_control_channel_cannot_be_hosted_ingests_and_tries_again(
+    start: Callable[..., Any], make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers: list[ChannelServer] = []
+
+    def no_threads(server: ChannelServer) -> None:
+        servers.append(server)
+        raise RuntimeError("can't start new thread\nand more")
+
+    with_threads = ChannelServer.start
+    monkeypatch.setattr(ChannelServer, "start", no_threads)
+    daemon = start(make_config()).daemon
+    reason = "the control channel cannot be hosted: can't start new thread"
+    until(lambda: f"ranks: {reason}" in daemon.ready().reasons)
+    until(lambda: any(text.startswith("thread flexd-coordinator: RuntimeError") for text in daemon.ready().reasons))
+    assert daemon.health().ok, "a restart would end no better"
+    assert {sock.fileno() for sock in (servers[0]._listener, servers[0]._wake_reader, servers[0]._wake_writer)} == {-1}
+    until(lambda: daemon.status().stream.messages > 0)
+    monkeypatch.setattr(ChannelServer, "start", with_threads)
+    until(lambda: daemon.ready().reasons == ("ranks: no rank is registered",), 60, daemon.ready)
+    with socket.create_connection(("127.0.0.1", daemon.components.coordinator.port), timeout=10):
+        pass
+
+
+class FakeParts:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.given: list[float] = []
+        self.budget = ShutdownBudget(20.0, lambda: self.now)
+
+    def part(self, needs: float) -> Callable[[float], bool]:
+        """Return a stop that takes ``needs`` seconds, or all of its share."""
+
+        def stop(seconds: float) -> bool:
+            self.given.append(seconds)
+            self.now += min(needs, seconds)
+            return needs <= seconds
+
+        return stop
+
+
+def test_unused_time_is_given_to_later_parts() -> None:
+    it = FakeParts()
+    assert it.budget.stop_part("first", it.part(1.0), reserve=0.6)
+    assert it.budget.stop_part("second", it.part(2.0), reserve=0.1)
+    assert it.budget.stop_part("third", it.part(15.0))
+    assert it.given == pytest.approx([8.0, 17.0, 17.0])
+    assert it.budget.late == []
+
+
+def test_a_part_that_hangs_leaves_the_reserve_to_later_parts() -> None:
+    it = FakeParts()
+    assert not it.budget.stop_part("first", it.part(1e9), reserve=0.6)
+    assert it.budget.stop_part("second", it.part(1.0), reserve=0.1)
+    assert not it.budget.stop_part("third", it.part(1e9))
+    assert it.budget.stop_part("fourth", it.part(0.0))
+    assert it.given == pytest.approx([8.0, 10.0, 11.0, 20.0 * MIN_SHARE])
+    assert it.budget.late == ["first", "third"]
+
+
+PROBE = """
+import resource, sys
+from flexd.daemon.daemon import keep_freed_memory
+changed = keep_freed_memory() if sys.argv[1] == "keep" else False
+kept = bytes(1000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(50):
+    parts = [b"x" * 3_000_000 for _ in range(4)]
+    del parts
+print(changed, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def probe(how: str, **environment: str) -> tuple[bool, int]:
+    clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, how],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**clean, **environment},
+    )
+    changed, faults = done.stdout.split()
+    return changed == "True", int(faults)
+
+
+def test_freed_buffers_are_kept():
+    changed, faults = probe("keep")
+    if not changed:
+        pytest.skip("another C library than glibc")
+    pages = 12_000_000 // os.sysconf("SC_PAGE_SIZE")
+    assert faults < 2 * pages
+    assert probe("leave")[1] > 10 * pages

@@ -23,10 +23,10 @@ from flexd.core import supervision
 from flexd.core.durable import UNUSABLE
 from flexd.core.errors import StateLockedError, StateVersionError, UnusableStateError
 from flexd.core.supervision import POINTS, POINTS_OF_A_JOB, VARIABLE, InjectedFaultError
-from flexd.daemon import factory, state_directory
+from flexd.daemon import state_directory
+from flexd.daemon.config_file import sketch_settings
 from flexd.daemon.state_directory import FILES, StateLock, check_files, mark_unusable
-from flexd.operations.decisions import DecisionFile
-from flexd.operations.state_database import StateDatabase
+from flexd.operations.decisions import DecisionFile, StateDatabase
 from flexd.sketch.restore import RestoredState, restore
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
@@ -112,7 +112,7 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "flexd.yaml"
     path.write_text(yaml.safe_dump(settings))
     config = load_config(path, {})
-    sketches = SketchSet(config.keyspace().tables, factory.sketch_settings(config))
+    sketches = SketchSet(config.keyspace().tables, sketch_settings(config))
     store = SnapshotStore(config.state.dir / "snapshots", 3)
     for number in range(1, 3):
         for table in TABLES:
@@ -132,7 +132,7 @@ def started(config: Config) -> RestoredState:
     """Return the counters that a daemon would start from."""
     check_files(config.state.dir, start_empty=False)
     store = SnapshotStore(config.state.dir / "snapshots", 3)
-    return restore(store, config.keyspace().tables, factory.sketch_settings(config))
+    return restore(store, config.keyspace().tables, sketch_settings(config))
 
 
 def test_the_report_says_what_a_start_would_keep(config: Config) -> None:

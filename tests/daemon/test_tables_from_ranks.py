@@ -18,7 +18,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout
 from flexd.daemon.config_file import save_tables, with_known_tables
 from flexd.demo.processes import free_ports
-from flexd.operations.state_database import NAME, StateDatabase
+from flexd.operations.decisions import NAME, StateDatabase
 from tests.daemon.conftest import DaemonOnFile
 from tests.support.ranks_in_threads import SECRET, TABLES, Ranks
 from tests.support.until import until

@@ -16,7 +16,7 @@ import pytest
 from flexd.control.daemon.membership import ProposedTables
 from flexd.core.errors import ControlError
 from flexd.core.keyspace import TableSpec
-from flexd.daemon import Daemon, run
+from flexd.daemon import Daemon
 from flexd.daemon import daemon as daemon_module
 from flexd.daemon.components import DaemonComponents
 from flexd.daemon.state_directory import StateLock
@@ -183,13 +183,13 @@ def test_a_hangup_before_there_is_a_daemon_reloads_it(job: Job, monkeypatch: pyt
             os.kill(os.getpid(), signal.SIGHUP)
             return True
 
-    monkeypatch.setattr(run, "Daemon", Built)
+    monkeypatch.setattr(daemon_module, "Daemon", Built)
     for name in ("set_up_logging", "resume_garbage_collector", "keep_freed_memory"):
-        monkeypatch.setattr(run, name, lambda *_: None)
+        monkeypatch.setattr(daemon_module, name, lambda *_: None)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)}
     try:
-        assert run.run_daemon(job.daemon._config) == 0
+        assert daemon_module.run_daemon(job.daemon._config) == 0
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

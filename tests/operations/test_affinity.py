@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexd.api.explanation import explanation
 from flexd.api.handlers import PlanCommands
-from flexd.api.plan import AffinityReport, proposal_report
+from flexd.api.plan import AffinityReport, explanation, proposal_report
 from flexd.api.planning import placement_status
 from flexd.cli.client_commands import plan_blocks
 from flexd.cli.render import OutputFormat, blocks_of, emit

@@ -95,7 +95,7 @@ def test_a_failed_migration_holds_the_next_plan_back(tmp_path: Path, monkeypatch
     status = planning_status(it.planning, planner)
     assert status.held == f"{planner.failure_backoff.reason(now, 1)}"
     assert "rank 2 refused chunk 1: no memory" in (status.held or "")
-    assert status.failure_backoff_seconds == pytest.approx(FIRST_SECONDS - 3.8)
+    assert f"in {FIRST_SECONDS - 3.8:.0f} s" in (status.held or "")
     now += FIRST_SECONDS
     planner.tick()
     assert len(it.coordinator.migrations) == 2

@@ -209,7 +209,7 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
     """From messages in a file log to the reason of the plan in one process; only the ranks are fake."""
     coordinator = FakeCoordinator(obedient=True)
     monkeypatch.setattr("flexd.daemon.components.Coordinator", lambda *_, **__: coordinator)
-    monkeypatch.setattr("flexd.daemon.factory.make_cluster", lambda config: CLUSTER)
+    monkeypatch.setattr("flexd.daemon.config_file.make_cluster", lambda config: CLUSTER)
     monkeypatch.setattr("flexd.operations.drift.MAX_DUTY_CYCLE", 1.0)
     sink = FileLogSink(tmp_path / "log", "p0", flush_seconds=0.0)
     clock = 0.0

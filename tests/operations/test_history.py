@@ -20,8 +20,8 @@ from flexd.control.protocol.report import PlacementState, StepReport
 from flexd.core.errors import SnapshotError
 from flexd.core.placement import Placement
 from flexd.operations import history as history_module
+from flexd.operations.decisions import NAME, StateDatabase, Statement
 from flexd.operations.history import ENDED_UNSEEN, EffectRecorder, MigrationHistory
-from flexd.operations.state_database import NAME, StateDatabase, Statement
 from flexd.operations.step_times import StepTimes
 from tests.support.until import until
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexd.api.explanation import explanation
-from flexd.api.plan import proposal_report
+from flexd.api.plan import explanation, proposal_report
 from flexd.api.planning import planning_status
 from flexd.config.sections import PlannerConfig
 from flexd.control.daemon.epoch_manager import LiveTopology

@@ -12,8 +12,7 @@ import pytest
 from flexd.api.migration import AbortResult
 from flexd.control.daemon.migration import Migration, MigrationState
 from flexd.core.errors import ApiError, SnapshotError
-from flexd.operations.decisions import DecisionFile
-from flexd.operations.state_database import NAME, StateDatabase
+from flexd.operations.decisions import NAME, DecisionFile, StateDatabase
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, same_content, target
 from tests.support.until import until

@@ -17,9 +17,8 @@ from flexd.control.daemon.migration import VerificationReport
 from flexd.control.protocol.report import PlacementState, StepReport, UsedExchange
 from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.operations.autoplan import AutoPlanner
-from flexd.operations.decisions import LONGEST_SECONDS, DecisionFile
+from flexd.operations.decisions import LONGEST_SECONDS, NAME, DecisionFile, StateDatabase
 from flexd.operations.executions import Trigger, TriggerKind
-from flexd.operations.state_database import NAME, StateDatabase
 from flexd.operations.verification import VerificationState, Verifier, measured_changes
 from tests.support.planning_harness import PlanningHarness, filled_harness
 

@@ -15,8 +15,15 @@ from flexd.api.plan import CostReport, PlanReport, UserNodePage
 from flexd.api.planning import PlacementStatus, PlanningStatus
 from flexd.api.rank import ChannelStatus, TopologyStatus
 from flexd.api.status import DaemonStatus, SnapshotStatus
-from flexd.api.stream import ProfileStatus, SketchStatus, StreamStatus, TableSketchStatus
-from flexd.api.table import MAX_PAGE_ENTRIES, HotRowPage, TablePage
+from flexd.api.stream import (
+    MAX_PAGE_ENTRIES,
+    HotRowPage,
+    ProfileStatus,
+    SketchStatus,
+    StreamStatus,
+    TablePage,
+    TableSketchStatus,
+)
 from flexd.api.training import TrainingStatus
 from flexd.control.daemon.migration import MigrationRecord, MigrationState
 from flexd.core.errors import ApiError, ConfigError, ControlError, EmbeddingError, PlanError

@@ -20,11 +20,10 @@ from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.pusher import ChunkLimits, Throttle
 from flexd.core.placement import Placement, RankLayout
-from flexd.operations.decisions import DecisionFile
+from flexd.operations.decisions import NAME, DecisionFile, StateDatabase
 from flexd.operations.executions import Executions, RollbackRecovery, Trigger, TriggerKind
 from flexd.operations.history import EffectRecorder, MigrationHistory
 from flexd.operations.planning import Proposal
-from flexd.operations.state_database import NAME, StateDatabase
 from flexd.operations.step_times import StepTimes
 from flexd.planner.plan import PlanOrigin
 from tests.support.ranks_in_threads import SECRET, TABLES

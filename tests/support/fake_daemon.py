@@ -7,15 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexd.api.base import ProbeResult
-from flexd.api.explanation import AccessRange, Explanation, RowReport, ThresholdReport
 from flexd.api.migration import AbortPreview, AbortResult, MigrationList, ReplanResult, RollbackPreview, ThrottleStatus
-from flexd.api.plan import PlanReport, ReplicationReport, ShareRangeReport, UserNodePage
+from flexd.api.plan import (
+    AccessRange,
+    Explanation,
+    PlanReport,
+    ReplicationReport,
+    RowReport,
+    ShareRangeReport,
+    ThresholdReport,
+    UserNodePage,
+)
 from flexd.api.planning import ProposalList, ProposalReport
 from flexd.api.rank import RankPage, RankReport
 from flexd.api.routes import Operation
 from flexd.api.status import ConfigReport, DaemonStatus, KeyChange, PauseState, ReloadReport
-from flexd.api.stream import StreamStatus
-from flexd.api.table import HotRow, HotRowPage, TableOrder, TablePage, TableReport
+from flexd.api.stream import HotRow, HotRowPage, StreamStatus, TableOrder, TablePage, TableReport
 from flexd.api.training import Timeline, TrafficSample
 from flexd.control.daemon.migration import (
     ActionRecord,

@@ -17,7 +17,7 @@ import yaml
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
-from flexd.daemon import factory
+from flexd.daemon.config_file import sketch_settings
 from flexd.demo.processes import DaemonProcess, free_ports
 from flexd.sketch.sketch_set import SketchSet
 from tests.support.repository import ROOT
@@ -113,7 +113,7 @@ class RunningDaemon:
 def saved_sketches(config: Config) -> SketchSet:
     """Return the counters in the newest snapshot of a daemon."""
     meta, arrays = newest_snapshot(config.state.dir / "snapshots")
-    return loaded_sketches(config.keyspace().tables, factory.sketch_settings(config), meta["sketches"], arrays)
+    return loaded_sketches(config.keyspace().tables, sketch_settings(config), meta["sketches"], arrays)
 
 
 def weights(sketches: SketchSet, config: Config) -> dict[str, np.ndarray]:

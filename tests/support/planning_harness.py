@@ -13,7 +13,7 @@ from flexd.config.model import Config
 from flexd.control.daemon.migration import Migration
 from flexd.control.protocol.report import PlacementState, StepReport
 from flexd.core.placement import RankLayout
-from flexd.daemon.factory import make_cluster
+from flexd.daemon.config_file import make_cluster
 from flexd.operations.executions import Executions, Trigger, TriggerKind
 from flexd.operations.live_plan import LivePrices, PlanMaker
 from flexd.operations.planning import Planning, Proposal

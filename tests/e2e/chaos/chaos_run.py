@@ -16,7 +16,7 @@ import numpy as np
 
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.core.errors import SnapshotError
-from flexd.daemon import factory
+from flexd.daemon.config_file import sketch_settings
 from flexd.sketch.decay import UNIT_BITS
 from flexd.sketch.sketch_set import SketchSet
 from flexd.stream.types import AccessBatch
@@ -233,12 +233,12 @@ class Checker:
             except (SnapshotError, IndexError):
                 return False
             positions = meta["positions"]
-            tables, settings = world.config.keyspace().tables, factory.sketch_settings(world.config)
+            tables, settings = world.config.keyspace().tables, sketch_settings(world.config)
             found = loaded_sketches(tables, settings, meta["sketches"], arrays)
             return found.samples >= published
 
         published = sum(int(accesses.sum()) for accesses in logged.accesses.values())
-        found = SketchSet(world.config.keyspace().tables, factory.sketch_settings(world.config))
+        found = SketchSet(world.config.keyspace().tables, sketch_settings(world.config))
         until(saved, 40.0, lambda: f"{found.samples} of {published} accesses are counted\n{world.where()}")
         wrong = []
         if found.samples != published:
@@ -292,7 +292,7 @@ class Checker:
 
     def _count_log(self) -> Log:
         config = self._world.config
-        half_life = factory.sketch_settings(config).half_life_seconds
+        half_life = sketch_settings(config).half_life_seconds
         assert half_life is not None
         log = Log(half_life)
         for batches in self._world.batches():

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from flexd.core.keyspace import TableSpec
-from flexd.daemon.run import keep_freed_memory
+from flexd.daemon.daemon import keep_freed_memory
 from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.sketch_set import warm_up
 from flexd.sketch.table_sketch import SketchSettings
