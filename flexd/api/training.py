@@ -140,8 +140,9 @@ class UsageWarningStatus(Model):
 
     kind: str
     """``row_counts``, ``changed_ids``, ``partial_state_dict`` (``state_dict()`` on some ranks only),
-    ``differing_seeds``, ``clipped_by_torch`` (``torch.nn.utils.clip_grad_norm_`` of rows) or ``numpy`` (one that
-    pyarrow refuses); ``other`` from a newer flexd."""
+    ``differing_seeds``, ``clipped_by_torch`` (``torch.nn.utils.clip_grad_norm_`` of rows),
+    ``no_backward`` (rows moved by momentum or decay alone) or ``numpy`` (one that pyarrow refuses); ``other`` from a
+    newer flexd."""
     count: int
     """Over all ranks, since the daemon started."""
     rank: int

@@ -28,6 +28,8 @@ class UsageWarningKind(StrEnum):
     """Ranks have other seeds, or gave other values for the same rows."""
     CLIPPED_BY_TORCH = "clipped_by_torch"
     """The gradient of rows was given to ``torch.nn.utils.clip_grad_norm_``, which cannot compute its norm."""
+    NO_BACKWARD = "no_backward"
+    """A look-up of training had no backward pass before its step, and momentum or weight decay moved its rows."""
     NUMPY = "numpy"
     """The installed pyarrow does not load with the installed numpy."""
 

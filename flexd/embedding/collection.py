@@ -317,7 +317,7 @@ class EmbeddingCollection(TableAccess):
                 what was located before is not used.
         """
         if self._trains():
-            self.engine.check_room()
+            self.engine.make_room()
         located = self.engine.claim(given, usable=keys is None)
         if located is None:
             return self._locate(given, keys)

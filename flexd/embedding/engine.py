@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +19,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, homes_of
 from flexd.core.placement import Delta
 from flexd.core.sharding_types import NO_POOLED, PooledTables
+from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.exchange.arms import AgreedArm, bag_hops, row_hops, wires_of
 from flexd.embedding.exchange.calls import StepGuard, in_phase
 from flexd.embedding.exchange.collectives import Traffic
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from flexd.embedding.store.memory import RankMemory
     from flexd.embedding.store.slow.tiered_storage import TieredStorage
     from flexd.embedding.tuning import StepTuner
+
+logger = logging.getLogger(__name__)
 
 MAX_PENDING_PASSES = 64
 Joined = TypeVar("Joined", bound=StepMoments)
@@ -124,6 +128,7 @@ class RowEngine:
         self.settings_digest = 0
         self.apply_seconds = 0.0
         self._scale = gradient_scale
+        self._warned_of_idle = False
         self._max_migration_bytes = max_migration_bytes_per_step
         self.stale_replicas = self.migrator.list_copied_tables()
         """True if copies of rows are refreshed before the next look-up. Equal on all ranks."""
@@ -340,9 +345,22 @@ class RowEngine:
                 each.fetched()
             return rows
 
-    def check_room(self) -> None:
-        """Raise EmbeddingError when too many passes wait for a push, TopologyError if the world has grown."""
+    def make_room(self) -> None:
+        """Collective. Forget passes that no backward pass can follow on any rank where too many wait for a push: their
+        steps were skipped, or they were not for training.
+
+        Raises:
+            EmbeddingError: still too many wait.
+            TopologyError: the world has grown.
+        """
         self.groups.world.check_world_unchanged()
+        if len(self.passes) < MAX_PENDING_PASSES:
+            return
+        self.settle()
+        with self._calling(), self.router.traffic.uncounted():
+            lost = torch.tensor([one.is_lost for one in self.passes], device=self.stores[0].rows.device)
+            everywhere = self.groups.world.all_gather(lost.long()).view(-1, len(self.passes)).amin(0).tolist()
+        self.passes[:] = [one for one, is_lost in zip(self.passes, everywhere, strict=True) if not is_lost]
         if len(self.passes) >= MAX_PENDING_PASSES:
             raise EmbeddingError(
                 f"{MAX_PENDING_PASSES} forward passes without a step",
@@ -351,6 +369,12 @@ class RowEngine:
 
     def reduce(self, forward_pass: ForwardPass, grads: Sequence[torch.Tensor], *, expanded: bool = True) -> None:
         """Add the gradients of one backward pass, shaped as ``fetch`` returned the rows."""
+        if not any(one is forward_pass for one in self.passes):
+            raise EmbeddingError(
+                f"rank {self.groups.rank}: a backward pass after the gradients of its look-up were summed, by "
+                "optimizer.step(), clipping or unscaling",
+                remedy="run all backward passes of a look-up before these, or look the rows up again",
+            )
         with self.guard.publishing():  # autograd calls it in a thread of its own on an accelerator
             of_rows, of_bags = list(grads[: len(self.stores)]), list(grads[len(self.stores) :])
             reduced = self.router.reduce(forward_pass.route, of_rows) if expanded else of_rows
@@ -386,6 +410,8 @@ class RowEngine:
                 each.updated(optimizer, self.steps)
 
     def _push(self, optimizer: RowUpdate) -> bool:
+        if optimizer.moves_at_zero:
+            self._check_backward()
         if self.passes and self.summed is None:
             self.summed = StepGradients(self._sum_passes(defer=True), self.stores, self.groups.world)
         summed = self.gradients()
@@ -398,6 +424,20 @@ class RowEngine:
         self.settings_digest = _digest_of(self.settings)
         self.sync.update(summed.scaled(factor), optimizer, self.steps)
         return True
+
+    def _check_backward(self) -> None:
+        """Warn of passes whose rows move although no gradient has come."""
+        idle = sum(one.grads is None and any(rows.rows for rows in one.route.stations[0]) for one in self.passes)
+        if not idle:
+            return
+        text = f"{idle} of {len(self.passes)} look-ups of a step had no backward pass; their rows move all the same"
+        USAGE_WARNINGS.note(UsageWarningKind.NO_BACKWARD, text)
+        if not self._warned_of_idle:
+            self._warned_of_idle = True
+            logger.warning(
+                "rank %d: %s, by momentum or weight decay; look up what is not trained under torch.no_grad()",
+                self.groups.rank, text,
+            )  # fmt: skip
 
     def _sum_passes(self, *, defer: bool) -> list[RowGradients]:
         """Collective. Carry the gradients of all open passes to the rows, each row's once; with ``defer`` not those
@@ -490,8 +530,16 @@ class RowEngine:
             self.migrator.bring_home()
             self._changes_at_home = self.row_changes
 
-    def _calling(self) -> AbstractContextManager[None]:
-        return self.guard.call(in_step=bool(self.passes))
+    def _calling(self) -> AbstractContextManager[object]:
+        call = self.guard.call(in_step=bool(self.passes))
+        if not torch.is_inference_mode_enabled():
+            return call
+        # What stays between steps must be of use to training too.
+        entered = ExitStack()
+        entered.enter_context(call)
+        entered.enter_context(torch.inference_mode(mode=False))
+        entered.enter_context(torch.no_grad())
+        return entered
 
     @torch.no_grad()
     def _prepare_chunk(self, chunk: Delta, after: Prepared | None) -> Prepared:

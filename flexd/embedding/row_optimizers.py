@@ -31,6 +31,10 @@ class RowUpdate(Protocol):
     def moves_all_rows(self) -> bool:
         """True if a step also changes rows that it did not look up."""
 
+    @property
+    def moves_at_zero(self) -> bool:
+        """True if a gradient of zero changes a row: by momentum, or by weight decay."""
+
     def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
         """Apply one step to the rows of several dim-groups.
 
@@ -77,6 +81,10 @@ class _CommonSettings:
     weight_decay: float = 0.0
     decoupled_weight_decay: bool = False
     stochastic_rounding: bool = True
+
+    @property
+    def moves_at_zero(self) -> bool:
+        return self.weight_decay > 0
 
 
 @dataclass(frozen=True)
@@ -332,6 +340,10 @@ class RowWiseAdagrad(_AdagradLike):
 class _AdamLike(_FusedRowOptimizer):
     betas: tuple[float, float]
     eps: float
+
+    @property
+    def moves_at_zero(self) -> bool:
+        return True
 
     def __post_init__(self) -> None:
         self._check(eps=self.eps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -24,6 +25,10 @@ from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.store.store import GroupStore
 
 
+class GraphMark:
+    """Lives as long as the graph of a forward pass."""
+
+
 class ForwardPass:
     """One look-up. If it is for training it waits in ``RowEngine.passes`` until its gradients are pushed.
 
@@ -38,6 +43,18 @@ class ForwardPass:
         self.touched = touched
         self.grads: list[torch.Tensor] | None = None
         self.bag_grads: list[torch.Tensor] | None = None
+        self._graph: weakref.ref[GraphMark] | None = None
+
+    def mark_graph(self) -> GraphMark:
+        """Return what the graph of the pass has to keep as long as a backward pass may come."""
+        mark = GraphMark()
+        self._graph = weakref.ref(mark)
+        return mark
+
+    @property
+    def is_lost(self) -> bool:
+        """True if it has no gradients, and none can come."""
+        return self.grads is None and self.bag_grads is None and self._graph is not None and self._graph() is None
 
     def add(self, grads: list[torch.Tensor], wide: Sequence[torch.dtype]) -> None:
         """Add the gradients of a backward pass, in dtype ``wide`` of each dim-group if there are some already."""
@@ -101,6 +118,7 @@ class LookupFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         del anchor
         ctx.engine, ctx.forward_pass, ctx.expand = engine, forward_pass, expand
+        ctx.mark = forward_pass.mark_graph()
         return tuple(engine.fetch(forward_pass, expand=expand))
 
     @staticmethod

@@ -53,6 +53,10 @@ class TableRates:
     def moves_all_rows(self) -> bool:
         return self.rule.moves_all_rows
 
+    @property
+    def moves_at_zero(self) -> bool:
+        return self.rule.moves_at_zero
+
     def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
         if not groups:
             return
@@ -88,6 +92,10 @@ class OptimizersByGroup:
     @property
     def moves_all_rows(self) -> bool:
         return any(rule.moves_all_rows for rule in self.rules)
+
+    @property
+    def moves_at_zero(self) -> bool:
+        return any(rule.moves_at_zero for rule in self.rules)
 
     def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
         for rule, name in zip(self.rules, self.names, strict=True):

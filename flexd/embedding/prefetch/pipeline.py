@@ -156,7 +156,8 @@ class PrefetchPipeline(StepMoments):
             if found is not None:
                 found.ended()
                 engine.joined.remove(found)
-            found = PrefetchPipeline(engine, one_thread=one_thread)
+            with torch.inference_mode(mode=False):  # a loop for evaluation may be the first one
+                found = PrefetchPipeline(engine, one_thread=one_thread)
             engine.joined.insert(0, found)  # the others see a step whose gradients are deferred
         found._looping = True
         found._chosen = ahead is None
@@ -224,7 +225,7 @@ class PrefetchPipeline(StepMoments):
         digest = self._engine.settings_digest
 
         def job() -> PrefetchPipelineResult:
-            with self._engine.guard.publishing():
+            with self._engine.guard.publishing(), torch.inference_mode(mode=False), torch.no_grad():
                 return self._job.run(
                     batch, deferred, passes,
                     step_expected=step_expected, locate=locate, fetch=self.fetches_rows, settings_digest=digest,
