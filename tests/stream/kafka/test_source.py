@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -205,14 +206,14 @@ def test_a_rebalance_repeats_and_loses_nothing(mock_broker):
         while not stop.is_set():
             from_second.extend(second.poll(0.1))
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        poll_until(first, lambda _: len(first._connector.client.assignment()) == 1)
-        first.commit(first.positions())
-    finally:
-        stop.set()
-        thread.join(20)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(run)
+        try:
+            poll_until(first, lambda _: reading.done() or len(first._connector.client.assignment()) == 1)
+            first.commit(first.positions())
+        finally:
+            stop.set()
+        reading.result(60)
     second.close()
     handed_over = second.positions()
     poll_until(first, lambda _: len(first._connector.client.assignment()) == 2)
