@@ -80,7 +80,7 @@ class Training:
     Attributes:
         softmax: the loss is a softmax over all items, through ``.weight``; else BPR.
         optimizer: "sgd", "adam" or "adamw".
-        max_norm: of all gradients together; 0: no clipping.
+        max_norm, norm_type: of all gradients together; 0: no clipping.
         scheduler: "", "one cycle" or "step".
         scaled: with a GradScaler, and the loss of the last rank overflows in step 1.
     """
@@ -88,6 +88,7 @@ class Training:
     softmax: bool = False
     optimizer: str = "sgd"
     max_norm: float = 0.0
+    norm_type: float = 2.0
     scheduler: str = ""
     scaled: bool = False
 
@@ -160,7 +161,7 @@ def train(
         scaler.scale(loss * factor_of(case, step, rank, layout.world_size)).backward()
         if case.max_norm:
             scaler.unscale_(optimizer)
-            norms.append(float(optimizer.clip_grad_norm_(case.max_norm)))
+            norms.append(float(optimizer.clip_grad_norm_(case.max_norm, case.norm_type)))
         with mock.patch.object(dense_adam, "_BLOCK_NUMBERS", 7 * DIM):  # several blocks of a table
             scaler.step(optimizer)
         scaler.update()
@@ -194,7 +195,7 @@ def train_alone(world_size: int, case: Training) -> dict[str, Any]:
             losses[rank].append(float(loss.detach()))
         if case.max_norm:
             scaler.unscale_(optimizer)
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm, case.norm_type)))
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()
@@ -226,10 +227,10 @@ def faults(rank: int, layout: RankLayout) -> list[str]:
 FOUR = RankLayout(2, 2)
 TRAININGS = [
     Training(),
-    Training(softmax=True, max_norm=0.2, scheduler="step"),
+    Training(softmax=True, max_norm=0.2, norm_type=math.inf, scheduler="step"),
     Training(optimizer="adam", max_norm=0.3, scheduler="one cycle"),
     Training(optimizer="adamw", softmax=True),
-    Training(optimizer="adam", max_norm=0.3, scaled=True),
+    Training(optimizer="adam", max_norm=0.3, norm_type=1.0, scaled=True),
 ]
 
 

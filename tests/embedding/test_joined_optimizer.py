@@ -1,4 +1,4 @@
-"""``flexd.JoinedOptimizer``: one optimizer of dense parameters and rows. Training: test_embedding.py."""
+"""``flexd.JoinedOptimizer``: one optimizer of dense parameters and rows. Training and clipping: test_embedding.py."""
 
 from __future__ import annotations
 
@@ -45,23 +45,6 @@ def test_an_overflow_of_one_part_skips_the_step_of_all(where: str) -> None:
     torch.testing.assert_close(dense.detach(), torch.full((3,), 1 - 0.1 * steps))
     torch.testing.assert_close(items.weight[1].detach(), before[1] - 0.5 * steps)
     assert items.collection.steps == steps
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_two_collections_and_dense_parameters_are_clipped_together(norm_type: float) -> None:
-    dense = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    ours = [flexd.Embedding(5, 3, dtype=torch.float64, optimizer=flexd.SGD(1.0)) for _ in range(2)]
-    plain = [nn.Parameter(each.weight.detach().clone()) for each in ours]
-    copied = nn.Parameter(dense.detach().clone())
-    optimizer = flexd.JoinedOptimizer(torch.optim.SGD([dense], 1.0), *(each.optimizer for each in ours))
-    (dense.sum() + 2 * ours[0](torch.tensor([1, 1])).sum() + 5 * ours[1](torch.tensor([2])).sum()).backward()
-    (copied.sum() + 2 * plain[0][[1, 1]].sum() + 5 * plain[1][[2]].sum()).backward()
-    expected = torch.nn.utils.clip_grad_norm_([copied, *plain], 3.0, norm_type)
-    torch.testing.assert_close(optimizer.clip_grad_norm_(3.0, norm_type), expected, rtol=0, atol=1e-12)
-    torch.optim.SGD([copied, *plain], 1.0).step()
-    optimizer.step()
-    for got, reference in zip((dense, *(each.weight for each in ours)), (copied, *plain), strict=True):
-        torch.testing.assert_close(got.detach(), reference.detach(), rtol=0, atol=1e-12)
 
 
 def test_what_cannot_be_joined_is_refused() -> None:
