@@ -10,9 +10,9 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from zoneinfo import ZoneInfo
 
 from flexd.config.sections import PlannerConfig, WindowConfig
@@ -29,7 +29,7 @@ from flexd.planner.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-_LOOK_AHEAD_DAYS = 15
+_LOOK_AHEAD_MINUTES = 15 * 24 * 60
 """Two weeks show every window, even if a change of the clocks skips one of its occurrences."""
 _DAY_SECONDS = 86_400
 
@@ -69,32 +69,6 @@ class Window:
             return today and self.start_minute <= minute < self.end_minute
         return (today and minute >= self.start_minute) or (yesterday and minute < self.end_minute)
 
-    def edges(self, unix_seconds: float) -> Iterator[float]:
-        """Yield the times of the next days at which ``contains`` may change, in no order."""
-        for day in range(-1, _LOOK_AHEAD_DAYS):
-            moment = unix_seconds + day * _DAY_SECONDS
-            midnight = datetime.fromtimestamp(moment, self.zone).replace(hour=0, minute=0, second=0, microsecond=0)
-            for minutes in (self.start_minute, self.end_minute):
-                wall = (midnight.replace(tzinfo=None) + timedelta(minutes=minutes)).replace(tzinfo=self.zone)
-                yield wall.timestamp()
-                yield wall.replace(fold=1).timestamp()
-            yield from self._clock_change(moment, moment + _DAY_SECONDS)
-
-    def _clock_change(self, low: float, high: float) -> Iterator[float]:
-        """Yield the time of a change of the clocks between ``low`` and ``high``, to the second."""
-
-        def offset(moment: float) -> timedelta | None:
-            return datetime.fromtimestamp(moment, self.zone).utcoffset()
-
-        low, high = float(int(low)), float(int(high))
-        before = offset(low)
-        if before == offset(high):
-            return
-        while high - low > 1:
-            middle = float(int((low + high) / 2))
-            low, high = (middle, high) if offset(middle) == before else (low, middle)
-        yield high
-
 
 class Calendar:
     """All windows. Automatic migrations may start inside an allowing window (always, if there is none), and never
@@ -104,17 +78,27 @@ class Calendar:
         windows = [Window.of(config) for config in configs]
         self._allowing = [window for window in windows if not window.forbids]
         self._forbidding = [window for window in windows if window.forbids]
+        self._found: tuple[float, float, float | None] | None = None
+        """From when to when the newest answer of ``next_change`` holds, and the answer."""
 
     def is_open(self, unix_seconds: float) -> bool:
         allowed = not self._allowing or any(window.contains(unix_seconds) for window in self._allowing)
         return allowed and not any(window.contains(unix_seconds) for window in self._forbidding)
 
     def next_change(self, unix_seconds: float) -> float | None:
-        """Return when ``is_open`` changes next, in Unix seconds; None if it does not within two weeks."""
-        now = self.is_open(unix_seconds)
-        edges = {edge for window in (*self._allowing, *self._forbidding) for edge in window.edges(unix_seconds)}
-        later = sorted(edge for edge in edges if edge > unix_seconds)
-        return next((edge for edge in later if self.is_open(edge) != now), None)
+        """Return when ``is_open`` changes next, in Unix seconds; None if it does not within two weeks.
+
+        Windows begin and end with a minute of every time zone. The answer is searched for again once it has passed.
+        """
+        if not self._allowing and not self._forbidding:
+            return None
+        found = self._found
+        if found is None or not found[0] <= unix_seconds < found[1]:
+            now, minute = self.is_open(unix_seconds), int(unix_seconds // 60)
+            minutes = range(minute + 1, minute + _LOOK_AHEAD_MINUTES)
+            change = next((float(60 * each) for each in minutes if self.is_open(60.0 * each) != now), None)
+            found = self._found = unix_seconds, change or unix_seconds + _DAY_SECONDS, change
+        return found[2]
 
 
 MIN_SPACING_SECONDS = 0.1

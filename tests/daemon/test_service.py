@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -24,7 +25,11 @@ from flexd.daemon.components import MIN_SHARE, ShutdownBudget
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
-from tests.support.flexd_processes import saved_sketches, weights
+from tests.support.api_contract import RESPONSE_CHECKS, for_every_request, operations_of
+from tests.support.api_requests import COMMAND_HEADERS
+from tests.support.flexd_processes import RunningDaemon, saved_sketches, weights
+from tests.support.ranks_in_threads import SECRET, TABLES, Ranks
+from tests.support.repository import ROOT
 from tests.support.until import until
 
 Make, Start = Callable[..., Config], Callable[..., Any]
@@ -257,3 +262,51 @@ def test_freed_buffers_are_kept():
     pages = 12_000_000 // os.sysconf("SC_PAGE_SIZE")
     assert faults < 2 * pages
     assert probe("leave")[1] > 10 * pages
+
+
+def test_a_real_daemon_answers_as_documented(start: Callable[..., Any], make_config: Callable[..., Config]) -> None:
+    url = start(make_config()).daemon.address
+    document = httpx.get(f"{url}/openapi.json", timeout=20).json()
+    statuses: dict[str, set[int]] = {}
+    for operation in operations_of(document):
+        seen = statuses.setdefault(operation.label, set())
+
+        def asking(case: Any, seen: set[int] = seen) -> None:
+            if isinstance(case.body, dict) and isinstance(case.body.get("wait_seconds"), int | float):
+                case.body["wait_seconds"] = min(case.body["wait_seconds"], 0.01)
+            answer = case.call(base_url=url, headers=COMMAND_HEADERS, timeout=30)
+            case.validate_response(answer, checks=RESPONSE_CHECKS)
+            seen.add(answer.status_code)
+
+        for_every_request(operation, asking, examples=3)
+    assert not {label: seen for label, seen in statuses.items() if seen & {401, 403, 500, 502, 504}}
+    assert 200 in statuses["POST /v1/pause"]
+    assert 409 in statuses["POST /v1/replan"]
+
+
+def test_a_daemon_without_torch_migrates_rows_of_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "torch.py").write_text("raise ImportError('there is no torch here')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (hidden, ROOT))))
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    tables = [{"name": table.name, "rows": table.rows, "dim": table.dim} for table in TABLES.tables]
+    settings = {
+        "job": "job",
+        "tables": tables,
+        "stream": {"source": {"kind": "synthetic", "accesses_per_second": 50_000}, "poll_seconds": 0.05},
+        "sketch": {"memory_bytes": 2**22},
+        "control": {"secret_file": str(secret)},
+        "planner": {"pins": [{"table": "item", "tier": "NODE", "rows": [1, 2, 3]}], "min_samples": 1},
+        "state": {"dir": str(tmp_path / "state")},
+    }
+    with RunningDaemon(tmp_path, settings) as daemon, Ranks(daemon.config.control.listen_port) as ranks:
+        until(lambda: daemon.status()["topology"]["ready"], 60, ranks.state())
+
+        def replanned() -> bool:
+            body = {"force": True, "wait_seconds": 30}
+            return httpx.post(f"{daemon.url}/v1/replan", json=body, headers=COMMAND_HEADERS, timeout=60).is_success
+
+        until(replanned, 90, daemon.status)
+        until(lambda: ranks.placements[0].version > 0, 30, ranks.state())

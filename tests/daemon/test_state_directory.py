@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -11,22 +12,28 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import yaml
+from typer.testing import CliRunner
 
-from flexd.config.load import load_config
+from flexd.cli.client import ExitCode, exit_code_of
+from flexd.cli.main import app
+from flexd.config.load import load_config, parse_config
 from flexd.config.model import Config
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.core import supervision
 from flexd.core.durable import UNUSABLE
 from flexd.core.errors import StateLockedError, StateVersionError, UnusableStateError
 from flexd.core.supervision import POINTS, POINTS_OF_A_JOB, VARIABLE, InjectedFaultError
-from flexd.daemon import state_directory
+from flexd.daemon import Daemon, state_directory
 from flexd.daemon.config_file import sketch_settings
 from flexd.daemon.state_directory import FILES, StateLock, check_files, mark_unusable
 from flexd.operations.decisions import DecisionFile, StateDatabase
+from flexd.sketch import snapshot
 from flexd.sketch.restore import RestoredState, restore
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
@@ -198,3 +205,145 @@ def test_a_reset_that_ends_halfway_is_run_again(config: Config, point: str, keep
     started(config)
     state_directory.reset(config, keep_positions=keep_positions)
     assert started(config).sketches.samples == 0
+
+
+ITEM = [{"name": "item", "rows": 100, "dim": 4}]
+
+
+def document(directory: Path, job: str, **sections: Any) -> dict[str, Any]:
+    return {
+        "job": job, "tables": ITEM, "stream": {"source": {"kind": "tap"}}, "control": {"listen_port": 0},
+        "server": {"port": 0}, "state": {"dir": str(directory / "state")}, **sections,
+    }  # fmt: skip
+
+
+def run_once(config: Config) -> None:
+    """Start a daemon and stop it: it writes a snapshot."""
+    daemon = Daemon(config)
+    daemon.start()
+    assert daemon.stop(20.0)
+
+
+@pytest.fixture
+def of_laptop(tmp_path: Path) -> Path:
+    """Return a directory with the state of job "laptop"."""
+    run_once(parse_config(document(tmp_path, "laptop")))
+    return tmp_path
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Return the files of the state but the lock."""
+    paths = [path for path in (directory / "state").rglob("*") if path.is_file()]
+    left_out = ("lock",)
+    return {str(path): path.read_bytes() for path in paths if not path.name.endswith(left_out)}
+
+
+@pytest.mark.parametrize("on_unusable", ["exit", "reset"])
+@pytest.mark.parametrize("tables", [ITEM, []], ids=["tables", "tables of the ranks"])
+def test_another_job_is_refused_by_name_and_nothing_changes(
+    of_laptop: Path, on_unusable: str, tables: list[dict[str, Any]]
+) -> None:
+    # Files that a start would quarantine.
+    (of_laptop / "state" / "state.sqlite").write_text("no database")
+    before = content(of_laptop)
+    state = {"dir": str(of_laptop / "state"), "on_unusable": on_unusable}
+    config = parse_config(document(of_laptop, "sasrec", tables=tables, state=state))
+    with pytest.raises(
+        UnusableStateError, match=r"has the state of job 'laptop', not of 'sasrec' - .*of its own"
+    ) as no:
+        Daemon(config)
+    assert exit_code_of(no.value) is ExitCode.STATE_UNUSABLE
+    assert content(of_laptop) == before
+
+
+def test_a_daemon_that_waits_for_its_state_names_the_other_job(of_laptop: Path) -> None:
+    before = content(of_laptop)
+    state = {"dir": str(of_laptop / "state"), "on_unusable": "wait"}
+    config = parse_config(document(of_laptop, "sasrec", state=state))
+    daemon = Daemon(config)
+    assert "has the state of job 'laptop'" in daemon.ready().reasons[0]
+    assert content(of_laptop) == before
+
+
+def test_state_commands_refuse_the_state_of_another_job(of_laptop: Path) -> None:
+    before = content(of_laptop)
+    path = of_laptop / "sasrec.yaml"
+    path.write_text(yaml.safe_dump(document(of_laptop, "sasrec")))
+    shown = CliRunner().invoke(app, ["state", "show", "-c", str(path)])
+    assert shown.exit_code == ExitCode.STATE_UNUSABLE
+    assert "laptop" in shown.output
+    reset = CliRunner().invoke(app, ["state", "reset", "--yes", "-c", str(path)])
+    assert reset.exit_code != 0
+    assert "laptop" in f"{reset.output}{reset.exception}"
+    assert content(of_laptop) == before
+
+
+def test_tables_that_ranks_say_are_kept_for_their_job_alone(tmp_path: Path) -> None:
+    """A daemon that has no tables yet marks the directory too."""
+    daemon = Daemon(parse_config(document(tmp_path, "laptop", tables=[])))
+    daemon.start()
+    try:
+        assert (tmp_path / "state" / "job").read_text() == "laptop\n"
+    finally:
+        daemon.stop(20.0)
+
+
+ITEMS_AND_USERS = [{"name": "items", "rows": 500, "dim": 8}, {"name": "users", "rows": 300, "dim": 8}]
+
+
+def make_newer(config: Config) -> Path:
+    """Give the newest snapshot a format that this flexd does not know."""
+    store = SnapshotStore(config.state.dir / "snapshots", 9)
+    meta, arrays = snapshot.read(store.paths()[0])
+    meta["sketches"]["format"] = 99
+    return store.save(meta, arrays)
+
+
+def flexd(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def test_other_tables_and_then_a_newer_snapshot_until_a_reset(
+    start: Callable[..., Any], make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = make_config(tables=ITEMS_AND_USERS)
+    first = start(config)
+    first.until(lambda: first.daemon.status().stream.messages >= len(ITEMS_AND_USERS))
+    first.stop()
+    saved = state_directory.report(config).snapshots[0].accesses
+    changed = make_config(tables=[*ITEMS_AND_USERS[:1], {"name": "new", "rows": 10, "dim": 8}])
+    second = start(changed)
+    state = second.daemon.status().state
+    assert state.outcomes == {"kept": 1, "new": 1, "removed": 1}
+    assert 0 < state.lost_accesses < saved
+    metrics = httpx.get(f"{second.daemon.address}/metrics").text
+    assert 'flexd_state_tables{outcome="removed"} 1.0' in metrics
+    assert f"flexd_state_lost_accesses {float(state.lost_accesses)}" in metrics
+    shown = flexd("status", "--url", second.daemon.address).output
+    assert "lost accesses" in shown
+    assert re.search(r"users +removed .*not configured", shown)
+    second.stop()
+
+    newer = make_newer(changed)
+    with pytest.raises(
+        UnusableStateError, match=r"format 99 is of a newer flexd.*flexd state reset -c FILE"
+    ) as refused:
+        Daemon(changed)
+    assert exit_code_of(refused.value) is ExitCode.STATE_UNUSABLE
+    assert newer.exists()
+    file = tmp_path / "flexd.yaml"
+    file.write_text(yaml.safe_dump(changed.document()))
+    shown = flexd("state", "show", "-c", file)
+    assert (shown.exit_code, "would be REFUSED" in shown.output) == (ExitCode.STATE_UNUSABLE, True)
+    waiting = start(
+        make_config(tables=changed.document()["tables"], state={**changed.document()["state"], "on_unusable": "wait"})
+    )
+    ready = httpx.get(f"{waiting.daemon.address}/readyz")
+    assert (ready.status_code, "newer flexd" in ready.text) == (503, True)
+    assert httpx.get(f"{waiting.daemon.address}/healthz").status_code == 200
+    assert exit_code_of(flexd("plan", "--url", waiting.daemon.address).exception) is ExitCode.REFUSED
+    done = flexd("state", "reset", "-c", file, "--yes")
+    assert done.exit_code == 0, done.output
+    waiting.until(lambda: waiting.daemon.ready().reasons and waiting.daemon._components)
+    waiting.until(lambda: waiting.daemon.status().stream.messages > 0)
+    assert list((changed.state.dir / "snapshots").glob("*.unusable"))

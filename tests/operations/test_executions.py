@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from flexd.api.migration import AbortResult
 from flexd.control.daemon import journal as journal_module
-from flexd.control.daemon.migration import MigrationState
-from flexd.core.errors import ApiError
+from flexd.control.daemon.migration import Migration, MigrationState
+from flexd.core.errors import ApiError, SnapshotError
+from flexd.operations.decisions import NAME, DecisionFile, StateDatabase
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, same_content, target
 from tests.support.until import until
@@ -136,3 +140,229 @@ def test_no_rollback_after_a_restart_of_a_committed_or_compacted_migration(
             assert third.executions.last is None
         finally:
             third.stop()
+
+
+def _copied(source: str, target: str) -> None:
+    """Copy a file of live state, unless it has been renamed since it was listed."""
+    with suppress(FileNotFoundError):
+        shutil.copy2(source, target)
+
+
+class DaemonSequence:
+    """One daemon after another at one address. ``crash`` starts the next one on a copy of the state directory that was
+    made while its predecessor ran, as SIGKILL would leave it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._count = 0
+        self.current = self._start(directory / "0", 0)
+        self.port = self.current.coordinator.port
+
+    def _start(self, state: Path, port: int) -> ExecutionsHarness:
+        state.mkdir(exist_ok=True)
+        return ExecutionsHarness(state, port)
+
+    def crash(self, between: Callable[[], object] = lambda: None) -> None:
+        assert self.current.history.flush(SECONDS)
+        before, self._count = self._directory / str(self._count), self._count + 1
+        after = self._directory / str(self._count)
+        shutil.copytree(before, after, copy_function=_copied)
+        self.current.stop()
+        between()
+        self.current = self._start(after, self.port)
+        until(self.current.ready, SECONDS)
+
+    def restart(self) -> None:
+        self.current.stop()
+        self.current = self._start(self._directory / str(self._count), self.port)
+        until(self.current.ready, SECONDS)
+
+    def wait_until_applied(self, chunks: int) -> None:
+        """Wait until the newest migration has applied ``chunks`` chunks, all that the gate permitted."""
+        until(lambda: self.current.gate.permits == 0 and self.migration.record.chunks_applied == chunks, SECONDS)
+
+    @property
+    def migration(self):  # type: ignore[no-untyped-def]
+        newest = self.current.executions.last
+        assert newest is not None
+        return newest
+
+    def abort(self, chunks: int, wait_seconds: float = 0.0) -> AbortResult:
+        """Request ``rollback`` and permit the rollback, and nothing else, to push ``chunks`` chunks."""
+        before = self.current.executions.last
+        if before is None:
+            self.current.gate.permits = chunks
+        done = self.current.commands.abort(rollback=True, reason="worse", wait_seconds=wait_seconds, requested_by="ann")
+        if before is not None and chunks:
+            until(lambda: before.done, SECONDS)
+            self.current.gate.permits = chunks
+        return done
+
+    def _history_state(self, migration_id: str) -> str:
+        found = self.current.commands.migrations(10, None).migrations
+        return next((each.state.name for each in found if each.migration_id == migration_id), "")
+
+    def wait_until_logged(self, plan_id: str) -> None:
+        """Wait until the history has the end of the plan's migration on disk."""
+
+        def logged() -> bool:
+            found = self.current.history.find(plan_id)
+            return found is not None and found.settled and self.current.history.flush(0.0)
+
+        until(logged, SECONDS)
+
+    def history(self) -> dict[str, tuple[str, str]]:
+        """Return (state, problem) of every migration in the history, by id, once the newest has its present state."""
+        last = self.current.executions.last
+        if last is not None:
+            until(lambda: self._history_state(last.migration_id) == last.state.name, SECONDS)
+        found = self.current.commands.migrations(10, None).migrations
+        return {each.migration_id: (each.state.name, each.problem) for each in found}
+
+
+@pytest.fixture
+def daemons(tmp_path: Path):  # type: ignore[no-untyped-def]
+    made = DaemonSequence(tmp_path)
+    yield made
+    made.current.stop()
+
+
+PARENT = target(1, 60)
+
+
+def apply_part_of_p2(daemons: DaemonSequence, ranks: Ranks) -> None:
+    """Apply p1, and 20 chunks of p2."""
+    until(daemons.current.ready, SECONDS, ranks.state())
+    assert daemons.current.start("p1", PARENT).wait(SECONDS) is MigrationState.COMMITTED
+    daemons.current.gate.permits = 20
+    daemons.current.start("p2", target(2))
+    daemons.wait_until_applied(20)
+
+
+@pytest.mark.parametrize(
+    ("killed", "pushed"),
+    [
+        (True, 0),
+        (False, 3),
+        pytest.param(True, 3, marks=pytest.mark.long),
+        pytest.param(False, 0, marks=pytest.mark.long),
+    ],
+)
+def test_the_next_daemon_resumes_a_rollback_by_itself(daemons: DaemonSequence, killed: bool, pushed: int) -> None:
+    with Ranks(daemons.port, LAYOUT) as ranks:
+        apply_part_of_p2(daemons, ranks)
+        daemons.abort(pushed)
+        until(lambda: daemons.migration.migration_id == "p2.rollback", SECONDS)
+        until(lambda: daemons.migration.state is MigrationState.PUSHING, SECONDS)
+        daemons.wait_until_applied(pushed)
+        until(lambda: "p2.rollback" in daemons.history(), SECONDS)
+        daemons.crash() if killed else daemons.restart()
+        assert daemons.current.recovery.resume() is True
+        assert daemons.current.recovery.resume() is False, "it is running"
+        assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
+        assert ranks.all_at(PARENT)
+        assert same_content(ranks.history)
+        versions = [version for version, _ in ranks.history[0]]
+        assert versions == list(range(1, len(versions) + 1)), "the journal was continued"
+        states = {name: state for name, (state, _) in daemons.history().items()}
+        assert (states["p2"], states["p2.rollback"], states["p2.rollback-2"]) == ("ABORTED", "FAILED", "COMMITTED")
+        entry = daemons.current.commands.migration("p2.rollback-2")
+        assert (entry.requested_by, "the daemon ended before it was done" in entry.reason) == ("flexd", True)
+        daemons.wait_until_logged("p2.rollback-2")
+        daemons.crash()
+        assert daemons.current.recovery.resume() is False, "it is committed"
+
+
+def test_a_rollback_requested_before_the_migration_ended_is_resumed(daemons: DaemonSequence) -> None:
+    with Ranks(daemons.port, LAYOUT) as ranks:
+        apply_part_of_p2(daemons, ranks)
+        ranks.moving.clear()
+        daemons.current.gate.permits = 1
+        until(lambda: daemons.migration.record.chunks_pushed == 21, SECONDS)
+        stopped = daemons.migration
+        daemons.abort(0)
+        until(lambda: stopped.state is MigrationState.ABORTING, SECONDS)
+        daemons.crash(ranks.moving.set)
+        assert daemons.current.recovery.resume() is True
+        assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
+        assert ranks.all_at(PARENT)
+        assert daemons.history()["p2"][0] == "FAILED"
+
+
+def test_a_requested_rollback_is_on_disk_before_the_migration_is_aborted(
+    daemons: DaemonSequence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk: list[tuple[str, ...]] = []
+    abort = Migration.abort
+
+    def record_file(migration: Migration, reason: str) -> None:
+        on_disk.append(DecisionFile(StateDatabase(tmp_path / "0" / NAME)).current.rollback)
+        abort(migration, reason)
+
+    monkeypatch.setattr(Migration, "abort", record_file)
+    with Ranks(daemons.port, LAYOUT) as ranks:
+        apply_part_of_p2(daemons, ranks)
+        daemons.abort(0)
+        assert on_disk[0] == ("p2",)
+
+
+def test_a_rollback_requested_after_a_crash_is_resumed_after_a_second_crash(daemons: DaemonSequence) -> None:
+    with Ranks(daemons.port, LAYOUT) as ranks:
+        apply_part_of_p2(daemons, ranks)
+        daemons.crash()
+        daemons.abort(0)
+        daemons.crash()
+        with pytest.raises(ApiError, match="no migration is running"):
+            daemons.current.commands.abort(rollback=False, reason="", wait_seconds=0.0, requested_by="")
+        assert daemons.current.recovery.resume() is True, "the refused abort has cancelled nothing"
+        assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
+        assert ranks.all_at(PARENT)
+
+
+def test_an_aborted_rollback_is_not_resumed(daemons: DaemonSequence) -> None:
+    with Ranks(daemons.port, LAYOUT) as ranks:
+        apply_part_of_p2(daemons, ranks)
+        daemons.abort(0)
+        until(lambda: daemons.migration.state is MigrationState.PUSHING, SECONDS)
+        stopped = daemons.current.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, requested_by="")
+        assert stopped.outcome == "stopped"
+        daemons.crash()
+        assert daemons.current.recovery.resume() is False
+        assert daemons.current.executions.last is None
+
+
+def test_a_full_disk_does_not_prevent_a_rollback(daemons: DaemonSequence, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SnapshotError("no space left")
+
+    monkeypatch.setattr(daemons.current.file, "write", full)
+    with Ranks(daemons.port, LAYOUT) as ranks:
+        apply_part_of_p2(daemons, ranks)
+        assert daemons.abort(1_000_000).outcome == "accepted"
+        assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
+        assert ranks.all_at(PARENT)
+        assert daemons.current.decisions.failures == 1
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_preview_reports_the_rows_that_a_rollback_after_the_end_of_a_daemon_moves(
+    daemons: DaemonSequence, killed: bool
+) -> None:
+    with Ranks(daemons.port, LAYOUT) as ranks:
+        apply_part_of_p2(daemons, ranks)
+        daemons.crash() if killed else daemons.restart()
+        preview = daemons.current.commands.preview_abort(rollback=True)
+        assert (preview.migration.migration_id, preview.migration.state) == ("p2", MigrationState.FAILED)
+        assert preview.rollback is not None
+        assert daemons.current.executions.last is None, "a preview starts nothing"
+        with pytest.raises(ApiError, match="no migration is running"):
+            daemons.current.commands.preview_abort(rollback=False)
+        rollback = daemons.abort(1_000_000, SECONDS)
+        assert rollback.rollback is not None
+        assert (rollback.outcome, rollback.migration.state) == ("rolled_back", MigrationState.FAILED)
+        assert ranks.all_at(PARENT)
+        assert (rollback.rollback.requested_by, rollback.rollback.parent_plan_id) == ("ann", "p2")
+        assert rollback.rollback.rows_applied == preview.rollback.promotions + preview.rollback.demotions > 0
+        assert rollback.rollback.bytes_to_copy == preview.rollback.bytes
+        with pytest.raises(ApiError, match="no migration is running"):
+            daemons.current.commands.preview_abort(rollback=True)
