@@ -103,6 +103,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         del set_to_none
         self._rows.drop_gradients()
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise EmbeddingError(
+            "the optimizer of sharded rows cannot be copied or pickled: it is of its collection",
+            remedy="copy its state_dict()",
+        )
+
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         state["state"] = {0: {"step": torch.tensor(self._rows.steps, dtype=torch.int64)}}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -89,3 +93,9 @@ def test_other_settings_by_table_are_refused() -> None:
         collection.optimizer.step()
     with pytest.raises(EmbeddingError, match=r"learning rates by table: \[0.1, -1\] - at least 0"):
         TableRates.of(flexd.SGD(lr=0.1), [0.1, -1], [0, 9])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_copy_that_could_not_step_is_refused(copied: Callable[[object], object]) -> None:
+    with pytest.raises(EmbeddingError, match=r"copy its state_dict\(\)"):
+        copied(collection(Adam(0.1)).optimizer)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.route import FeatureKeys
 from flexd.embedding.features import Jagged
+
+if TYPE_CHECKING:
+    from flexd.embedding.engine import RowEngine
 
 Flag = bool | torch.Tensor
 """A bool of the host, or a bool [] on the device."""
@@ -82,6 +87,14 @@ class LoaderEnd:
     """
 
     error: Exception | None = None
+
+    def agree(self, engine: RowEngine) -> None:
+        """Collective. Meet the end of the other ranks' loops where no job has announced it. Raises ``error``, else an
+        EmbeddingError if another rank has a further batch or its loader failed."""
+        with nullcontext() if self.error is None else suppress(EmbeddingError):
+            engine.agree_on_end(failed=self.error is not None)
+        if self.error is not None:
+            raise self.error
 
 
 class AnnouncedInput:

@@ -47,9 +47,11 @@ class Prefetch(Generic[Batch]):
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
-        prefetch_pipeline = PrefetchPipeline.begin(
-            self._collection.engine, self._passes_per_step, self._one_thread, self._ahead
-        )
+        engine = self._collection.engine
+        if PrefetchPipeline.is_looping(engine):
+            yield from self._nested()
+            return
+        prefetch_pipeline = PrefetchPipeline.begin(engine, self._passes_per_step, self._one_thread, self._ahead)
         prefetch_pipeline.fetches_rows = not self._collection.optimizer.moves_all_rows
         try:
             queue = self._read()
@@ -71,6 +73,18 @@ class Prefetch(Generic[Batch]):
         finally:
             if not prefetch_pipeline.close():
                 logger.warning("rank %d: the prefetch pipeline thread did not end", self._collection.rank)
+
+    def _nested(self) -> Iterator[Batch]:
+        """Yield the batches of a loop inside another one of the collection, for validation say: each is looked up when
+        it is given, and the next batch of the outer loop is located again if rows have changed."""
+        engine = self._collection.engine
+        engine.settle()
+        engine.agree_on_loop("a loop inside another one")
+        for batch in self._read():
+            if isinstance(batch, LoaderEnd):
+                batch.agree(engine)
+                return
+            yield batch
 
     def _read(self) -> Iterator[Any]:
         """Yield the loader's batches, and then without end what ended it."""

@@ -43,7 +43,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -125,6 +124,16 @@ class PrefetchPipeline(StepMoments):
         self._failure: BaseException | None = None
 
     @staticmethod
+    def _of(engine: RowEngine) -> PrefetchPipeline | None:
+        return next((each for each in engine.joined if isinstance(each, PrefetchPipeline)), None)
+
+    @staticmethod
+    def is_looping(engine: RowEngine) -> bool:
+        """Return whether a loop has begun and not ended. Equal on all ranks."""
+        found = PrefetchPipeline._of(engine)
+        return found is not None and found._looping
+
+    @staticmethod
     def begin(
         engine: RowEngine, passes_per_step: int, one_thread: bool | None = None, ahead: int | None = None
     ) -> PrefetchPipeline:
@@ -134,8 +143,8 @@ class PrefetchPipeline(StepMoments):
             ahead: None: one batch, and the tuner decides whether it is located ahead.
 
         Raises:
-            EmbeddingError: another loop has not ended, or a second thread is asked for on an accelerator; on every
-                rank: ranks begin loops with different settings, or a rank begins none.
+            EmbeddingError: a second thread is asked for on an accelerator; on every rank: ranks begin loops with
+                different settings, or a rank begins none.
         """
         on_host = devices.in_host_memory(engine.stores[0].rows)
         if one_thread is False and not on_host:
@@ -144,12 +153,7 @@ class PrefetchPipeline(StepMoments):
                 remedy="leave it out: collectives of two threads have no common order over ranks, and may deadlock",
             )
         one_thread = not on_host if one_thread is None else one_thread
-        found = next((each for each in engine.joined if isinstance(each, PrefetchPipeline)), None)
-        if found is not None and found._looping:
-            raise EmbeddingError(
-                "another loop over prefetched batches of this collection has not ended",
-                remedy="leave it first, or close() its iterator",
-            )
+        found = PrefetchPipeline._of(engine)
         engine.agree_on_loop(f"one_thread={one_thread}, passes_per_step={passes_per_step}, ahead={ahead}")
         if found is None or found.one_thread != one_thread:
             engine.settle()
@@ -241,8 +245,7 @@ class PrefetchPipeline(StepMoments):
         """End the loop on this rank. Raises EmbeddingError if it does not end on all others, and what the loader
         raised."""
         if not self._on:
-            with nullcontext() if end.error is None else suppress(EmbeddingError):
-                self._engine.agree_on_end(failed=end.error is not None)
+            end.agree(self._engine)
         if end.error is not None:
             raise end.error
         self.wait()

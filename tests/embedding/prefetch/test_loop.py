@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -82,11 +82,45 @@ def test_wrong_arguments_are_refused(wrong: dict[str, int]) -> None:
         flexd.prefetch([], collection, **wrong)
 
 
-def test_a_second_loop_at_a_time_is_refused() -> None:
+def nested(rank: int, how: str, one_thread: bool) -> tuple[list[float], torch.Tensor]:
+    """Train in one loop and evaluate, or train too, in loops within; without the pipeline if ``how`` is "plain ..."."""
+    table = EmbeddingTable("item", 50, 4, dtype="float64")
+    collection = EmbeddingCollection([table], layout=RankLayout(2, 1), optimizer=flexd.Adam(lr=0.1))
+    plain, within = how.startswith("plain"), how.rpartition(" ")[2]
+
+    def loop(shift: int, number: int) -> Iterable[dict[str, Jagged]]:
+        batches = [{"item": Jagged(torch.arange(3) + 2 * rank + shift + at, torch.tensor([3]))} for at in range(number)]
+        return batches if plain else flexd.prefetch(batches, collection, one_thread=one_thread, ahead=1)
+
+    def step(features: dict[str, Jagged]) -> float:
+        loss = collection(features)["item"].values.square().sum()
+        if torch.is_grad_enabled():
+            loss.backward()
+            collection.optimizer.step()
+        return float(loss.detach())
+
+    losses = []
+    for number, features in enumerate(loop(0, 5)):
+        losses.append(step(features))
+        if number % 2:
+            with torch.set_grad_enabled(within == "trained"):
+                losses += [step(one) for one in loop(number, 3)]
+    return losses, collection.gather_table("item")
+
+
+@pytest.mark.parametrize("one_thread", [False, True])
+@pytest.mark.parametrize("within", ["evaluated", "trained"])
+def test_loops_within_a_loop_change_nothing(ranks: Ranks, within: str, one_thread: bool) -> None:
+    plain, ahead = (ranks(2).run(nested, f"{how} {within}", one_thread) for how in ("plain", "ahead"))
+    for (losses, table), (plain_losses, plain_table) in zip(ahead, plain, strict=True):
+        assert losses == pytest.approx(plain_losses, rel=1e-12)
+        torch.testing.assert_close(table, plain_table, rtol=1e-12, atol=0)
+
+
+def test_a_loop_within_a_loop_leaves_the_outer_one_to_its_end() -> None:
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
     first = iter(flexd.prefetch([{}, {}], collection))
     next(first)
-    with pytest.raises(EmbeddingError, match="another loop over prefetched batches"):
-        next(iter(flexd.prefetch([{}], collection)))
-    first.close()
+    assert list(flexd.prefetch([{}], collection)) == [{}]
+    assert list(first) == [{}]
     assert list(flexd.prefetch([{}], collection)) == [{}]
