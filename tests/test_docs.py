@@ -52,14 +52,6 @@ def test_python_of_the_readme_runs_and_publishes_what_the_stream_reads(tmp_path:
     assert [batch.rows.tolist() for batch in batches] == [[7, 7, 123, 9]]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_links_lead_somewhere(page: Path) -> None:
-    prose = re.sub(r"`[^`\n]*`", "", page.read_text())
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page_name(page)} links to {target}"
-
-
 def anchors_of(page: Path) -> set[str]:
     """Anchors of the page's headings, as mkdocs names them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -70,12 +62,14 @@ def anchors_of(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_links_to_sections_lead_to_a_heading(page: Path) -> None:
+def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
     prose = re.sub(r"`[^`\n]*`", "", page.read_text())
-    for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", prose):
-        if not target.startswith("http") and (not target or target.endswith(".md")):
-            known = anchors_of(page.parent / target if target else page)
-            assert anchor in known, f"{page_name(page)} links to {target}#{anchor}"
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", prose):
+        linked = page.parent / target if target else page
+        if not target.startswith("http"):
+            assert linked.exists(), f"{page_name(page)} links to {target}"
+            if anchor and linked.suffix == ".md":
+                assert anchor in anchors_of(linked), f"{page_name(page)} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

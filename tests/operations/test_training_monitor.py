@@ -26,6 +26,7 @@ from flexd.operations.step_times import StepBlocks, StepTimes, trimmed_mean
 from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
 from flexd.topology.cluster import Collective, Link
 from tests.operations.test_live_plan import prices_of, step_report
+from tests.support.clock import Clock
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.report_values import reports
 
@@ -60,13 +61,6 @@ def test_a_new_generation_resets_averages_and_versions_but_not_totals() -> None:
 
 
 STEP = StepReport(1, 1, PlacementState(0, 0), 2.0, 0.0, (1, 0, 0))
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def slow_report(seconds: float = 0.5, *tables: SlowTableReport) -> StepReport:

@@ -55,7 +55,6 @@ from tests.support.ingest_fakes import (
     run_to_the_end,
     state_of,
     uninterrupted_state,
-    wait_until,
 )
 from tests.support.until import until
 
@@ -94,13 +93,13 @@ def test_a_full_disk_is_counted_and_retried_while_ingest_continues(tmp_path):
     store, source = FullStore(tmp_path, 2), FakeSource(LOG)
     ingestor = make_ingestor(source, store, snapshot_interval_seconds=0.01)
     ingestor.start()
-    wait_until(lambda: ingestor.failures["snapshots"] >= 3 and ingestor.counter.messages == 24)
+    until(lambda: ingestor.failures["snapshots"] >= 3 and ingestor.counter.messages == 24)
     assert source.committed == [], "nothing may be committed before it is durable"
     ((part, problem),) = ingestor.problems()
     assert part == "snapshots", "the source has no problem"
     assert "no space left" in problem
     store.full = False
-    wait_until(lambda: ingestor.snapshots.saved >= 1 and not ingestor.problems())
+    until(lambda: ingestor.snapshots.saved >= 1 and not ingestor.problems())
     assert ingestor.stop(DEADLINE)
     assert source.committed[-1] == {"p0": 12, "p1": 12}
 
@@ -127,7 +126,7 @@ def test_source_errors_are_retried_and_do_not_end_the_thread(tmp_path, monkeypat
 
     monkeypatch.setattr(ingestor, "_restore_positions", restore)
     ingestor.start()
-    wait_until(lambda: ingestor.counter.messages == 24 and ingestor.snapshots.commit_failures > 0)
+    until(lambda: ingestor.counter.messages == 24 and ingestor.snapshots.commit_failures > 0)
     assert ingestor.running
     assert ingestor.failures["stream"] == 5
     assert ingestor.problems() == []
@@ -170,11 +169,11 @@ def test_ingest_continues_while_a_snapshot_is_written_and_positions_are_those_of
     ingestor.snapshots.background = True
     ingestor.snapshots.request()
     ingestor.start()
-    wait_until(lambda: source.next["p"] >= 20)
+    until(lambda: source.next["p"] >= 20)
     assert source.committed == [], "nothing is committed before it is durable"
     written.set()
     gate.set()
-    wait_until(lambda: source.lag() == 0 and source.committed)
+    until(lambda: source.lag() == 0 and source.committed)
     assert source.committed[0]["p"] < 20
     assert ingestor.stop(DEADLINE)
     assert source.committed[-1] == {"p": 60}
@@ -187,8 +186,8 @@ def test_an_idle_stream_decays_in_reads_and_not_in_the_counters(tmp_path, monkey
     source = FakeSource({"p": [encode_arrow([batch])]})
     ingestor = make_ingestor(source, SnapshotStore(tmp_path, 1), settings=settings)
     ingestor.start()
-    wait_until(lambda: ingestor.table_profile("small").weight > 0)
-    wait_until(lambda: ingestor.idle_seconds > 0.4)
+    until(lambda: ingestor.table_profile("small").weight > 0)
+    until(lambda: ingestor.idle_seconds > 0.4)
     assert 0 < ingestor.table_profile("small").weight < 0.3
     assert ingestor.profile().tables[0].weight < 0.3
     source.problem = "broker away"

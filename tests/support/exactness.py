@@ -97,40 +97,23 @@ def sharding_type(text: str, layout: RankLayout, pooling_at: str = "requester") 
 
 
 def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
-    pooling_at = scenario.pooling_at or ("requester", "requester")
-    first, second = (
-        sharding_type(rule, scenario.layout, of) for rule, of in zip(scenario.homes, pooling_at, strict=True)
-    )
-    item, shop = _tables_of(scenario)
-    return [replace(item, sharding=first), replace(shop, sharding=second)]
-
-
-def _tables_of(scenario: Scenario) -> list[EmbeddingTable]:
-    dims = (8, 5) if scenario.two_dims else (8, 8)
-    lr = None if scenario.second_rate == 1.0 else scenario.second_rate * row_optimizer(scenario).lr
-    rule = None
-    if scenario.second_optimizer:
-        lr, rule = None, second_rule(scenario)
-    if scenario.pooling_at is not None:
-        first, second = scenario.pooling_at
-        dtypes = scenario.dtype, scenario.second_dtype or scenario.dtype
-        item: EmbeddingTable = EmbeddingBagTable(
-            "item", 61, dims[0], ("history", "target"), dtypes[0], 0.5, pooling_at=first
-        )
-        if scenario.mixed:
-            item = EmbeddingTable("item", 61, dims[0], ("history", "target"), dtypes[0], 0.5)
-        return [
-            item,
-            EmbeddingBagTable(
-                "shop", 17, dims[1], (), dtypes[1], 0.5, lr=lr, pooling="mean", pooling_at=second, optimizer=rule
-            ),
-        ]
-    return [
-        EmbeddingTable("item", 61, dims[0], ("history", "target"), scenario.dtype, init_scale=0.5),
-        EmbeddingTable(
-            "shop", 17, dims[1], (), scenario.second_dtype or scenario.dtype, init_scale=0.5, lr=lr, optimizer=rule
-        ),
-    ]
+    by_table = scenario.second_optimizer or scenario.second_rate == 1.0
+    of_item, of_shop = scenario.pooling_at or ("requester", "requester")
+    item = {
+        "name": "item", "rows": 61, "dim": 8, "features": ("history", "target"), "dtype": scenario.dtype,
+        "init_scale": 0.5, "sharding": sharding_type(scenario.homes[0], scenario.layout, of_item),
+    }  # fmt: skip
+    shop = {
+        "name": "shop", "rows": 17, "dim": 5 if scenario.two_dims else 8,
+        "dtype": scenario.second_dtype or scenario.dtype, "init_scale": 0.5,
+        "sharding": sharding_type(scenario.homes[1], scenario.layout, of_shop),
+        "lr": None if by_table else scenario.second_rate * row_optimizer(scenario).lr,
+        "optimizer": second_rule(scenario) if scenario.second_optimizer else None,
+    }  # fmt: skip
+    if scenario.pooling_at is None:
+        return [EmbeddingTable(**item), EmbeddingTable(**shop)]
+    first = EmbeddingTable(**item) if scenario.mixed else EmbeddingBagTable(**item, pooling_at=of_item)
+    return [first, EmbeddingBagTable(**shop, pooling="mean", pooling_at=of_shop)]
 
 
 def second_rule(scenario: Scenario) -> RowOptimizer:

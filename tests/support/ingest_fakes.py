@@ -109,13 +109,6 @@ def make_ingestor(source, store, tables=TABLES, settings=SETTINGS, **more) -> In
     return ingestor
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(0.005)
-
-
 def state_of(ingestor: Ingestor) -> tuple[dict, dict[str, np.ndarray]]:
     return ingestor.sketches.state()
 

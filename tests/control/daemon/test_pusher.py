@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from flexd.control.daemon.pusher import (
 from flexd.core.errors import ControlError, IllegalTransitionError
 from flexd.core.placement import Placement, RankLayout
 from flexd.planner.plan import moved_bytes
+from tests.support.clock import Clock
 from tests.support.ranks_in_threads import TABLES, target, topology_of
 
 TOPOLOGY = topology_of(RankLayout(2, 2))
@@ -191,14 +192,6 @@ def test_no_migration_is_left_waiting_by_a_stop(tmp_path: Path) -> None:
     late = planned("r", target(3, 50))
     with pytest.raises(ControlError, match="the daemon is stopping"):
         harness.pusher.submit(late)
-
-
-@dataclass
-class Clock:
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 LARGEST_ROW = max(table.row_bytes + table.state_bytes for table in TABLES.tables)

@@ -17,9 +17,8 @@ from typing import Any
 import httpx
 
 from tests.e2e.chaos.chaos_training import TABLES, WORLD
-from tests.e2e.chaos.chaos_world import BALLAST, CONTROL_SECONDS, ChaosWorld
+from tests.e2e.chaos.chaos_world import BALLAST, CONTROL_SECONDS, ChaosWorld, TcpCut
 from tests.support.api_requests import COMMAND_HEADERS
-from tests.support.tcp_cut import TcpCut
 from tests.support.until import until
 
 STEPS_DURING = 8
