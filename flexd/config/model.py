@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from flexd.config.base import Float, Int, Name, Seconds, Section, redacted
 from flexd.config.sections import ControlConfig, PlannerConfig, ServerConfig, SketchConfig, StreamConfig, TopologyConfig
@@ -93,6 +93,16 @@ class Config(Section):
     """Log lines."""
     shutdown_seconds: Annotated[Float, Field(gt=0, le=300)] = 20.0
     """Deadline from SIGTERM to the exit of the process."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _group_of_the_job(cls, given: Any) -> Any:
+        stream = given.get("stream") if isinstance(given, dict) else None
+        source = stream.get("source") if isinstance(stream, dict) else None
+        if isinstance(source, dict) and source.get("kind") == "kafka" and "group_id" not in source:
+            source = {**source, "group_id": f"flexd-{given.get('job')}"}
+            return {**given, "stream": {**stream, "source": source}}
+        return given
 
     @field_validator("tables")
     @classmethod

@@ -31,8 +31,8 @@ class KafkaSourceConfig(Section):
     """Brokers as ``host:port``, separated by commas."""
     topic: Annotated[str, Field(min_length=1)] = "flexd-accesses"
     """Topic of the accesses."""
-    group_id: Annotated[str, Field(min_length=1)] = "flexd"
-    """Consumer group."""
+    group_id: Annotated[str, Field(min_length=1)] = ""
+    """Consumer group; without one ``flexd-JOB``: two jobs in one group would count half of the messages each."""
     share: Annotated[Float, Field(gt=0, le=1)] = 1.0
     """Share of the topic's partitions to read, for a stream that is too wide for one daemon: at least one, always the
     same ones, and counts are scaled to the whole stream. Each partition must hold messages of every rank, as
