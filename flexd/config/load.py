@@ -12,6 +12,7 @@ import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def check_config(config: Config, origin: str = "config") -> None:
     Raises:
         ConfigError: the text lists every fault as ``origin: key.path: what is wrong``.
     """
-    faults = [*_topology_faults(config), *_kafka_faults(config)]
+    faults = [*_topology_faults(config), *_kafka_faults(config), *_port_faults(config)]
     if config.planner.rehomed_slots_share and not config.sketch.coaccess_memory_bytes:
         faults.append(
             "planner.rehomed_slots_share: where rows are used together is not known; set sketch.coaccess_memory_bytes"
@@ -166,6 +167,19 @@ def _table_faults(config: Config) -> Iterator[str]:
         outside = [row for row in pin.rows or () if not 0 <= row < rows]
         if outside:
             yield f"{key}.rows: rows of table {pin.table!r} are 0 to {rows - 1} (got {_listed(outside)})"
+
+
+def _port_faults(config: Config) -> Iterator[str]:
+    """Yield pairs of listeners that cannot have one port."""
+    server, control = config.server, config.control
+    listeners = [("control.listen_port", control.listen_host, control.listen_port)]
+    if server.unix_socket is None:
+        listeners.append(("server.port", server.host, server.port))
+    if server.metrics_listen is not None:
+        listeners.append(("server.metrics_listen", *split_address(server.metrics_listen)))
+    for (key, host, port), (other, other_host, other_port) in combinations(listeners, 2):
+        if port == other_port != 0 and (host == other_host or {host, other_host} & {"0.0.0.0", "::"}):
+            yield f"{other}: {key} has the same port {port}; give each its own"
 
 
 def _unknown_table(unknown: list[str], known: Mapping[str, int]) -> str:

@@ -97,12 +97,12 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _group_of_the_job(cls, given: Any) -> Any:
-        stream = given.get("stream") if isinstance(given, dict) else None
-        source = stream.get("source") if isinstance(stream, dict) else None
-        if isinstance(source, dict) and source.get("kind") == "kafka" and "group_id" not in source:
-            source = {**source, "group_id": f"flexd-{given.get('job')}"}
-            return {**given, "stream": {**stream, "source": source}}
-        return given
+        if not isinstance(given, dict) or not isinstance(stream := given.get("stream"), dict):
+            return given
+        source = stream.get("source")
+        if not isinstance(source, dict) or source.get("kind") != "kafka" or "group_id" in source:
+            return given
+        return {**given, "stream": {**stream, "source": {**source, "group_id": f"flexd-{given.get('job')}"}}}
 
     @field_validator("tables")
     @classmethod

@@ -310,6 +310,11 @@ def _kafka(**changed: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"control": {"listen_port": 9464}}, "server.port: control.listen_port has the same port 9464; give each its own"),
+    (
+        {"server": {"metrics_listen": "0.0.0.0:9464"}},
+        "server.metrics_listen: server.port has the same port 9464; give each its own",
+    ),
     (
         {"planner": {"exclude_tables": ["item"]}},
         "planner.exclude_tables: no table in tables is named 'item'; did you me",
