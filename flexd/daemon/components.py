@@ -31,8 +31,8 @@ from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.verification import Verifier
 from flexd.sketch.ingestor import DeadLetterFile, Ingestor
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.tap_source import TapSource
+from flexd.stream.types import OffsetsInWork
 
 logger = logging.getLogger("flexd")
 

@@ -35,8 +35,7 @@ from flexd.core.secrets import KeyFile
 from flexd.core.supervision import set_up_logging
 from flexd.operations.decisions import NAME, StateDatabase
 from flexd.sketch.table_sketch import SketchSettings
-from flexd.stream.offsets_in_work import OffsetsInWork
-from flexd.stream.types import Source
+from flexd.stream.types import OffsetsInWork, Source
 from flexd.topology.cluster import Cluster
 from flexd.topology.files import load_cluster, load_preset
 

@@ -28,8 +28,7 @@ from flexd.sketch.sketch_set import AccessCounts, SketchSet, warm_up
 from flexd.sketch.snapshot import SnapshotCycle, SnapshotStore
 from flexd.sketch.table_sketch import SketchSettings
 from flexd.stream import codec
-from flexd.stream.offsets_in_work import OffsetsInWork
-from flexd.stream.types import REFUSAL_REASONS, AccessBatch, RefusedMessages, Source, StreamMessage
+from flexd.stream.types import REFUSAL_REASONS, AccessBatch, OffsetsInWork, RefusedMessages, Source, StreamMessage
 
 _log = logging.getLogger(__name__)
 

@@ -38,8 +38,7 @@ from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_sketch import AccessSample, SketchSettings, TableSketch
 from flexd.stream.codec import decode, encode_arrow
 from flexd.stream.file_log.log import FileLogSource
-from flexd.stream.offsets_in_work import OffsetsInWork
-from flexd.stream.types import AccessBatch, StreamMessage
+from flexd.stream.types import AccessBatch, OffsetsInWork, StreamMessage
 from tests.support.file_log import write
 from tests.support.ingest_fakes import (
     DEADLINE,

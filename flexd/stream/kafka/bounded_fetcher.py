@@ -29,8 +29,7 @@ from kafka.record import MemoryRecords
 from kafka.record.util import calc_crc32c
 
 from flexd.core.errors import StreamError
-from flexd.stream.offsets_in_work import OffsetsInWork
-from flexd.stream.types import RefusedMessages, StreamMessage
+from flexd.stream.types import OffsetsInWork, RefusedMessages, StreamMessage
 
 NONE, GZIP, SNAPPY, LZ4, ZSTD = range(5)
 """Codes in a batch's attributes (``CODEC_MASK``)."""

@@ -27,8 +27,7 @@ from kafka.structs import OffsetAndMetadata, TopicPartition
 from flexd.core.errors import PositionLostError
 from flexd.stream.kafka.bounded_fetcher import BatchLimits, Item, bounded_consumer, check_client
 from flexd.stream.kafka.sink import Connector, checked_options
-from flexd.stream.offsets_in_work import OffsetsInWork
-from flexd.stream.types import Losses, OnPositionLost, Positions, RefusedMessages, Source, StreamMessage
+from flexd.stream.types import Losses, OffsetsInWork, OnPositionLost, Positions, RefusedMessages, Source, StreamMessage
 
 if TYPE_CHECKING:
     from flexd.config.sections import KafkaSourceConfig

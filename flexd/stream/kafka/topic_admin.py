@@ -13,8 +13,7 @@ from kafka.errors import KafkaError, TopicAlreadyExistsError
 
 from flexd.core.errors import StreamError
 from flexd.stream.kafka.bounded_fetcher import BatchLimits, bounded_consumer
-from flexd.stream.offsets_in_work import OffsetsInWork
-from flexd.stream.types import RefusedMessages
+from flexd.stream.types import OffsetsInWork, RefusedMessages
 
 
 @dataclass(frozen=True)

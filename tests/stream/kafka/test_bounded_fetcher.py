@@ -26,8 +26,7 @@ from kafka.record import MemoryRecordsBuilder
 from flexd.core.errors import StreamError
 from flexd.stream.kafka import bounded_fetcher
 from flexd.stream.kafka.bounded_fetcher import HEAD_BYTES, BatchLimits, BatchReader, BatchRefusedError, Item, decompress
-from flexd.stream.offsets_in_work import OffsetsInWork
-from flexd.stream.types import RefusedMessages, StreamMessage
+from flexd.stream.types import OffsetsInWork, RefusedMessages, StreamMessage
 from tests.support.reading import kafka_source
 from tests.support.repository import ROOT, child_environment
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flexd.stream import offsets_in_work
-from flexd.stream.offsets_in_work import RECORD_NAME, OffsetsInWork
+from flexd.stream import types
+from flexd.stream.types import RECORD_NAME, OffsetsInWork
 
 
 def die_at(directory: Path, partition: str, first: int, last: int, *, counting: bool = False) -> None:
@@ -35,7 +35,7 @@ def test_a_range_is_skipped_after_the_second_death_in_a_row_until_a_week_has_pas
     assert not work.begin("t/0", 5, 9)
     assert skips(tmp_path)
     assert "1 4" not in (tmp_path / RECORD_NAME).read_text(), "a death after a skipped range is not of the one before"
-    monkeypatch.setattr(offsets_in_work, "_FORGET_SECONDS", -1.0)
+    monkeypatch.setattr(types, "_FORGET_SECONDS", -1.0)
     assert not skips(tmp_path)
 
 
