@@ -147,6 +147,18 @@ def is_power_of_two(count: int) -> bool:
     return count & (count - 1) == 0
 
 
+class _TextLines(logging.Formatter):
+    """Format a record as text whose message is one line: what a user has written forges no other."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = "".join(map(_visible, record.message))
+        return super().formatMessage(record)
+
+
+def _visible(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
 class _JsonLines(logging.Formatter):
     """Format a record as one JSON object, for log collectors. Fields of an event are an object under ``fields``."""
 
@@ -173,7 +185,7 @@ class _JsonLines(logging.Formatter):
 def set_up_logging(job: str, level: str, line_format: str) -> None:
     """Log to stderr, as text or as one JSON object per line. May be called again when the configuration changes."""
     handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter(f"%(asctime)s %(levelname)s [{job}] %(name)s: %(message)s")
+    text = _TextLines(f"%(asctime)s %(levelname)s [{job}] %(name)s: %(message)s")
     handler.setFormatter(_JsonLines(job) if line_format == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # kafka-python logs every attempt to reconnect to a broker that is down; the source reports that once.

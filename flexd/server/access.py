@@ -23,6 +23,7 @@ from flexd.config.base import is_loopback
 from flexd.config.sections import ApiScope, TokenConfig
 from flexd.core.errors import ApiError, ConfigError
 from flexd.core.secrets import KeyFile
+from flexd.core.supervision import log_event
 
 CLIENT_NAME = "flexd.client_name"
 """Key of the ASGI scope: common name of the client's certificate."""
@@ -394,5 +395,5 @@ class _Audited:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            _log.info("admin request", extra={**self._fields, "status": message["status"]})
+            log_event(_log, logging.INFO, "admin request", {**self._fields, "status": message["status"]})
         await self._send(message)

@@ -227,6 +227,15 @@ def test_a_text_line_of_an_event_holds_no_python_dict(capsys: pytest.CaptureFixt
     assert "{" not in line
 
 
+@pytest.mark.parametrize("line_format", ["text", "json"])
+def test_what_a_user_has_written_forges_no_line(capsys: pytest.CaptureFixture[str], line_format: str) -> None:
+    set_up_logging("ads", "info", line_format)
+    logging.getLogger("flexd").warning("paused: %s", "busy\n2026-01-01 ERROR [ads] x: \x1b[31mforged\u2028\r")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "forged" in line
+    assert "\x1b" not in line
+
+
 def test_a_json_line_of_an_event_keeps_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("ads", "info", "json")
     fields = {"epoch": 3, "layout": {"nodes": 2}, "error": ValueError("x")}

@@ -85,10 +85,11 @@ def test_admin_requests_are_logged_with_sender_and_outcome(guarded: str, caplog:
     caplog.set_level(logging.INFO, "flexd.server.access")
     get(guarded, ADMIN, "/v1/resume", "POST")
     get(guarded, READ)
-    said = [vars(record) for record in caplog.records if record.message == "admin request"]
+    said = [vars(record)["fields"] for record in caplog.records if record.message.startswith("admin request ")]
     assert [[each[name] for name in ("caller", "address", "method", "path", "status")] for each in said] == [
         ["operator", "127.0.0.1", "POST", "/v1/resume", 200]
     ]
+    assert "admin request caller=operator address=127.0.0.1 method=POST path=/v1/resume status=200" in caplog.text
     assert ADMIN not in caplog.text + str([vars(record) for record in caplog.records])
 
 
