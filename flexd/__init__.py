@@ -17,28 +17,27 @@ if TYPE_CHECKING:
     from flexd.embedding.checkpoint.sharded_state import ShardedState
     from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
     from flexd.embedding.connect import connect
-    from flexd.embedding.dense_adam import DenseAdam
     from flexd.embedding.embedding import Embedding, embed_all
     from flexd.embedding.features import Jagged
-    from flexd.embedding.joined_optimizer import JoinedOptimizer
+    from flexd.embedding.optimizer_handle import JoinedOptimizer
     from flexd.embedding.prefetch.loop import prefetch
-    from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowWiseAdagrad, RowWiseAdam
+    from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, DenseAdam, RowWiseAdagrad, RowWiseAdam
     from flexd.embedding.table_rules import TableRules
-    from flexd.embedding.tap.tap import Tap
+    from flexd.embedding.tap import Tap
     from flexd.stream.publisher import Publisher
 
 _HOMES = {
     "Adagrad": "flexd.embedding.row_optimizers",
     "Adam": "flexd.embedding.row_optimizers",
     "CheckpointSeries": "flexd.embedding.checkpoint.series",
-    "DenseAdam": "flexd.embedding.dense_adam",
+    "DenseAdam": "flexd.embedding.row_optimizers",
     "Embedding": "flexd.embedding.embedding",
     "EmbeddingBagCollection": "flexd.embedding.bag_collection",
     "EmbeddingBagTable": "flexd.embedding.bag_collection",
     "EmbeddingCollection": "flexd.embedding.collection",
     "EmbeddingTable": "flexd.embedding.collection",
     "Jagged": "flexd.embedding.features",
-    "JoinedOptimizer": "flexd.embedding.joined_optimizer",
+    "JoinedOptimizer": "flexd.embedding.optimizer_handle",
     "Publisher": "flexd.stream.publisher",
     "RankLayout": "flexd.core.placement",
     "RowWiseAdagrad": "flexd.embedding.row_optimizers",
@@ -46,7 +45,7 @@ _HOMES = {
     "SGD": "flexd.embedding.row_optimizers",
     "ShardedState": "flexd.embedding.checkpoint.sharded_state",
     "TableRules": "flexd.embedding.table_rules",
-    "Tap": "flexd.embedding.tap.tap",
+    "Tap": "flexd.embedding.tap",
     "connect": "flexd.embedding.connect",
     "embed_all": "flexd.embedding.embedding",
     "prefetch": "flexd.embedding.prefetch.loop",

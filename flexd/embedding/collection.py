@@ -32,9 +32,9 @@ from flexd.embedding.exchange.process_groups import (
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.features import FeatureMap, Jagged, as_jagged
 from flexd.embedding.optimizer_handle import FusedOptimizer, TableRate
+from flexd.embedding.row_hashes import initial_rows
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.step import AnchorParameter, ForwardPass, LookupFunction, RoutedInput, clip_grad_norm_
-from flexd.embedding.store.initial_values import initial_rows
 from flexd.embedding.store.store import TORCH_DTYPES
 from flexd.embedding.table_access import TableAccess
 

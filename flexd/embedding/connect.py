@@ -31,7 +31,7 @@ from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import StepMoments
-from flexd.embedding.tap.tap import Tap
+from flexd.embedding.tap import Tap
 
 if TYPE_CHECKING:
     from flexd.embedding.store.slow.tiered_storage import SlowMemoryMeter

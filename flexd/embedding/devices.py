@@ -1,13 +1,16 @@
-"""Devices of tensors, and the choice between numpy and torch where one is faster."""
+"""Devices of tensors, what is made and ordered on them, and rows as bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from flexd.embedding.store.slow.tiered_rows import RowColumn
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNED_NUMBERS = 64
@@ -104,3 +107,21 @@ def sum_by_place(
     if numbers is None:
         return sums.scatter_(0, places, 1, reduce="add")
     return sums.scatter_add_(0, places, numbers)
+
+
+def packed(*columns: torch.Tensor) -> torch.Tensor:
+    """Return uint8 [n, bytes] of [n, c] columns."""
+    return torch.cat([column.contiguous().view(torch.uint8) for column in columns if column.shape[1]], dim=1)
+
+
+def unpacked(rows: torch.Tensor, columns: Sequence[RowColumn]) -> list[torch.Tensor]:
+    """Return [n, c] of the width and dtype of each of ``columns``; inverse of ``packed``. Bytes behind them are
+    ignored."""
+    found, first = [], 0
+    for column in columns:
+        end = first + column.shape[1] * column.element_size()
+        # A copy: part of a row may begin at an offset that is invalid for a wider dtype.
+        part = rows[:, first:end].clone(memory_format=torch.contiguous_format)
+        found.append(part.view(column.dtype) if end > first else part.to(column.dtype))
+        first = end
+    return found

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from flexd.control.agent.inbox import ChunkInbox, Prepared
+from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.protocol.report import ExchangeReason, StepPhase, UsedExchange
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, homes_of
-from flexd.core.placement import Delta
 from flexd.core.sharding_types import NO_POOLED, PooledTables
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.exchange.arms import AgreedArm, bag_hops, row_hops, wires_of
@@ -30,9 +29,9 @@ from flexd.embedding.exchange.router import Router
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
+from flexd.embedding.row_hashes import fill_initial_rows
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import ForwardPass, RoutedInput, StepGradients, StepMoments
-from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.store import make_stores
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ class RowEngine:
         """Meter of the training thread."""
         self.migrator = Migrator(groups, self.stores, homes, max_migration_bytes_per_step, self._rows_changed)
         self.inbox = ChunkInbox(
-            homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
+            homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self.migrator.prepare
         )
         self.step_tuner: StepTuner | None = None
         """Made by ``tuner``; None before."""
@@ -144,7 +143,7 @@ class RowEngine:
 
             make = partial(SummingRouter, bag_hops=of_bags)
         router = make(self.stores, hops, traffic, comm_dtype=self.arm.wire or None)
-        return router, ReplicaSync(self.stores, router, groups.layout, self._rows_updated)
+        return router, ReplicaSync(self.stores, router, groups.layout, self._rows_changed)
 
     def join(self, kind: type[Joined], *arguments: object) -> Joined:
         """Return the one of this kind that has joined the steps; made from the arguments if there is none yet."""
@@ -177,9 +176,6 @@ class RowEngine:
     def _rows_changed(self, parts: Sequence[tuple[int, torch.Tensor]], *, all_rows: bool = False) -> None:
         for each in self.joined:
             each.changed(parts, all_rows=all_rows)
-
-    def _rows_updated(self, summed: Sequence[RowGradients], optimizer: RowUpdate) -> None:
-        self._rows_changed([(part.group, part.slots) for part in summed], all_rows=optimizer.moves_all_rows)
 
     def _hops(self, groups: ChainGroups) -> tuple[list[Hop], list[Hop]]:
         """Return the hops of rows, and those of bags that are pooled at the owner."""
@@ -540,10 +536,6 @@ class RowEngine:
         entered.enter_context(torch.inference_mode(mode=False))
         entered.enter_context(torch.no_grad())
         return entered
-
-    @torch.no_grad()
-    def _prepare_chunk(self, chunk: Delta, after: Prepared | None) -> Prepared:
-        return self.migrator.prepare(chunk, after)
 
     @in_phase(StepPhase.APPLY)
     def _apply_chunks(self) -> None:

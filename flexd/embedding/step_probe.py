@@ -141,8 +141,8 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 def _kernels(device: torch.device, goes_on: Callable[[int], bool]) -> tuple[Float64Array, float]:
     """float64[turns] seconds of look-up, pooling and update of one table, and the bytes that they read and write.
 
-    The kernels are those of ``BagExchange`` and ``RowWiseAdagrad`` on one rank: gather of distinct rows, sums of bags,
-    gradients of rows, update. Rows and gradients are zeros, so that no step changes them.
+    The kernels are those of ``SummingRouter`` and ``RowWiseAdagrad`` on one rank: gather of distinct rows, sums of
+    bags, gradients of rows, update. Rows and gradients are zeros, so that no step changes them.
     """
     ids = _skewed_ids(np.random.default_rng(dist.get_rank()))
     found = np.unique(ids, return_inverse=True)

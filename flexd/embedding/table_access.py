@@ -65,8 +65,7 @@ class TableAccess(nn.Module):
             EmbeddingError: on every rank: the values do not fit the table on one, or ranks gave different values,
                 rows or tables. Nothing is loaded. On this rank: the table or the source is unknown.
         """
-        from flexd.embedding.checkpoint.given_rows import agree_on_rows
-        from flexd.embedding.checkpoint.table_rows import distribute
+        from flexd.embedding.checkpoint.table_rows import agree_on_rows, distribute
 
         if name not in self.keyspace.index:
             raise EmbeddingError(f"no table {name!r}", remedy=f"one of {', '.join(self.keyspace.index)}")

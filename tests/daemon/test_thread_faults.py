@@ -103,9 +103,9 @@ UNSUPERVISED = {
     "flexd/stream/kafka/source.py": "a callback's error is logged and counted by the hand-over",
     "flexd/stream/publisher.py": "a thread of the trainer",
     "flexd/control/agent/agent.py": "a thread of the trainer",
-    "flexd/embedding/tap/tap.py": "a thread of the trainer",
-    "flexd/embedding/prefetch/worker_thread.py": "a thread of the trainer",
-    "flexd/embedding/exchange/fault_notice.py": "a thread of the trainer",
+    "flexd/embedding/tap.py": "a thread of the trainer",
+    "flexd/embedding/prefetch/pipeline_job.py": "a thread of the trainer",
+    "flexd/embedding/exchange/calls.py": "a thread of the trainer",
     "flexd/cli/options.py": "a thread of a command",
     "flexd/demo/processes.py": "a thread of a command",
 }

@@ -98,8 +98,7 @@ def test_reports_of_the_steps_add_up_to_the_totals() -> None:
     connection = Connection(collection, agent)  # type: ignore[arg-type]
     for step in range(4):
         collection(ids(*range(step + 1)))["item"].values.sum().backward()
-        with collection.traffic.kind(TrafficKind.SYNC):
-            collection.traffic.sent(step, 10 * step)
+        collection.traffic.sent(step, 10 * step, TrafficKind.SYNC)
         collection.optimizer.step()
     connection.close()
     collection(ids(1))["item"].values.sum().backward()

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.placement import Delta, RankLayout
-from flexd.embedding import dense_adam
+from flexd.embedding import row_optimizers
 from tests.support.rank_pool import Job, Ranks, error_of
 
 ITEMS, USERS, DIM, SAMPLES, LENGTH, STEPS = 41, 17, 6, 5, 7, 6
@@ -162,7 +162,7 @@ def train(
         if case.max_norm:
             scaler.unscale_(optimizer)
             norms.append(float(optimizer.clip_grad_norm_(case.max_norm, case.norm_type)))
-        with mock.patch.object(dense_adam, "_BLOCK_NUMBERS", 7 * DIM):  # several blocks of a table
+        with mock.patch.object(row_optimizers, "_DENSE_BLOCK", 7 * DIM):  # several blocks of a table
             scaler.step(optimizer)
         scaler.update()
         scheduler.step()

@@ -19,7 +19,7 @@ import flexd
 from flexd.core.placement import Delta, RankLayout, Tier
 from flexd.embedding.checkpoint import sharded_state, table_rows
 from flexd.embedding.checkpoint.sharded_state import ShardedState
-from flexd.embedding.prefetch.worker_thread import WorkerThread
+from flexd.embedding.prefetch.pipeline_job import WorkerThread
 from flexd.embedding.row_optimizers import RowOptimizer
 from tests.support.collection_jobs import whole_state_dict
 from tests.support.pretended_cuda import DEVICE, LookupWithoutAutograd, PretendedCuda

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout
-from flexd.embedding.checkpoint.given_rows import fingerprint
 from flexd.embedding.checkpoint.sharded_state import CPU, saved_tables
-from flexd.embedding.checkpoint.table_rows import gather_table
+from flexd.embedding.checkpoint.table_rows import fingerprint, gather_table
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD, Adam, RowOptimizer, RowWiseAdagrad

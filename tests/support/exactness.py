@@ -14,9 +14,8 @@ from flexd.core.placement import REHOMED, Delta, Placement, RankLayout
 from flexd.core.sharding_types import ROW_WISE, ShardingType
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.embedding.dense_adam import DenseAdam
 from flexd.embedding.features import Jagged
-from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
+from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, DenseAdam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from flexd.embedding.features import Jagged
 from flexd.embedding.prefetch.pipeline import PrefetchPipeline
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import StepMoments
-from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
+from flexd.embedding.store.slow.tiered_storage import CacheSlotDivision
 from flexd.embedding.tuning import StepTuner
 from tests.support.exactness import (
     Scenario,

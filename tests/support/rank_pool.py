@@ -50,7 +50,7 @@ def _end_groups_of_the_job() -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
-    from flexd.embedding.exchange.job_groups import JobGroups
+    from flexd.embedding.exchange.process_groups import JobGroups
 
     kept_groups = [dist.group.WORLD, *JobGroups.current().groups]
     for group in [made for made in _world.pg_map if all(made is not keep for keep in kept_groups)]:

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flexd.core.placement import RankLayout
 from flexd.embedding.exchange import hop as hop_module
-from flexd.embedding.exchange.bag_exchange import BagExchange
+from flexd.embedding.exchange.bag_exchange import SummingRouter
+from flexd.embedding.exchange.calls import FaultNotices
 from flexd.embedding.exchange.collectives import Peers, Traffic
-from flexd.embedding.exchange.fault_notice import FaultNotices
 from flexd.embedding.exchange.route import COUNT_SHIFT, BagIds, BagRoute
 from flexd.embedding.replicas import touched_rows as row_bits
 from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows
@@ -179,14 +179,14 @@ hop_ranges: list[tuple[int, int]] = []
 """First key and end of each dim-group of the collection that is simulated."""
 
 
-def _served_bags(bags: BagExchange, ids: BagIds | None) -> tuple[torch.Tensor, BagRoute]:
-    """``BagExchange.send``, with the keys that arrived moved to this rank's."""
-    keys, route = _send_bags(bags, ids)
+def _served_bags(router: SummingRouter, ids: BagIds | None) -> tuple[torch.Tensor, BagRoute]:
+    """``SummingRouter.send_bags``, with the keys that arrived moved to this rank's."""
+    keys, route = _send_bags(router, ids)
     with _outside():
-        return _moved(keys, bags._world_size, route.numbers), route
+        return _moved(keys, router._world_size, route.numbers), route
 
 
-_send_bags = BagExchange.send
+_send_bags = SummingRouter.send_bags
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def mirrored(ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
         mock.patch("flexd.embedding.collection.ChainGroups", MirrorGroups),
         mock.patch("flexd.embedding.prefetch.pipeline.ChainGroups", MirrorGroups),
         mock.patch.object(hop_module.Hop, "exchange_ids", _served_ids),
-        mock.patch.object(BagExchange, "send", _served_bags),
+        mock.patch.object(SummingRouter, "send_bags", _served_bags),
         mock.patch.object(TouchedRows, "recv_up", _recv_up),
         mock.patch.object(SyncLists, "of", staticmethod(_lists_of)),
         mock.patch.object(TouchedRows, "recv_down", _recv_down),

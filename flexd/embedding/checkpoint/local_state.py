@@ -21,7 +21,7 @@ import torch
 from flexd.core.errors import CollectiveError
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.engine import RowEngine
-from flexd.embedding.exchange.fault_notice import BoundedStore, Store
+from flexd.embedding.exchange.calls import BoundedStore, Store
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.step import StepMoments
 

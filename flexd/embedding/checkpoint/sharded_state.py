@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from flexd.core.errors import CheckpointError
 from flexd.core.keyspace import TableSpec, state_columns
 from flexd.embedding.checkpoint import table_rows
-from flexd.embedding.checkpoint.given_rows import fingerprint
-from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute
+from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute, fingerprint
 from flexd.embedding.collection import EmbeddingCollection
 
 if TYPE_CHECKING:

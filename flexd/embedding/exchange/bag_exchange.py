@@ -15,7 +15,7 @@ travel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -35,38 +35,58 @@ from flexd.embedding.store.store import GroupStore
 _NARROW_KEYS = 2**31
 
 
-class BagExchange:
-    """Sends ids of bags to the homes of their rows, sums back, and gradients of bags out again. All methods that move
-    anything are collective.
+class SummingRouter(Router):
+    """Sends the ids of bags to the homes of their rows before a look-up, and looks up the ids that arrive with it.
+
+    Every look-up exchanges sizes and ids of bags, also on ranks that have none, so that
+    look-ups of all ranks meet.
 
     Args:
-        hops: from the rank that has the bag to the home.
-        wire, wide: dtypes of each dim-group, as in ``Router``: vectors travel in ``wire`` and are added in ``wide``.
-        end_key: above every key; below 2^31 ids travel in 4 bytes.
+        hops: of rows.
+        bag_hops: of bags, from the rank that has them to the home.
+        comm_dtype: as in ``Router``. Sums of bags travel in it too, and are added in ``wide``.
     """
 
     def __init__(
         self,
+        stores: Sequence[GroupStore],
         hops: Sequence[Hop],
         traffic: Traffic,
-        wire: Sequence[torch.dtype],
-        wide: Sequence[torch.dtype],
         *,
-        world_size: int,
-        end_key: int,
-        device: torch.device,
+        bag_hops: Sequence[Hop],
+        comm_dtype: str | None = None,
     ) -> None:
-        self.hops = list(hops)
-        self.phases = traffic.phases
-        self._wire, self._wide = list(wire), list(wide)
-        self._groups = len(self._wire)
-        self._world_size = world_size
-        self._word = torch.int32 if end_key <= _NARROW_KEYS else torch.int64
-        none = torch.empty(0, dtype=torch.int64, device=device)
+        super().__init__(stores, hops, traffic, comm_dtype=comm_dtype)
+        self._bag_hops = list(bag_hops)
+        self._groups = len(self.wire)
+        self._world_size = stores[0].world_size
+        # Keys below 2^31 travel in 4 bytes.
+        self._word = torch.int32 if stores[-1].group.end_key <= _NARROW_KEYS else torch.int64
+        none = torch.empty(0, dtype=torch.int64, device=stores[0].rows.device)
         self._no_ids = BagIds(none, none, [0] * self._groups, [0] * self._groups)
 
+    def change_hops(self, hops: Sequence[Hop], bag_hops: Sequence[Hop] = ()) -> None:
+        super().change_hops(hops)
+        self._bag_hops = list(bag_hops)
+
+    def find(
+        self,
+        found: FeatureKeys,
+        agreement: Agreement,
+        touched: TouchedRows | None = None,
+        changed: torch.Tensor | None = None,
+    ) -> Route:
+        """As ``Router.find``; the requests of each dim-group are its keys, then the ids of bags that arrived."""
+        arrived, route = self.send_bags(found.bags)
+        own = found.keys.split_with_sizes(found.numbers)
+        pairs = zip(own, arrived.split_with_sizes(list(route.numbers)), strict=True)
+        both = torch.cat([part for pair in pairs for part in pair])
+        totals = [own + of_bags for own, of_bags in zip(found.numbers, route.numbers, strict=True)]
+        found = replace(found, keys=both, numbers=totals)
+        return replace(super().find(found, agreement, touched, changed), bags=route)
+
     @in_phase(StepPhase.IDS)
-    def send(self, ids: BagIds | None) -> tuple[torch.Tensor, BagRoute]:
+    def send_bags(self, ids: BagIds | None) -> tuple[torch.Tensor, BagRoute]:
         """Send the ids of bags to the homes of their rows. The bags may be any numbers if the look-up is given up.
 
         Args:
@@ -77,7 +97,7 @@ class BagExchange:
         """
         ids = ids or self._no_ids
         legs = []
-        for hop in self.hops:
+        for hop in self._bag_hops:
             leg, ids = self._over(hop, ids)
             legs.append(leg)
         return ids.keys, BagRoute(tuple(legs), ids.bag, ids.numbers, ids.bags)
@@ -96,89 +116,100 @@ class BagExchange:
         last[:-1] |= section[1:] != section[:-1]
         ends = last.to(torch.int64)
         part_sizes = devices.sum_by_place(section, ends, groups * peers)
-        sent, received = self._exchange_sizes(hop, sizes, part_sizes)
+        (sent, sent_parts), (received, received_parts) = self._exchange_sizes(hop, sizes, part_sizes)
         words = torch.where(last, ~keys, keys).to(self._word)
         # Ordered by dim-group, and sent peer by peer.
-        flat = with_parts_transposed(words, sent.ids.T) if words.shape[0] else words
-        column = Column(
-            flat.view(-1, 1), None, sent.ids.sum(axis=1).tolist(), received.ids.sum(axis=1).tolist(), self._word
-        )
+        flat = with_parts_transposed(words, sent.T) if words.shape[0] else words
+        column = Column(flat.view(-1, 1), None, sent.sum(axis=1).tolist(), received.sum(axis=1).tolist(), self._word)
         arrived = hop.exchange([column])[0].whole(self._word).view(-1)
-        words = with_parts_transposed(arrived, received.ids)
+        words = with_parts_transposed(arrived, received)
         ended = words < 0
         ends_in = ended.to(torch.int64)
-        places = bag.new_empty(int(sent.vectors.sum())).scatter_(0, ends.cumsum(0) - ends, bag)
-        sent_parts = sent.vectors.sum(axis=0).tolist()
-        leg = BagLeg(ids.bags, places.split_with_sizes(sent_parts), sent.vectors, received.vectors)
+        places = bag.new_empty(int(sent_parts.sum())).scatter_(0, ends.cumsum(0) - ends, bag)
+        of_groups = places.split_with_sizes(sent_parts.sum(axis=0).tolist())
+        leg = BagLeg(ids.bags, of_groups, sent_parts, received_parts)
         return leg, BagIds(
             torch.where(ended, ~words, words).to(torch.int64),
             ends_in.cumsum(0) - ends_in,
-            received.ids.sum(axis=0).tolist(),
-            received.vectors.sum(axis=0).tolist(),
+            received.sum(axis=0).tolist(),
+            received_parts.sum(axis=0).tolist(),
         )
 
-    def _exchange_sizes(self, hop: Hop, ids: torch.Tensor, parts: torch.Tensor) -> tuple[_PeerSizes, _PeerSizes]:
-        """Exchange int64 [groups x peers] numbers of ids and of parts."""
+    def _exchange_sizes(self, hop: Hop, ids: torch.Tensor, parts: torch.Tensor) -> tuple[tuple[Counts, Counts], ...]:
+        """Exchange int64 [groups x peers] numbers of ids and of parts, each of which comes back as a vector.
+
+        Returns:
+            int64 [peers, dim-groups] numbers of ids and of parts that are sent, and those that are received.
+        """
         peers, groups = hop.peers.size, self._groups
         sent = torch.cat([ids.view(groups, peers), parts.view(groups, peers)]).t().reshape(-1)
         width = [2 * groups] * peers
         received = hop.peers.all_to_all(sent, width, width)
         rows = host_numbers(torch.cat([sent, received])).reshape(2, peers, 2, groups)
-        return _PeerSizes(rows[0, :, 0], rows[0, :, 1]), _PeerSizes(rows[1, :, 0], rows[1, :, 1])
+        return (rows[0, :, 0], rows[0, :, 1]), (rows[1, :, 0], rows[1, :, 1])
 
     @in_phase(StepPhase.ROWS)
-    def sums(self, route: BagRoute, first: Sequence[StationRows], rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Add up the rows of the bags that arrived, and return the sums of this rank's bags.
+    def sums(self, route: Route, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Collective. Add up the rows of the bags that arrived; return per dim-group [bags, dim] sums of this rank's
+        bags, in the dtype of the tables.
 
         Args:
-            first: the rows of the first station of the look-up, by dim-group.
-            rows: per dim-group [rows of that station, dim].
-
-        Returns:
-            Per dim-group [bags, dim] in the dtype in which sums are made.
+            rows: as ``fetch`` returned them without ``expand``.
         """
-        offsets = _offsets(devices.sum_by_place(route.bag, None, sum(route.bags)), route.bags, route.numbers)
+        bags = route.bags
+        if bags is None:
+            return []
+        offsets = _offsets(devices.sum_by_place(bags.bag, None, sum(bags.bags)), bags.bags, bags.numbers)
         totals = [
             functional.embedding_bag(index, of_rows.to(wide), ends, mode="sum", include_last_offset=True)
             for index, of_rows, wide, ends in zip(
-                _requests_of_bags(route, first), rows, self._wide, offsets, strict=True
+                _requests_of_bags(bags, route.stations[0]), rows, self.wide, offsets, strict=True
             )
         ]
-        for leg, hop in zip(reversed(route.legs), reversed(self.hops), strict=True):
+        for leg, hop in zip(reversed(bags.legs), reversed(self._bag_hops), strict=True):
             columns = [
                 Column(total, None, counts_of_group(g, leg.received), counts_of_group(g, leg.sent), wire, added=True)
-                for g, (total, wire) in enumerate(zip(totals, self._wire, strict=True))
+                for g, (total, wire) in enumerate(zip(totals, self.wire, strict=True))
             ]
             arrived = hop.exchange(columns)
-            shapes = [(bags, total.shape[1]) for bags, total in zip(leg.bags, totals, strict=True)]
-            totals = devices.zeros(shapes, self._wide, totals[0].device)
+            shapes = [(number, total.shape[1]) for number, total in zip(leg.bags, totals, strict=True)]
+            totals = devices.zeros(shapes, self.wide, totals[0].device)
             add_columns(arrived, totals, leg.places)
-        return totals
+        return [total.to(store.dtype) for total, store in zip(totals, self._stores, strict=True)]
 
     @in_phase(StepPhase.PUSH)
-    def spread(
-        self, passes: Sequence[tuple[BagRoute, Sequence[StationRows], Sequence[torch.Tensor]]]
-    ) -> list[list[torch.Tensor]]:
-        """Carry the gradients of the bags of several passes to the homes, in one message a hop.
+    def spread(self, passes: Sequence[tuple[Route, Sequence[torch.Tensor] | None]]) -> list[list[torch.Tensor]]:
+        """Collective. Carry the gradients of the bags of several passes to the homes, in one message a hop.
 
         Args:
-            passes: of each its route, the rows of its first station, and per dim-group [bags, dim] gradients.
+            passes: routes with per dim-group [bags, dim] gradients of this rank's bags; None: zero.
 
         Returns:
             Of each pass per dim-group [rows of its first station, dim] gradients of the rows that it added up.
         """
-        grads = [[grad.to(wide) for grad, wide in zip(of_pass, self._wide, strict=True)] for _, _, of_pass in passes]
-        for number, hop in enumerate(self.hops):
+        routes = [route.bags for route, _ in passes if route.bags is not None]
+        if len(routes) < len(passes):
+            raise AssertionError("a route without bags")
+        grads = [
+            self._zeros(bags.legs[0].bags if bags.legs else bags.bags)
+            if of_pass is None
+            else [grad.to(wide) for grad, wide in zip(of_pass, self.wide, strict=True)]
+            for bags, (_, of_pass) in zip(routes, passes, strict=True)
+        ]
+        for number, hop in enumerate(self._bag_hops):
             columns = []
-            for (route, _, _), of_pass in zip(passes, grads, strict=True):
-                leg = route.legs[number]
+            for bags, of_pass in zip(routes, grads, strict=True):
+                leg = bags.legs[number]
                 columns += [
                     Column(grad, at, counts_of_group(g, leg.sent), counts_of_group(g, leg.received), wire)
-                    for g, (grad, at, wire) in enumerate(zip(of_pass, leg.places, self._wire, strict=True))
+                    for g, (grad, at, wire) in enumerate(zip(of_pass, leg.places, self.wire, strict=True))
                 ]
-            arrived = whole_columns(hop.exchange(columns), self._wide * len(passes))
+            arrived = whole_columns(hop.exchange(columns), self.wide * len(passes))
             grads = [arrived[at : at + self._groups] for at in range(0, len(arrived), self._groups)]
-        return [self._of_rows(route, first, of_pass) for (route, first, _), of_pass in zip(passes, grads, strict=True)]
+        return [
+            self._of_rows(bags, route.stations[0], of_pass)
+            for bags, (route, _), of_pass in zip(routes, passes, grads, strict=True)
+        ]
 
     def _of_rows(
         self, route: BagRoute, first: Sequence[StationRows], grads: Sequence[torch.Tensor]
@@ -200,19 +231,6 @@ class BagExchange:
                 strict=True,
             )
         ]
-
-
-@dataclass(frozen=True)
-class _PeerSizes:
-    """Numbers exchanged with each peer.
-
-    Attributes:
-        ids: int64 [peers, dim-groups].
-        vectors: parts, each of which comes back as a vector, in the same form.
-    """
-
-    ids: Counts
-    vectors: Counts
 
 
 def _starts(numbers: Sequence[int]) -> list[int]:
@@ -254,82 +272,3 @@ def joined_offsets(lengths: Sequence[Sequence[torch.Tensor]], numbers: Sequence[
     pieces = [piece for begin, of_list in zip(begins, lengths, strict=True) for piece in (begin, *of_list)]
     sums = torch.cat(pieces).cumsum(0)
     return sums.split_with_sizes([1 + sum(piece.shape[0] for piece in of_list) for of_list in lengths])
-
-
-class SummingRouter(Router):
-    """Sends the ids of bags to the homes of their rows before a look-up, and looks up the ids that arrive with it.
-
-    Every look-up exchanges sizes and ids of bags, also on ranks that have none, so that
-    look-ups of all ranks meet.
-
-    Args:
-        hops: of rows.
-        bag_hops: of bags, from the rank that has them to the home.
-        comm_dtype: as in ``Router``.
-    """
-
-    def __init__(
-        self,
-        stores: Sequence[GroupStore],
-        hops: Sequence[Hop],
-        traffic: Traffic,
-        *,
-        bag_hops: Sequence[Hop],
-        comm_dtype: str | None = None,
-    ) -> None:
-        super().__init__(stores, hops, traffic, comm_dtype=comm_dtype)
-        self.bags = BagExchange(
-            bag_hops,
-            traffic,
-            self.wire,
-            self.wide,
-            world_size=stores[0].world_size,
-            end_key=stores[-1].group.end_key,
-            device=stores[0].rows.device,
-        )
-
-    def change_hops(self, hops: Sequence[Hop], bag_hops: Sequence[Hop] = ()) -> None:
-        super().change_hops(hops)
-        self.bags.hops = list(bag_hops)
-
-    def find(
-        self,
-        found: FeatureKeys,
-        agreement: Agreement,
-        touched: TouchedRows | None = None,
-        changed: torch.Tensor | None = None,
-    ) -> Route:
-        """As ``Router.find``; the requests of each dim-group are its keys, then the ids of bags that arrived."""
-        arrived, route = self.bags.send(found.bags)
-        own = found.keys.split_with_sizes(found.numbers)
-        pairs = zip(own, arrived.split_with_sizes(list(route.numbers)), strict=True)
-        both = torch.cat([part for pair in pairs for part in pair])
-        totals = [own + of_bags for own, of_bags in zip(found.numbers, route.numbers, strict=True)]
-        found = replace(found, keys=both, numbers=totals)
-        return replace(super().find(found, agreement, touched, changed), bags=route)
-
-    def sums(self, route: Route, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Collective. Return per dim-group [bags, dim] sums of this rank's bags, in the dtype of the tables.
-
-        Args:
-            rows: as ``fetch`` returned them without ``expand``.
-        """
-        if route.bags is None:
-            return []
-        totals = self.bags.sums(route.bags, route.stations[0], rows)
-        return [total.to(store.dtype) for total, store in zip(totals, self._stores, strict=True)]
-
-    def spread(self, passes: Sequence[tuple[Route, Sequence[torch.Tensor] | None]]) -> list[list[torch.Tensor]]:
-        """Collective. Return of each pass per dim-group [rows of station 0, dim] gradients of the rows of its bags.
-
-        Args:
-            passes: routes with per dim-group [bags, dim] gradients of this rank's bags; None: zero.
-        """
-        given = []
-        for route, grads in passes:
-            if route.bags is None:
-                raise AssertionError("a route without bags")
-            if grads is None:
-                grads = self._zeros(route.bags.legs[0].bags if route.bags.legs else route.bags.bags)
-            given.append((route.bags, route.stations[0], grads))
-        return self.bags.spread(given)

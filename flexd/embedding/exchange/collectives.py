@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from flexd.core.errors import CollectiveError, TopologyError
 from flexd.core.placement import RankLayout
-from flexd.embedding.exchange.calls import PhaseMeter
-from flexd.embedding.exchange.fault_notice import FIRST_LOOK, FaultNotices
+from flexd.embedding.exchange.calls import FIRST_LOOK, FaultNotices, PhaseMeter
 
 # torch 2.13 renamed it and warns of the old name.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,19 +43,8 @@ class Traffic:
     home_accesses: int = 0
     node_accesses: int = 0
     device_accesses: int = 0
-    current_kind: TrafficKind = field(default=TrafficKind.ALL_TO_ALL, repr=False)
-    """Kind that bytes are counted as unless the collective names another."""
     phases: PhaseMeter = field(default_factory=PhaseMeter, repr=False, compare=False)
     """Meter of the thread whose collectives are counted here."""
-
-    @contextmanager
-    def kind(self, kind: TrafficKind) -> Iterator[None]:
-        """Count bytes that are sent inside as ``kind``."""
-        before, self.current_kind = self.current_kind, kind
-        try:
-            yield
-        finally:
-            self.current_kind = before
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -69,9 +57,9 @@ class Traffic:
             for name, value in before.items():
                 setattr(self, name, value)
 
-    def sent(self, intra_bytes: int, inter_bytes: int, kind: TrafficKind | None = None) -> None:
-        """Add sent bytes; ``kind`` defaults to ``current_kind``."""
-        intra, inter = (f"{kind or self.current_kind}_{link}_bytes" for link in ("intra", "inter"))
+    def sent(self, intra_bytes: int, inter_bytes: int, kind: TrafficKind = TrafficKind.ALL_TO_ALL) -> None:
+        """Add sent bytes."""
+        intra, inter = (f"{kind}_{link}_bytes" for link in ("intra", "inter"))
         setattr(self, intra, getattr(self, intra) + intra_bytes)
         setattr(self, inter, getattr(self, inter) + inter_bytes)
 
@@ -238,7 +226,10 @@ class Peers:
         return whole
 
     def all_reduce(
-        self, flat: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, kind: TrafficKind | None = None
+        self,
+        flat: torch.Tensor,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        kind: TrafficKind = TrafficKind.ALL_TO_ALL,
     ) -> None:
         """All-reduce in place; the result is bit-equal on every member."""
         if self.size == 1 or flat.numel() == 0:
@@ -277,11 +268,15 @@ class Peers:
             yield
             phases.end_collective(leaves_node=self._leaves_node)
         except RuntimeError as error:
-            self._raise_notice(collective, error)
+            notice = None if self._notices is None else self._notices.find()
+            if notice is not None:  # why the collective fails or does not return
+                raise CollectiveError(
+                    f"rank {self.rank}: {collective} with ranks {self._named_others()}: {notice}",
+                    remedy="see the log of the rank named last, then restart the job from a checkpoint",
+                ) from error
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CollectiveError(
-                f"rank {self.rank}: {collective} with ranks {self._named_others()} "
-                f"({self._traffic.current_kind}): {cause}",
+                f"rank {self.rank}: {collective} with ranks {self._named_others()} ({TrafficKind.ALL_TO_ALL}): {cause}",
                 remedy="one of them has died, hangs, or makes other calls than this one: see its log, then restart the "
                 "job from a checkpoint",
             ) from error
@@ -320,19 +315,10 @@ class Peers:
             else:
                 return
 
-    def _raise_notice(self, collective: str, error: RuntimeError) -> None:
-        """Raise the error of another rank if it is the reason that a collective fails or does not return."""
-        notice = None if self._notices is None else self._notices.find()
-        if notice is not None:
-            raise CollectiveError(
-                f"rank {self.rank}: {collective} with ranks {self._named_others()}: {notice}",
-                remedy="see the log of the rank named last, then restart the job from a checkpoint",
-            ) from error
-
     def _named_others(self) -> str:
         return ", ".join(str(rank) for rank in self.ranks if rank != self.rank)
 
-    def _count(self, bytes_by_peer: Sequence[int], kind: TrafficKind | None = None) -> None:
+    def _count(self, bytes_by_peer: Sequence[int], kind: TrafficKind = TrafficKind.ALL_TO_ALL) -> None:
         intra = inter = 0
         for peer, sent in enumerate(bytes_by_peer):
             if peer == self.index:
@@ -343,12 +329,12 @@ class Peers:
                 intra += sent
         self._sent(intra, inter, kind)
 
-    def _count_even(self, total: int, kind: TrafficKind | None = None) -> None:
+    def _count_even(self, total: int, kind: TrafficKind = TrafficKind.ALL_TO_ALL) -> None:
         """Count a collective whose sent bytes spread evenly over the other members."""
         others = self.size - 1
         far = sum(self.far)
         self._sent(total * (others - far) // others, total * far // others, kind)
 
-    def _sent(self, intra_bytes: int, inter_bytes: int, kind: TrafficKind | None) -> None:
+    def _sent(self, intra_bytes: int, inter_bytes: int, kind: TrafficKind) -> None:
         self._traffic.sent(intra_bytes, inter_bytes, kind)
         self._traffic.phases.sent(intra_bytes, inter_bytes)

@@ -176,19 +176,6 @@ class LocatedRows:
     sections: torch.Tensor
 
 
-@dataclass(frozen=True)
-class SectionSizes:
-    """Numbers of rows of each section of a station.
-
-    Attributes:
-        held: int64 [groups, 3] of plain home rows, of NODE and of DEVICE rows.
-        away: int64 [groups, peers].
-    """
-
-    held: Int64Array
-    away: Int64Array
-
-
 class StationLookup:
     """Looks requested keys up in the stores of this rank."""
 
@@ -290,10 +277,14 @@ class StationLookup:
         """Return int64 [peers, groups] numbers of the rows requested from each peer."""
         return located.sections[_HELD * self.groups :].view(self.groups, hop.peers.size).t()
 
-    def split_sections(self, sizes: Int64Array, peers: int) -> SectionSizes:
-        """Split the int64 [sections] numbers of a station's sections."""
+    def split_sections(self, sizes: Int64Array, peers: int) -> tuple[Int64Array, Int64Array]:
+        """Split the int64 [sections] numbers of rows of a station.
+
+        Returns:
+            int64 [groups, 3] numbers of plain home rows, of NODE and of DEVICE rows; int64 [groups, peers].
+        """
         held = _HELD * self.groups
-        return SectionSizes(sizes[:held].reshape(-1, _HELD), sizes[held:].reshape(self.groups, peers))
+        return sizes[:held].reshape(-1, _HELD), sizes[held:].reshape(self.groups, peers)
 
     def stations(
         self, located: LocatedRows, sizes: Int64Array, peers: int, requests: Sequence[int]
@@ -304,15 +295,15 @@ class StationLookup:
             sizes: int64 [sections], their numbers of rows.
             requests: number of requests of each dim-group, which were located.
         """
-        split = self.split_sections(sizes, peers)
-        of_held = split.held.sum(axis=1)
-        rows: list[int] = (of_held + split.away.sum(axis=1)).tolist()
-        held, plain = of_held.tolist(), split.held[:, 0].tolist()
+        held_sizes, away_sizes = self.split_sections(sizes, peers)
+        of_held = held_sizes.sum(axis=1)
+        rows: list[int] = (of_held + away_sizes.sum(axis=1)).tolist()
+        held, plain = of_held.tolist(), held_sizes[:, 0].tolist()
         order = located.order[: sum(held)]
         slots = located.slots.index_select(0, order).split_with_sizes(held)
         entries = located.entries.index_select(0, order).split_with_sizes(held)
         expands: Sequence[torch.Tensor | None] = [None] * self.groups
-        numbered = _numbered(located, split, self._numbers.first(len(located.order)))
+        numbered = _numbered(located, held_sizes, away_sizes, self._numbers.first(len(located.order)))
         if numbered is not None:
             expands = numbered.split_with_sizes(list(requests))
         return tuple(
@@ -335,23 +326,26 @@ class StationLookup:
         return packed.index_select(0, located.order[len(located.order) - int(requested.sum()) :])
 
 
-def _numbered(located: LocatedRows, sizes: SectionSizes, number: torch.Tensor) -> torch.Tensor | None:
+def _numbered(
+    located: LocatedRows, held_sizes: Int64Array, away_sizes: Int64Array, number: torch.Tensor
+) -> torch.Tensor | None:
     """Return int64 [requests]: the number of each requested row in its dim-group; None if every row was requested once,
     in the order of the numbers.
 
     Args:
+        held_sizes, away_sizes: as ``StationLookup.split_sections``.
         number: int64 [m] 0, 1, 2 ...
     """
-    groups = len(sizes.held)
-    sections = (sizes.held > 0).sum(axis=1) + (sizes.away > 0).sum(axis=1)
+    groups = len(held_sizes)
+    sections = (held_sizes > 0).sum(axis=1) + (away_sizes > 0).sum(axis=1)
     if sections.max() <= 1 and (located.expand is None or groups == 1):
         return located.expand
     numbers = torch.empty_like(number).scatter_(0, located.order, number)
     if groups > 1:
-        held, away = sizes.held.sum(axis=1), sizes.away.sum(axis=1)
+        held, away = held_sizes.sum(axis=1), away_sizes.sum(axis=1)
         both = np.concatenate([held, away])
         shifts = np.concatenate([np.zeros_like(held), held]) - (np.cumsum(both) - both)
-        widths = np.repeat([_HELD, sizes.away.shape[1]], groups)
+        widths = np.repeat([_HELD, away_sizes.shape[1]], groups)
         of_section = devices.uploaded(np.repeat(shifts, widths), number.device)
         numbers += of_section.index_select(0, located.section)
     return numbers if located.expand is None else numbers.index_select(0, located.expand)

@@ -132,7 +132,7 @@ class Router:
                 sizes, rest = own[: len(located.sections)], own[len(located.sections) :]
                 accesses = rest[: len(rest) - len(flags)]
                 home, node, device = accesses.reshape(-1, 3).sum(axis=0).tolist()
-                if away := int(lookup.split_sections(sizes, 1).away.sum()):
+                if away := int(lookup.split_sections(sizes, 1)[1].sum()):
                     raise EmbeddingError(f"{away} rows were requested from a rank that is not their home")
                 stations.append(lookup.stations(located, sizes, 1, numbers))
                 all_keys.append(
@@ -367,7 +367,7 @@ def merge_passes(
             ids_served, served_sizes = _union_served(lookup, routes, station, peers)
             both = host_numbers(torch.cat([located.sections, served_sizes]))
             sizes, of_served = both[: len(located.sections)], both[len(located.sections) :]
-        away = lookup.split_sections(sizes, peers).away
+        _, away = lookup.split_sections(sizes, peers)
         stations.append(lookup.stations(located, sizes, peers, numbers))
         all_keys.append(lookup.numbered_keys(located, stations[0]) if station == 0 else ids.split_with_sizes(numbers))
         if hop is None:

@@ -189,10 +189,6 @@ class UnitMessage:
             first = self._taken[c][1]
         return PartTable(np.concatenate(starts) // self._cell, np.concatenate(sizes), unit // self._cell)
 
-    def flat_bytes(self, columns: Sequence[int]) -> int:
-        """Return the bytes that columns send."""
-        return sum(self._flat_sizes[c] for c in columns)
-
     def sizes_of(self, columns: Sequence[int]) -> list[int]:
         """Return the bytes that each of some columns sends."""
         return [self._flat_sizes[c] for c in columns]
@@ -347,8 +343,9 @@ class UnitColumns:
         parts: list[torch.Tensor] = []
         for of_class in message.classes:
             if all(columns[c].index is not None and self._own[c] is None for c in of_class):
-                flat = torch.empty(message.flat_bytes(of_class), dtype=torch.uint8, device=columns[0].source.device)
-                for c, out in zip(of_class, flat.split_with_sizes(message.sizes_of(of_class)), strict=True):
+                sizes = message.sizes_of(of_class)
+                flat = torch.empty(sum(sizes), dtype=torch.uint8, device=columns[0].source.device)
+                for c, out in zip(of_class, flat.split_with_sizes(sizes), strict=True):
                     columns[c].write(0, sum(columns[c].sent), out.view(columns[c].wire).view(-1, columns[c].width))
                 parts.append(flat)
                 continue

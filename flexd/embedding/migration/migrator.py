@@ -200,6 +200,7 @@ class Migrator:
             right: BoolArray = self._directory.read(addresses)[0] == self._listed_tiers(addresses, old)
         return right
 
+    @torch.no_grad()
     def prepare(self, chunk: Delta, after: Prepared | None) -> NextPlacement:
         """Prepare a chunk for ``apply``. Any thread, one at a time.
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows
 from flexd.embedding.exchange.hop import Hop
@@ -207,8 +206,6 @@ def _differ(now: InputValues, kept: InputValues) -> Flag:
     if _form(now) != _form(kept):
         return True
     pairs = [(torch.cat(parts), kept.joined[dtype]) for dtype, parts in _by_dtype(now.numbers).items()]
-    if all(devices.in_host_memory(one) for one, _ in pairs):
-        return not all(torch.equal(*pair) for pair in pairs)
     flags = [torch.ne(*pair).any() for pair in pairs]
     return torch.stack(flags).any() if len(flags) > 1 else flags[0] if flags else False
 

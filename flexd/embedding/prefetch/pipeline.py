@@ -56,8 +56,12 @@ from flexd.embedding.exchange.calls import PhaseMeter
 from flexd.embedding.exchange.collectives import Peers, Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, ChangeNotice, LoaderEnd, may_be_input
-from flexd.embedding.prefetch.pipeline_job import DeferredGradients, PrefetchPipelineJob, PrefetchPipelineResult
-from flexd.embedding.prefetch.worker_thread import WorkerThread
+from flexd.embedding.prefetch.pipeline_job import (
+    DeferredGradients,
+    PrefetchPipelineJob,
+    PrefetchPipelineResult,
+    WorkerThread,
+)
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import ForwardPass, RoutedInput, StepMoments

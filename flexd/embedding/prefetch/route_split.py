@@ -76,7 +76,7 @@ def split_route(route: Route, marks: Marks) -> RouteSplit:
         torch.cat(
             [
                 *(torch.stack(of_station) for of_station in rows),
-                *(torch.stack([_marked_plain(route.stations[s][g], marks[s][g]) for g in groups]) for s in stations),
+                *(torch.stack([marks[s][g][: route.stations[s][g].plain].sum() for g in groups]) for s in stations),
                 *(
                     _sums(bits, counts_of_group(group, counts))
                     for all_bits, all_counts in ((requested_marks, route.requested), (served_marks, route.served))
@@ -163,11 +163,6 @@ def _part_of_station(
 def _places(chosen: torch.Tensor, number: int) -> torch.Tensor:
     """bool [n] with ``number`` of True -> int64 [number] places of True. The host does not wait for the device."""
     return torch.nonzero_static(chosen, size=number).view(-1)
-
-
-def _marked_plain(rows: StationRows, marks: torch.Tensor) -> torch.Tensor:
-    """Return int64 [] number of plain home rows with a mark."""
-    return marks[: rows.plain].sum()
 
 
 def _keys(route: Route, station: int, group: int, chosen: torch.Tensor, requests: int) -> torch.Tensor:

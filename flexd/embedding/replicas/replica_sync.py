@@ -63,7 +63,7 @@ class ReplicaSync:
     """Sums gradients over all ranks through a ``Router``, and updates the rows that this rank holds.
 
     Args:
-        updated: called with the rows that are about to be updated.
+        changed: as ``StepMoments.changed``, of the rows that are about to be updated.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class ReplicaSync:
         stores: Sequence[GroupStore],
         router: Router,
         layout: RankLayout,
-        updated: Callable[[Sequence[RowGradients], RowUpdate], None] | None = None,
+        changed: Callable[..., None] | None = None,
     ) -> None:
         self._stores = list(stores)
-        self._updated = updated
+        self._changed = changed
         self._router, self.phases = router, router.phases
         self._layout = layout
         self._first_slots = [0, *accumulate(store.home_rows + store.replica_slots for store in self._stores)]
@@ -146,8 +146,8 @@ class ReplicaSync:
     @in_phase(StepPhase.UPDATE)
     def update(self, summed: Sequence[RowGradients], optimizer: RowUpdate, step: int) -> None:
         """Update the rows. ``step``: as in ``RowUpdate.update_groups``."""
-        if self._updated is not None:
-            self._updated(summed, optimizer)
+        if self._changed is not None:
+            self._changed([(part.group, part.slots) for part in summed], all_rows=optimizer.moves_all_rows)
         # One part a tier and group has the same rows in the same order on every holder: bit-equal by construction.
         groups = []
         for g, store in enumerate(self._stores):

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from flexd.core.keyspace import NO_KEY, TURN_BITS, Homes, state_columns
-from flexd.embedding.devices import HALF_DTYPES
+from flexd.embedding.devices import HALF_DTYPES, packed, unpacked
 from flexd.embedding.store.directory import NOT_REHOMED, Directory, FreeSlots, max_listed_rows
-from flexd.embedding.store.packing import packed, unpacked
 
 if TYPE_CHECKING:
     from flexd.embedding.store.slow.tiered_rows import RowColumn, TieredRows
+
 
 TORCH_DTYPES = {
     "float64": torch.float64,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import CheckpointError
 from flexd.core.placement import Placement, RankLayout
-from flexd.embedding.checkpoint import saved_rows, series_directory, table_rows
+from flexd.embedding.checkpoint import saved_rows, table_rows
 from flexd.embedding.checkpoint.series import CheckpointSeries
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.prefetch.loop import prefetch
@@ -155,8 +155,8 @@ def failing_save(rank: int, layout: RankLayout, path: str, where: str) -> dict[s
 
     failing = {
         "rows": (saved_rows, "write_window", 2),
-        "complete": (series_directory.SeriesDirectory, "complete", 0),
-        "begin": (series_directory.SeriesDirectory, "begin", 0),
+        "complete": (saved_rows.SeriesDirectory, "complete", 0),
+        "begin": (saved_rows.SeriesDirectory, "begin", 0),
     }[where]
     with mock.patch.object(*failing[:2], broken if rank == failing[2] else getattr(*failing[:2])):
         text = error_of(series.save)

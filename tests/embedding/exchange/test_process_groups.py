@@ -19,8 +19,8 @@ from flexd.core.errors import TopologyError
 from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.connect import connect
-from flexd.embedding.exchange import job_groups, process_groups
-from flexd.embedding.exchange.fault_notice import FaultNotices
+from flexd.embedding.exchange import process_groups
+from flexd.embedding.exchange.calls import FaultNotices
 from flexd.embedding.exchange.process_groups import layout_from_environment
 from flexd.embedding.prefetch.loop import prefetch
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
@@ -38,7 +38,7 @@ def construct(rank: int, arguments: list[dict[str, Any]]) -> str:
 def closed_groups(rank: int, layout: RankLayout) -> dict[str, Any]:
     """Count the process groups that collections and loops of ``prefetch`` make, and those that are left at the end."""
     made: list[str] = []
-    new_subgroup = job_groups.new_subgroup
+    new_subgroup = process_groups.new_subgroup
 
     def counted(ranks: Any, name: str, timeout: Any) -> Any:
         made.append(name.split("/")[2])
@@ -51,8 +51,8 @@ def closed_groups(rank: int, layout: RankLayout) -> dict[str, Any]:
     out: dict[str, Any] = {}
     before = set(distributed_c10d._world.pg_map)
     with (
-        mock.patch.object(job_groups, "new_subgroup", counted),
-        mock.patch.object(job_groups, "_present", [job_groups.JobGroups()]),
+        mock.patch.object(process_groups, "new_subgroup", counted),
+        mock.patch.object(process_groups, "_present", [process_groups.JobGroups()]),
     ):
         for name, exchange in (("first", "chain"), ("again", "direct")):
             made.clear()
@@ -179,12 +179,12 @@ import atexit
 seen = []
 atexit.register(lambda: print("default is", seen[0]._present[0].default))  # runs after what is registered later
 import torch.distributed as dist
-from flexd.embedding.exchange import job_groups
-seen.append(job_groups)
+from flexd.embedding.exchange import process_groups
+seen.append(process_groups)
 
 def begin():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return job_groups.JobGroups.current()
+    return process_groups.JobGroups.current()
 
 first = begin()
 first.begin_use()
@@ -192,7 +192,7 @@ dist.destroy_process_group()
 second = begin()
 second.begin_use()
 first.end_use(destroy=True)
-print("same", first is second, "users", second._users, "kept", job_groups.JobGroups.current() is second)
+print("same", first is second, "users", second._users, "kept", process_groups.JobGroups.current() is second)
 """
 
 
@@ -212,19 +212,19 @@ def test_the_end_of_a_process_waits_for_threads_of_gloo_that_run(tmp_path: Path)
     thread = tmp_path / "12" / "stat"
     thread.parent.mkdir()
     thread.write_text("12 (pt_gloo_runloop) R 1 2")
-    assert job_groups._gloo_runs(tmp_path)
+    assert process_groups._gloo_runs(tmp_path)
     for other in ("12 (pt_gloo_runloop) S 1 2", "12 (python) R 1 2", "12 (odd) name) R 1 2"):
         thread.write_text(other)
-        assert not job_groups._gloo_runs(tmp_path)
+        assert not process_groups._gloo_runs(tmp_path)
     seen = [True, True, False]
     with (
-        mock.patch.object(job_groups, "_gloo_runs", side_effect=lambda _: seen.pop(0)),
-        mock.patch.object(job_groups, "_present", [job_groups.JobGroups()]),
+        mock.patch.object(process_groups, "_gloo_runs", side_effect=lambda _: seen.pop(0)),
+        mock.patch.object(process_groups, "_present", [process_groups.JobGroups()]),
     ):
-        job_groups._release()
+        process_groups._release()
         assert seen == []
         with (
-            mock.patch.object(job_groups, "_gloo_runs", return_value=True),
-            mock.patch.object(job_groups, "_RELEASE_SECONDS", 0.01),
+            mock.patch.object(process_groups, "_gloo_runs", return_value=True),
+            mock.patch.object(process_groups, "_RELEASE_SECONDS", 0.01),
         ):
-            job_groups._release()  # a thread that never rests does not keep the process
+            process_groups._release()  # a thread that never rests does not keep the process

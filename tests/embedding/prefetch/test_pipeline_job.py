@@ -17,8 +17,9 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.placement import RankLayout
 from flexd.embedding import devices
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.embedding.exchange import collectives, job_groups
+from flexd.embedding.exchange import collectives, process_groups
 from flexd.embedding.features import Jagged
+from flexd.embedding.prefetch.pipeline_job import WorkerThread
 from tests.support.exactness import Scenario
 from tests.support.prefetch_pipeline_jobs import Loop, pipeline_of, train
 from tests.support.rank_pool import Ranks
@@ -101,7 +102,7 @@ def issued(rank: int, scenario: Scenario, loop: Loop) -> tuple[list[Issued], int
 
         return issue
 
-    new_subgroup = job_groups.new_subgroup
+    new_subgroup = process_groups.new_subgroup
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal made
@@ -112,7 +113,7 @@ def issued(rank: int, scenario: Scenario, loop: Loop) -> tuple[list[Issued], int
         mock.patch.object(dist, "all_to_all_single", recorded("all_to_all", dist.all_to_all_single)),
         mock.patch.object(dist, "all_reduce", recorded("all_reduce", dist.all_reduce)),
         mock.patch.object(collectives, "all_gather_flat", recorded("all_gather", collectives.all_gather_flat)),
-        mock.patch.object(job_groups, "new_subgroup", counted),
+        mock.patch.object(process_groups, "new_subgroup", counted),
     ):
         train(rank, scenario, loop)
     return record, made
@@ -157,3 +158,19 @@ def test_an_accelerator_always_uses_one_thread() -> None:
         assert next(batches) is loader[0]
         assert getattr(pipeline_of(collection), "one_thread", False)
         batches.close()
+
+
+def test_a_job_that_does_not_end_is_an_error_within_the_deadline() -> None:
+    release = threading.Event()
+    worker: WorkerThread[int] = WorkerThread("test", torch.device("cpu"))
+    worker.submit(lambda: int(release.wait(60)))
+    with pytest.raises(EmbeddingError, match="test: a job is under way"):
+        worker.submit(lambda: 2)
+    with pytest.raises(EmbeddingError, match=r"not done after 0\.01 s"):
+        worker.result(0.01)
+    assert not worker.stop(0.01)
+    release.set()
+    assert worker.result(60.0) == 1
+    worker.submit(lambda: 3)  # a new thread
+    assert worker.result(60.0) == 3
+    assert worker.stop(60.0)

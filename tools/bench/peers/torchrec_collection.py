@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flexd.embedding.collection import EmbeddingTable
-from flexd.embedding.store.initial_values import initial_rows
+from flexd.embedding.row_hashes import initial_rows
 
 Int64Array = npt.NDArray[np.int64]
 MODULES = ("torchrec", "fbgemm_gpu")

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from flexd.embedding.store.slow.half_life import FIRST, HALF_LIVES, HalfLife
+from flexd.embedding.store.slow.fast_memory import FIRST, HALF_LIVES, HalfLife
 from tools.bench.harness import timed
 
 LEARNING_RATE = 0.05

@@ -28,12 +28,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexd.embedding.store.packing import packed
-from flexd.embedding.store.slow.cache_slot_division import CacheSlotDivision
+from flexd.embedding.devices import packed
 from flexd.embedding.store.slow.cold_rows import FreshRows, HostRows
 from flexd.embedding.store.slow.fast_memory import CACHE_SLOT_BYTES
 from flexd.embedding.store.slow.tiered_rows import COUNT_BYTES, TieredRows, with_counts
-from flexd.embedding.store.slow.tiered_storage import TieredStorage
+from flexd.embedding.store.slow.tiered_storage import CacheSlotDivision, TieredStorage
 from flexd.planner.tables.sharding import read_tables
 from tools.bench.harness import Outcome, check
 from tools.bench.peers.recshard import FAST_BYTES_PER_SECOND, SLOW_BYTES_PER_SECOND, split_tables

@@ -17,7 +17,7 @@ import torch
 import flexd
 from flexd.core import tap_counts
 from flexd.core.keyspace import TableSpec
-from flexd.embedding.tap.counters import TableCounter, counter_bytes
+from flexd.embedding.tap import TableCounter, counter_bytes
 from flexd.stream.codec import encode_arrow
 from flexd.stream.types import AccessBatch
 from tools.bench.harness import Outcome, check, in_turns, timed

@@ -17,11 +17,10 @@ import torch
 
 from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.packing import packed, unpacked
+from flexd.embedding.devices import packed, unpacked
 from flexd.embedding.store.slow.cache_slot_table import CacheSlotTable, Leaving, LookAhead
 from flexd.embedding.store.slow.cold_rows import ColdRows
-from flexd.embedding.store.slow.fast_memory import CacheSlotCurve
-from flexd.embedding.store.slow.half_life import HalfLife
+from flexd.embedding.store.slow.fast_memory import CacheSlotCurve, HalfLife
 
 USED, MISSED, EVICTED, WRITTEN = range(len(SLOW_TABLE_QUANTITIES))
 

@@ -16,7 +16,7 @@ from flexd.control.protocol.report import MAX_NAMED_TABLES, SlowTableReport, nam
 from flexd.core.errors import SlowMemoryError
 from flexd.core.keyspace import Homes, KeySpace, TableSpec
 from flexd.core.placement import RankLayout
-from flexd.embedding.store.packing import packed
+from flexd.embedding.devices import packed
 from flexd.embedding.store.slow.cold_rows import ColdRows, HostRows
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.tiered_rows import (

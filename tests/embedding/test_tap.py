@@ -10,7 +10,7 @@ import torch
 import flexd
 from flexd.core import tap_counts
 from flexd.core.tap_counts import TapCounts
-from flexd.embedding.tap.counters import PassSample, TableCounter
+from flexd.embedding.tap import PassSample, TableCounter
 from tests.support.until import until
 
 
@@ -115,7 +115,7 @@ def test_a_step_that_cannot_be_counted_still_trains(monkeypatch, caplog):
 
 
 def test_counters_never_pass_32_bits(monkeypatch):
-    monkeypatch.setattr("flexd.embedding.tap.tap.MAX_BUFFER_ACCESSES", 400)
+    monkeypatch.setattr("flexd.embedding.tap.MAX_BUFFER_ACCESSES", 400)
     job = Job()
     for _ in range(8):  # the thread is not running: after one buffer changes hands there is no other
         job.step()
@@ -127,7 +127,7 @@ def test_counters_never_pass_32_bits(monkeypatch):
 
 
 def test_counts_too_large_for_one_message_are_split(monkeypatch):
-    monkeypatch.setattr("flexd.embedding.tap.tap.MAX_VALUES", 40)
+    monkeypatch.setattr("flexd.embedding.tap.MAX_VALUES", 40)
     job = Job(interval_steps=2)
     job.tap.start()
     deltas: list[TapCounts] = []

@@ -1,4 +1,4 @@
-"""Initial rows are a function of seed, table, row and column."""
+"""Initial rows are a function of seed, table, row and column; rounding at random is one of row, step and column."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import zlib
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexd
 from flexd.core.placement import RankLayout
+from flexd.embedding import row_hashes
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
-from flexd.embedding.store import initial_values
-from flexd.embedding.store.initial_values import fill_initial_rows
+from flexd.embedding.row_hashes import fill_initial_rows, round_stochastically
 
 
 def defined(table: str, rows: np.ndarray, dim: int, *, scale: float, seed: int) -> np.ndarray:
@@ -50,7 +51,7 @@ def test_initial_rows_are_the_defined_bits_in_any_blocks(
     rows = range(first, first + step * count, step)
     expected = defined(table, np.array(rows, np.int64), dim, scale=scale, seed=seed)
     out = torch.empty((count, dim), dtype=dtype)
-    with mock.patch.object(initial_values, "_BLOCK_NUMBERS", block):
+    with mock.patch.object(row_hashes, "_BLOCK_NUMBERS", block):
         fill_initial_rows(out, table, rows, scale=scale, seed=seed)
     assert torch.equal(out, torch.from_numpy(expected).to(dtype))
 
@@ -77,3 +78,40 @@ def test_every_layout_starts_from_the_same_tables(sizes: list[int], nodes: int, 
             )
             for slot, (table, row) in enumerate(zip(of_tables, rows, strict=True)):
                 assert torch.equal(store.rows[slot], plain.initial_table(tables[table].name)[row])
+
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_every_number_of_the_dtype_stays(dtype: torch.dtype) -> None:
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    rounded = round_stochastically(numbers.float()[:, None], dtype, torch.arange(2**16), 1)[:, 0]
+    assert torch.equal(rounded.isnan(), numbers.isnan())
+    known = ~numbers.isnan()
+    assert torch.equal(rounded[known].float(), numbers[known].float())
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@given(
+    value=st.floats(2**-26, 60000.0, width=32) | st.floats(2**-26, 2**-13, width=32),
+    negative=st.booleans(),
+    step=st.integers(0, 2**40),
+    first_key=st.integers(0, 2**62),
+)
+@settings(max_examples=40, deadline=None)
+def test_rounding_is_unbiased(dtype: torch.dtype, value: float, negative: bool, step: int, first_key: int) -> None:
+    """The mean of 2^15 draws is within 5 standard deviations, and all are one of the two neighbours."""
+    value = -value if negative else value
+    keys = torch.arange(2**12) + first_key
+    rounded = round_stochastically(torch.full((len(keys), 8), value), dtype, keys, step).double().view(-1)
+    below, above = rounded.min().item(), rounded.max().item()
+    assert below <= value <= above or below == above, "one neighbour alone may be drawn if the other is improbable"
+    assert len(torch.unique(rounded)) <= 2
+    nearest = torch.tensor(value).to(dtype)
+    ulp = max(
+        abs(torch.nextafter(nearest, nearest.new_tensor(towards)).double().item() - nearest.double().item())
+        for towards in (float("-inf"), float("inf"))
+    )
+    assert above - below <= ulp
+    assert abs(rounded.mean().item() - value) <= 5 * 0.5 * ulp / len(rounded) ** 0.5

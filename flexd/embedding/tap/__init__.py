@@ -1,1 +1,0 @@
-"""The tap: counts look-ups on the training device and ships the counts."""
