@@ -26,7 +26,7 @@ import flexd
 from flexd.api.status import DaemonStatus
 from flexd.config.model import Config
 from flexd.config.sections import FileLogSourceConfig, KafkaSourceConfig
-from flexd.control.protocol.network import TlsContext, TlsFiles
+from flexd.control.protocol.handshake import TlsContext, TlsFiles
 from flexd.core import units
 from flexd.core.errors import CodecError, FlexdError
 from flexd.core.model import DETAIL, Model, Show

@@ -28,7 +28,7 @@ from flexd.config.sections import FileLogSourceConfig, KafkaSourceConfig, TapSou
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.membership import ProposedTables
 from flexd.control.daemon.pusher import ChunkLimits
-from flexd.control.protocol.network import TlsContext, TlsFiles
+from flexd.control.protocol.handshake import TlsContext, TlsFiles
 from flexd.core.errors import ConfigError, FlexdError, SnapshotError
 from flexd.core.keyspace import TableSpec, table_from_document
 from flexd.core.secrets import KeyFile

@@ -33,7 +33,7 @@ from flexd.config.load import check_config
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import TableLearner
 from flexd.control.daemon.membership import ProposedTables
-from flexd.control.protocol.network import named_error
+from flexd.control.protocol.handshake import named_error
 from flexd.core.errors import ApiError, FlexdError, StateVersionError, UnusableStateError
 from flexd.core.fast_start import resume_garbage_collector
 from flexd.core.supervision import EXIT_UNSAFE_STATE, Supervisor, UnsafeStateError, arm, set_up_logging

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flexd.config.model import Config
 from flexd.config.sections import KafkaSourceConfig, TapSourceConfig
-from flexd.control.protocol.network import new_token
+from flexd.control.protocol.handshake import new_token
 from flexd.core.errors import ConfigError, SnapshotError, StreamError
 from flexd.daemon import state_directory
 from flexd.daemon.config_file import make_source, sketch_settings

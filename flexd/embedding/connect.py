@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexd.control.agent.agent import Agent
+from flexd.control.protocol.handshake import TlsContext, TlsFiles
 from flexd.control.protocol.messages import RankIdentity
-from flexd.control.protocol.network import TlsContext, TlsFiles
 from flexd.control.protocol.report import (
     BatchReport,
     PhasesReport,

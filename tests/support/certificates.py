@@ -7,7 +7,7 @@ from pathlib import Path
 
 import trustme
 
-from flexd.control.protocol.network import TlsFiles
+from flexd.control.protocol.handshake import TlsFiles
 
 
 class Authority:

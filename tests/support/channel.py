@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.daemon.channel_events import ChannelOptions, Closed, Event, Received
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.protocol.handshake import OWN, Session, client_steps
-from flexd.control.protocol.network import ChannelCredentials
+from flexd.control.protocol.handshake import OWN, ChannelCredentials, Session, client_steps
 from flexd.control.protocol.wire import FrameKey, SealedPayload
 from tests.support.until import until
 

@@ -14,8 +14,8 @@ from flexd.control.agent.inbox import ChunkInbox, Prepare
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.membership import Topology
 from flexd.control.daemon.migration import Migration, MigrationRecord
+from flexd.control.protocol.handshake import TlsFiles
 from flexd.control.protocol.messages import Hello, RankIdentity
-from flexd.control.protocol.network import TlsFiles
 from flexd.control.protocol.report import PlacementState, SentBytes, StepReport
 from flexd.core.keyspace import Homes, KeySpace, TableSpec
 from flexd.core.placement import Placement, RankLayout, Tier

@@ -14,8 +14,7 @@ import time
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.agent.rank_connection import AgentContext, PlacementLists, RankConnection
 from flexd.control.agent.tap_outbox import TapOutbox
-from flexd.control.protocol.messages import RankIdentity
-from flexd.control.protocol.network import (
+from flexd.control.protocol.handshake import (
     CHANNEL_ERRORS,
     ChannelCredentials,
     TlsFiles,
@@ -23,6 +22,7 @@ from flexd.control.protocol.network import (
     parse_address,
     reconnect_backoff,
 )
+from flexd.control.protocol.messages import RankIdentity
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import AuthenticationError, StaleMessageError, TopologyError
 from flexd.core.keyspace import TableSpec

@@ -8,8 +8,7 @@ import socket
 import ssl
 import time
 
-from flexd.control.protocol.handshake import OWN, Session, Steps, client_steps
-from flexd.control.protocol.network import ChannelCredentials, TlsContext
+from flexd.control.protocol.handshake import OWN, ChannelCredentials, Session, Steps, TlsContext, client_steps
 from flexd.control.protocol.wire import (
     READ_BYTES,
     Body,

@@ -32,7 +32,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.protocol.network import named_error
+from flexd.control.protocol.handshake import named_error
 from flexd.core.errors import ChunkRefusedError, ControlError
 from flexd.core.keyspace import Homes
 from flexd.core.placement import REHOMED, Delta, is_rehomed, nodes_of_rehomed

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.inbox import ChunkInbox, cannot_prepare
 from flexd.control.agent.tap_outbox import TapOutbox, TapSender
+from flexd.control.protocol.handshake import CHANNEL_ERRORS, ChannelCredentials, named_error, new_token
 from flexd.control.protocol.messages import (
     Bytes,
     ChunkHeader,
@@ -54,9 +55,7 @@ from flexd.control.protocol.messages import (
     pieces_of,
     rows_body,
 )
-from flexd.control.protocol.network import CHANNEL_ERRORS, ChannelCredentials, named_error, new_token
-from flexd.control.protocol.report import PlacementState, StepReport, merge_reports
-from flexd.control.protocol.table_list import tables_body
+from flexd.control.protocol.report import PlacementState, StepReport, merge_reports, tables_body
 from flexd.control.protocol.wire import Frame, clamp
 from flexd.core.errors import (
     ChunkRefusedError,

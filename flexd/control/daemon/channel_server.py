@@ -17,8 +17,16 @@ from collections.abc import Sequence
 
 from flexd.control.daemon.channel_events import ChannelCounters, ChannelOptions, ChannelQueues, Closed, Opened, Send
 from flexd.control.daemon.channel_peer import ChannelPeer, OutputTotal, PeerClosedError, UnprovenConnection
-from flexd.control.protocol.handshake import OWN, HandshakeRefusedError, HandshakeStatus, Session, server_steps
-from flexd.control.protocol.network import ChannelCredentials, TlsContext, listen
+from flexd.control.protocol.handshake import (
+    OWN,
+    ChannelCredentials,
+    HandshakeRefusedError,
+    HandshakeStatus,
+    Session,
+    TlsContext,
+    listen,
+    server_steps,
+)
 from flexd.control.protocol.wire import FrameError, FrameKind, SealedPayload
 from flexd.core.errors import AuthenticationError
 from flexd.core.secrets import accepted_keys

@@ -19,8 +19,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from flexd.control.protocol.messages import Bytes, Hello, TableList
-from flexd.control.protocol.report import TrainerSettings
-from flexd.control.protocol.table_list import table_differences, tables_of_body
+from flexd.control.protocol.report import TrainerSettings, table_differences, tables_of_body
 from flexd.core.errors import TopologyError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout

@@ -114,7 +114,7 @@ class Hello(ControlMessage):
 
 @dataclass(frozen=True)
 class TableList(ControlMessage):
-    """All tables of the job, in the body (``table_list.tables_body``), before the hello of the rank that sends them.
+    """All tables of the job, in the body (``report.tables_body``), before the hello of the rank that sends them.
 
     Attributes:
         digest: ``KeySpace.digest`` of the tables.

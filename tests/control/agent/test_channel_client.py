@@ -11,8 +11,7 @@ import pytest
 
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.daemon.channel_events import ChannelOptions, Opened
-from flexd.control.protocol.handshake import OWN, HandshakeStatus, Session, server_steps
-from flexd.control.protocol.network import ChannelCredentials
+from flexd.control.protocol.handshake import OWN, ChannelCredentials, HandshakeStatus, Session, server_steps
 from flexd.control.protocol.wire import MAX_BODY_BYTES, FrameKey, SealedPayload
 from flexd.core.errors import AuthenticationError, ControlError
 from tests.support.channel import CREDENTIALS, DEADLINE_SECONDS, SECRET, EchoDaemon, echo_daemon, round_trip

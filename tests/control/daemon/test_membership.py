@@ -8,8 +8,7 @@ import pytest
 
 from flexd.control.daemon.membership import MAX_ATTEMPTS, MAX_REFUSALS, Membership
 from flexd.control.protocol.messages import Hello, RankIdentity, TableList
-from flexd.control.protocol.report import PlacementState, TrainerSettings
-from flexd.control.protocol.table_list import tables_body
+from flexd.control.protocol.report import PlacementState, TrainerSettings, tables_body
 from flexd.core.errors import TopologyError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout

@@ -15,8 +15,8 @@ from flexd.control.agent.rank_connection import RankConnection
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.daemon import tap_receiver
 from flexd.control.daemon.channel_events import ChannelOptions
+from flexd.control.protocol.handshake import ChannelCredentials
 from flexd.control.protocol.messages import PIECE_BYTES, ControlMessage, DaemonNotice, TapPiece, decode, encode
-from flexd.control.protocol.network import ChannelCredentials
 from flexd.core.placement import RankLayout
 from flexd.core.secrets import Secret
 from flexd.core.tap_counts import FORMAT

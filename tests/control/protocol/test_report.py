@@ -1,17 +1,39 @@
-"""Merging of step reports, and what a trainer says of itself."""
+"""Reports of steps and their bounds, and what a trainer says of itself and of its tables."""
 
 from __future__ import annotations
 
+import json
+import math
+import zlib
 from dataclasses import replace
+from typing import Any
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.control.agent.rank_connection import PendingReports
-from flexd.control.protocol.report import TrainerSettings, with_pooling
-from flexd.core.keyspace import TableSpec
+from flexd.control.protocol.messages import MAX_MESSAGE_BYTES, Fence, MalformedReportError, Progress, decode, encode
+from flexd.control.protocol.report import (
+    MAX_NAMED_TABLES,
+    PhaseReport,
+    SlowMemoryReport,
+    SlowTableReport,
+    StepReport,
+    TrainerSettings,
+    table_differences,
+    tables_body,
+    tables_of_body,
+    with_pooling,
+)
+from flexd.control.protocol.wire import FieldType, wire_fields
+from flexd.core.bounds import Longest, Range
+from flexd.core.errors import ControlError
+from flexd.core.keyspace import TableSpec, digest_of
 from flexd.core.placement import Placement
+from flexd.core.usage_warnings import MAX_TEXT, UsageWarningKind, UsageWarningReport
 from tests.support.ranks_in_threads import step_report
+from tests.support.report_values import Leaf, full_report, leaves, reports
 
 
 def test_reports_merge_into_one() -> None:
@@ -47,3 +69,194 @@ def test_what_is_no_set_of_tables_is_a_fault(text: str) -> None:
     assert TrainerSettings(pooled="-1").fault(3)
     assert TrainerSettings(at_owner="f" * 5_000_000).fault(3), "not even parsed"
     assert TrainerSettings(at_owner="7").fault(3) == ""
+
+
+FENCE = Fence("job", "a" * 100, 2, 7, "token")
+LEAVES = tuple(leaves())
+NUMBERS = tuple(leaf for leaf in LEAVES if leaf.type.base is not str)
+WRONG: dict[type, tuple[Any, ...]] = {
+    int: (-2, -(2**63), 2**64 - 1, 2**70, 1e300, 0.5, True, "1", None, [], {}, math.nan, math.inf),
+    float: (-1e-9, -math.inf, math.inf, math.nan, 1e300, True, "1", None, [], {}),
+    str: ("x" * 10_000, 1, None, [], {}),
+}
+
+
+def progress(report: StepReport | None) -> Progress:
+    return Progress(FENCE, 4, 3, report)
+
+
+def with_value(leaf: Leaf, value: Any) -> bytes:
+    """Return a message whose report has another value at a leaf."""
+    body = json.loads(encode(progress(full_report())))
+    at = body["report"]
+    for step in leaf.path[:-1]:
+        at = at[step]
+    at[leaf.path[-1]] = value
+    return json.dumps(body).encode()
+
+
+def test_every_number_text_and_tuple_of_a_report_has_bounds() -> None:
+    for leaf in LEAVES:
+        assert isinstance(leaf.type.bounds, Longest if leaf.type.base is str else Range), leaf.field
+    open_ended = [field for leaf in LEAVES for field in _open_ended(leaf)]
+    assert open_ended == []
+
+
+def _open_ended(leaf: Leaf) -> list[str]:
+    cls: Any = StepReport
+    found = []
+    for step in leaf.path:
+        if isinstance(step, int):
+            continue
+        type_: FieldType = wire_fields(cls)[step].type
+        if type_.items is not None and type_.size is None and type_.bounds is None:
+            found.append(f"{cls.__name__}.{step}")
+        cls = type_.base if type_.items is None else type_.items.base
+    return found
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.field)
+def test_a_report_outside_its_bounds_is_refused_by_field_and_the_message_is_not(leaf: Leaf) -> None:
+    for value in WRONG[leaf.type.base]:
+        if leaf.field.endswith("digest") and value == 2**64 - 1:
+            continue
+        with pytest.raises(MalformedReportError, match="cannot be read") as found:
+            decode(with_value(leaf, value))
+        assert found.value.field == leaf.field, value
+        assert found.value.rest == progress(None)
+
+
+@pytest.mark.parametrize("name", wire_fields(StepReport))
+def test_a_tuple_that_is_too_long_is_refused(name: str) -> None:
+    type_ = wire_fields(StepReport)[name].type
+    if type_.items is None:
+        return
+    body = json.loads(encode(progress(full_report())))
+    body["report"][name] *= 100
+    with pytest.raises(MalformedReportError) as found:
+        decode(json.dumps(body, separators=(",", ":")).encode())
+    assert found.value.field == f"StepReport.{name}"
+
+
+@given(reports())
+@settings(max_examples=60, deadline=None)
+def test_a_report_within_its_bounds_arrives_as_it_was_sent(report: StepReport) -> None:
+    assert decode(encode(progress(report))) == progress(report)
+
+
+ANY_NUMBER = st.floats() | st.integers() | st.sampled_from([math.nan, math.inf, -math.inf, -1, 2**80, 1e308])
+
+
+@given(st.lists(st.tuples(st.sampled_from(NUMBERS), ANY_NUMBER), min_size=1, max_size=6), st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_whatever_a_rank_measures_its_reports_can_be_sent(changes: list[tuple[Leaf, float]], times: int) -> None:
+    report = full_report()
+    for leaf, value in changes:
+        report = _replaced(report, leaf.path, value)
+    pending = PendingReports()
+    for _ in range(times):
+        pending.add(report)
+        pending.add(full_report())
+    sent = pending.drain()
+    assert decode(encode(progress(sent))) == progress(sent)
+    assert sent is not None
+    assert sent.steps >= times, "good steps are reported beside bad ones"
+
+
+def _replaced(value: Any, path: tuple[str | int, ...], leaf: Any) -> Any:
+    if not path:
+        return leaf
+    name = path[0]
+    if isinstance(name, int):
+        return (*value[:name], _replaced(value[name], path[1:], leaf), *value[name + 1 :])
+    return replace(value, **{name: _replaced(getattr(value, name), path[1:], leaf)})
+
+
+@pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf.type.base is float], ids=lambda leaf: leaf.field)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0])
+def test_a_bad_float_does_not_take_the_good_ones_with_it(leaf: Leaf, bad: float) -> None:
+    pending = PendingReports()
+    pending.add(full_report())
+    pending.add(_replaced(full_report(), leaf.path, bad))
+    sent = pending.drain()
+    at: Any = sent
+    for step in leaf.path:
+        at = at[step] if isinstance(step, int) else getattr(at, step)
+    assert at in (0.0, 1.0), "clamped where it was measured, before it was summed"
+
+
+def test_the_largest_report_fits_into_a_message() -> None:
+    """Texts of control characters are six bytes each as JSON."""
+    most = 2**53
+    usage_warnings = tuple(
+        UsageWarningReport(kind.value, most, "\x00" * MAX_TEXT, 1e10 / 3) for kind in UsageWarningKind
+    )
+    tables = tuple(SlowTableReport(10**4 + at, most, most, most, most) for at in range(MAX_NAMED_TABLES + 1))
+    phases = tuple(PhaseReport("p" * 12, *[1e8 / 3] * 5, *[most] * 4) for _ in range(7))
+    report = replace(
+        full_report(), slow_memory=SlowMemoryReport(tables, most, most, 1e8 / 3), usage_warnings=usage_warnings,
+        phases=phases,
+    )  # fmt: skip
+    pending = PendingReports()
+    pending.add(report)
+    assert pending.drain() == report
+    assert len(encode(progress(report))) < MAX_MESSAGE_BYTES
+
+
+DAEMON = (TableSpec("items", 2_000, 8), TableSpec("users", 500, 16, "float16", "adam"), TableSpec("tags", 70, 8))
+
+
+def differences(*trainer: TableSpec) -> str:
+    return table_differences(trainer, DAEMON)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "configured"),
+    [
+        ("rows", 501, 500),
+        ("dim", 8, 16),
+        ("dtype", "float32", "float16"),
+        ("optimizer", "sgd", "adam"),
+        ("sharding", "table_row_wise:1", "row_wise"),
+    ],
+)
+def test_a_differing_field_is_named_with_both_values(field: str, value: object, configured: object) -> None:
+    items, users, tags = DAEMON
+    changed = replace(users, **{field: value})  # type: ignore[arg-type]
+    assert differences(items, changed, tags) == (
+        f"users.{field}: {value} in the trainer, {configured} in the daemon's configuration"
+    )
+
+
+def test_tables_of_one_side_only_are_named() -> None:
+    items, users, tags = DAEMON
+    assert differences(items, users) == "table tags is in the daemon's configuration, not in the trainer"
+    assert differences(items, users, tags, TableSpec("shops", 9, 4)) == (
+        "table shops is in the trainer, not in the daemon's configuration"
+    )
+
+
+def test_another_order_is_named() -> None:
+    items, users, tags = DAEMON
+    assert differences(items, tags, users) == "table number 2: tags in the trainer, users in the daemon's configuration"
+
+
+def test_a_list_of_all_tables_travels_whole() -> None:
+    tables = tuple(TableSpec(f"table-{number}", 10 + number, 8) for number in range(3000))
+    body = tables_body(tables)
+    assert len(body) < 2**20, "one frame"
+    assert tables_of_body(body, digest_of(tables)) == tables
+    with pytest.raises(ControlError, match="announced as wrong"):
+        tables_of_body(body, "wrong")
+    for broken in (
+        b"",
+        body[:-9],
+        b"no zlib",
+        zlib.compress(b"[]"),
+        zlib.compress(b'{"fields": ["name"], "tables": [[1, 2]]}'),
+    ):
+        with pytest.raises(ControlError, match="cannot be read"):
+            tables_of_body(broken, digest_of(tables))
+    # A later version may know more of a table.
+    later = {"fields": ["name", "rows", "dim", "colour"], "tables": [["a", 3, 2, "red"]]}
+    assert tables_of_body(zlib.compress(json.dumps(later).encode()), digest_of([TableSpec("a", 3, 2)]))[0].rows == 3
