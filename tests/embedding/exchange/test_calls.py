@@ -17,20 +17,13 @@ from flexd.control.protocol.report import PhaseReport, StepPhase
 from flexd.core.placement import RankLayout
 from flexd.embedding.exchange import calls
 from flexd.embedding.exchange.calls import PhaseMeter, ProcessEnd
+from tests.support.clock import Clock
 from tests.support.forked import Forked
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
-    clock = _Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
     monkeypatch.setattr(calls.time, "perf_counter", clock)
     return clock
 
@@ -40,7 +33,7 @@ def taken(meter: PhaseMeter) -> tuple[dict[str, PhaseReport], float]:
     return {phase.phase: phase for phase in phases}, cover
 
 
-def test_each_second_counts_once_in_the_innermost_phase(clock: _Clock) -> None:
+def test_each_second_counts_once_in_the_innermost_phase(clock: Clock) -> None:
     meter = PhaseMeter()
     clock.now += 1
     with meter.phase(StepPhase.PUSH):
@@ -65,7 +58,7 @@ def test_each_second_counts_once_in_the_innermost_phase(clock: _Clock) -> None:
     assert all(phase.computed_seconds == phase.exposed_seconds == 0 for phase in meter.drain()[0])
 
 
-def test_collectives_beside_the_thread_are_exposed_as_far_as_it_waits(clock: _Clock) -> None:
+def test_collectives_beside_the_thread_are_exposed_as_far_as_it_waits(clock: Clock) -> None:
     meter = PhaseMeter()
     job = meter.beside = PhaseMeter(overlaps=True)
     meter.begin_job()
