@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import flexd
 from flexd.cli.main import app
-from flexd.config.load import parse_config
+from flexd.config.model import parse_config
 from flexd.core.placement import RankLayout
 from flexd.stream.file_log.log import FileLogSink
 from tests.support.rank_pool import Ranks

@@ -50,9 +50,8 @@ from flexd.control.daemon.pusher import Throttle, ThrottleLimits
 from flexd.core.errors import ApiError, FlexdError
 from flexd.core.keyspace import KeySpace
 from flexd.core.model import with_zeros
-from flexd.operations.autoplan import AutoPlanner
+from flexd.operations.autoplan import AutoPlanner, DriftMonitor
 from flexd.operations.decisions import DecisionFile, Pause, ThrottleOverride
-from flexd.operations.drift import DriftMonitor
 from flexd.operations.executions import DAEMON_ACTOR, Trigger, TriggerKind
 from flexd.operations.history import ActionKind, EffectRecorder, MigrationHistory
 from flexd.operations.planning import Planning, Proposal

@@ -16,8 +16,7 @@ from flexd.core.model import DETAIL, FiniteOrNone, Model, by_table, counter, gau
 if TYPE_CHECKING:
     from flexd.core.keyspace import KeySpace
     from flexd.core.placement import Placement
-    from flexd.operations.autoplan import AutoPlanner
-    from flexd.operations.drift import DriftMonitor
+    from flexd.operations.autoplan import AutoPlanner, DriftMonitor
     from flexd.operations.live_plan import LivePrices
     from flexd.operations.planning import Planning, Proposal
     from flexd.operations.verification import Verifier

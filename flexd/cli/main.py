@@ -40,8 +40,8 @@ def run(
     signal.signal(signal.SIGTERM, _end_quietly)
     # The file has not been read yet, so that a reload has no effect; the default action would end the process.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    from flexd.config.load import check_config as check_loaded
-    from flexd.config.load import load_config
+    from flexd.config.model import check_config as check_loaded
+    from flexd.config.model import load_config
 
     checked = load_config(config)
     # The daemon enables it again once it has started.
@@ -82,8 +82,8 @@ def check_config(
 
     Example: flexd check-config -c configs/laptop.yaml -o yaml
     """
-    from flexd.config.load import check_config as check_loaded
-    from flexd.config.load import load_config
+    from flexd.config.model import check_config as check_loaded
+    from flexd.config.model import load_config
 
     checked = load_config(config)
     check_loaded(checked, str(config))

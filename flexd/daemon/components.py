@@ -20,9 +20,8 @@ from flexd.control.protocol.report import StepReport
 from flexd.core.supervision import Supervisor, fault_point
 from flexd.daemon.config_file import control_options, make_cluster, make_source, sketch_settings
 from flexd.operations.affinity import AffinityMonitor
-from flexd.operations.autoplan import AutoPlanner
+from flexd.operations.autoplan import AutoPlanner, DriftMonitor
 from flexd.operations.decisions import DecisionFile, StateDatabase
-from flexd.operations.drift import DriftMonitor
 from flexd.operations.executions import Executions, RollbackRecovery
 from flexd.operations.history import EffectRecorder, MigrationHistory
 from flexd.operations.live_plan import LivePrices, PlanMaker
@@ -226,7 +225,7 @@ class DaemonComponents:
             self.ingestor.snapshots.request()
 
     def apply_config(self, config: Config) -> None:
-        """Apply settings that differ from the current ones only in ``flexd.config.load.HOT_KEYS``.
+        """Apply settings that differ from the current ones only in ``flexd.config.model.HOT_KEYS``.
 
         Raises:
             FlexdError: they name a table that there is not, or the like; nothing has changed.

@@ -22,8 +22,7 @@ from pydantic import ValidationError
 
 from flexd.api.status import ConfigStatus, KeyChange, ReloadReport
 from flexd.config.base import describe_faults
-from flexd.config.load import Merged, check_tables, load_config, merge
-from flexd.config.model import Config, TableConfig
+from flexd.config.model import Config, Merged, TableConfig, check_tables, load_config, merge
 from flexd.config.sections import FileLogSourceConfig, KafkaSourceConfig, TapSourceConfig
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.membership import ProposedTables

@@ -29,8 +29,7 @@ from typing import Any
 from flexd.api.base import ProbeResult
 from flexd.api.routes import Answer, Operation
 from flexd.api.status import DaemonStatus, ProcessStart, ReloadReport, base_status, threads_status
-from flexd.config.load import check_config
-from flexd.config.model import Config
+from flexd.config.model import Config, check_config
 from flexd.control.daemon.coordinator import TableLearner
 from flexd.control.daemon.membership import ProposedTables
 from flexd.control.protocol.handshake import named_error

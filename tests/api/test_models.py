@@ -20,7 +20,7 @@ from flexd.api.plan import PlanReport
 from flexd.api.status import snapshot_status
 from flexd.api.stream import SketchStatus, sketch_status, stream_status
 from flexd.api.training import row_wise_inter_node_bytes, training_status
-from flexd.config.load import parse_config
+from flexd.config.model import parse_config
 from flexd.control.protocol.report import ArmReport, PhaseReport, PhasesReport, UsedExchange
 from flexd.core.errors import ApiError
 from flexd.core.keyspace import KeySpace, TableSpec

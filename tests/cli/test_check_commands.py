@@ -10,7 +10,7 @@ import yaml
 
 from flexd.cli.check_commands import configured_address
 from flexd.cli.client import ExitCode
-from flexd.config.load import load_config
+from flexd.config.model import load_config
 from flexd.config.sections import ServerConfig, TlsConfig, TokenConfig
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flexd.cli.client import ExitCode
-from flexd.config.load import load_config
+from flexd.config.model import load_config
 from flexd.daemon.config_file import sketch_settings
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore

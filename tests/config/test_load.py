@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.config.base import Section
-from flexd.config.load import HOT_KEYS, check_config, check_tables, is_hot, load_config, merge, parse_config
-from flexd.config.model import Config
+from flexd.config.model import HOT_KEYS, Config, check_config, check_tables, is_hot, load_config, merge, parse_config
 from flexd.config.sections import KafkaSourceConfig
 from flexd.core.errors import ConfigError
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from flexd.config.load import parse_config
-from flexd.config.model import Config
+from flexd.config.model import Config, parse_config
 from flexd.core.errors import ConfigError
 
 TLS = {"cert_file": "/c.pem", "key_file": "/k.pem"}

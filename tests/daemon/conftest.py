@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flexd.config.load import load_config, parse_config
-from flexd.config.model import Config
+from flexd.config.model import Config, load_config, parse_config
 from flexd.daemon import Daemon
 from flexd.daemon.config_file import ConfigFile
 from tests.support.until import until

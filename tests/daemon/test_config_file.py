@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from flexd.api import routes
-from flexd.config.load import load_config, parse_config
-from flexd.config.model import Config
+from flexd.config.model import Config, load_config, parse_config
 from flexd.core.errors import ConfigError, FlexdError, SnapshotError
 from flexd.daemon import Daemon
 from flexd.daemon.config_file import ConfigFile, control_options, make_source

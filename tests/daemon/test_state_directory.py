@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 
 from flexd.cli.client import ExitCode, exit_code_of
 from flexd.cli.main import app
-from flexd.config.load import load_config, parse_config
-from flexd.config.model import Config
+from flexd.config.model import Config, load_config, parse_config
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.core import supervision
 from flexd.core.durable import UNUSABLE

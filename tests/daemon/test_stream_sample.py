@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from kafka import KafkaConsumer, KafkaProducer
 
-from flexd.config.load import parse_config
+from flexd.config.model import parse_config
 from flexd.daemon.stream_sample import read_sample
 from flexd.stream.codec import encode_arrow
 from flexd.stream.types import AccessBatch

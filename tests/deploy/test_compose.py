@@ -5,7 +5,7 @@ from __future__ import annotations
 import yaml
 
 from flexd.config.base import split_address
-from flexd.config.load import load_config
+from flexd.config.model import load_config
 from tests.support.repository import ROOT
 
 DEPLOY = ROOT / "deploy"

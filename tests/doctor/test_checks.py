@@ -17,8 +17,7 @@ import flexd
 from flexd import doctor
 from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
-from flexd.config.load import parse_config
-from flexd.config.model import Config
+from flexd.config.model import Config, parse_config
 from flexd.core.errors import StreamError
 from flexd.doctor import Finding, Level
 from flexd.stream.codec import encode_arrow

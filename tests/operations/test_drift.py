@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexd.config.load import parse_config
+from flexd.config.model import parse_config
 from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.protocol.report import TrainerSettings
 from flexd.core.placement import Placement, RankLayout
 from flexd.daemon import Daemon
-from flexd.operations.drift import DriftMonitor
+from flexd.operations.autoplan import DriftMonitor
 from flexd.planner.drift import LIVE
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.table_sketch import SketchSettings
@@ -163,7 +163,7 @@ def test_a_slow_evaluation_delays_the_next_one(harness: DriftHarness, monkeypatc
     def evaluate() -> None:
         now[0] += (60.0, 0.1)[len(waits) - 1]
 
-    monkeypatch.setattr("flexd.operations.drift.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("flexd.operations.autoplan.time", SimpleNamespace(monotonic=lambda: now[0]))
     harness.monitor._stop = Stop()
     harness.monitor.evaluate = evaluate  # type: ignore[method-assign]
     harness.monitor._run()
@@ -209,8 +209,8 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
     """From messages in a file log to the reason of the plan in one process; only the ranks are fake."""
     coordinator = FakeCoordinator(obedient=True)
     monkeypatch.setattr("flexd.daemon.components.Coordinator", lambda *_, **__: coordinator)
-    monkeypatch.setattr("flexd.daemon.config_file.make_cluster", lambda config: CLUSTER)
-    monkeypatch.setattr("flexd.operations.drift.MAX_DUTY_CYCLE", 1.0)
+    monkeypatch.setattr("flexd.daemon.components.make_cluster", lambda config: CLUSTER)
+    monkeypatch.setattr("flexd.operations.autoplan.MAX_DUTY_CYCLE", 1.0)
     sink = FileLogSink(tmp_path / "log", "p0", flush_seconds=0.0)
     clock = 0.0
 
@@ -238,6 +238,7 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
         assert look_on() == 1, "a steady stream asks for nothing"
         send(700, 60)
         until(lambda: len(coordinator.migrations) >= 2 and daemon.status().stream.messages == 90)
+        daemon.renew_status()
         plan = daemon.status().last_plan
         assert plan is not None
         assert plan.reason.startswith("drift 1.")
@@ -246,6 +247,7 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
         settled = look_on()
         assert settled <= 4
         assert look_on() == settled, "no flapping"
+        daemon.renew_status()
         status = daemon.status()
         assert status.drift.ratio is not None
         assert status.drift.ratio <= 1.03, "what came in after the plan may have made it better than planned"

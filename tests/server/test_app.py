@@ -34,28 +34,6 @@ from tests.support.fake_daemon import USERS, FakeDaemon
 from tests.support.until import until
 
 
-def test_every_verb_reaches_the_daemon(client, daemon):
-    assert DaemonStatus.model_validate(client.get("/v1/status").json()).job == "job"
-    assert PlanReport.model_validate(client.post("/v1/plan").json()).replication.messages == ("because",)
-    replanned = client.post("/v1/replan", json={"reason": "new item launch", "wait_seconds": 2.5})
-    assert (replanned.status_code, replanned.json()["outcome"]) == (200, "committed")
-    assert client.post("/v1/pause", json={"reason": "maintenance", "requested_by": "ann"}).json()["changed"] is True
-    assert client.post("/v1/pause", json={}).json()["changed"] is False
-    assert client.post("/v1/resume").json() == {"paused": False, "reason": None, "changed": True}
-    assert client.post("/v1/resume", json={"reason": "done", "requested_by": "ann"}).json()["changed"] is False
-    assert client.post("/v1/config/reload/preview").json()["dry_run"] is True
-    assert client.post("/v1/config/reload", json={"requested_by": "ann"}).status_code == 200
-    assert client.post("/v1/config/reload").status_code == 200
-    assert client.post("/v1/abort/preview", json={}).json()["rollback"] is None
-    assert client.post("/v1/abort/preview", json={"rollback": True}).json()["rollback"]["to_version"] == 16
-    assert client.post("/v1/resume", json={"reasn": "done"}).status_code == 422
-    assert daemon.calls[2:] == [
-        ("replan", "new item launch", 2.5), ("pause", "maintenance", "ann"), ("pause", "requested by hand", ""),
-        ("resume", "", ""), ("resume", "done", "ann"), ("preview_reload",), ("reload", "", "ann"), ("reload", "", ""),
-        ("preview_abort", False), ("preview_abort", True),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("error", "status"),
     [

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from flexd.api.handlers import Components
-from flexd.config.load import parse_config
+from flexd.config.model import parse_config
 from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import MigrationRecord
 from flexd.control.protocol.report import PlacementState, SentBytes, StepReport

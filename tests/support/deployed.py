@@ -12,8 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from flexd.api.training import SlowMemoryStatus
 from flexd.config.base import split_address
-from flexd.config.load import parse_config
-from flexd.config.model import Config
+from flexd.config.model import Config, parse_config
 from flexd.server.app import Metrics, create_metrics_app
 from tests.support.fake_daemon import STATUS, FakeDaemon
 from tests.support.ops_tools import run_tool

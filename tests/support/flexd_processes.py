@@ -15,8 +15,7 @@ import httpx
 import numpy as np
 import yaml
 
-from flexd.config.load import load_config
-from flexd.config.model import Config
+from flexd.config.model import Config, load_config
 from flexd.daemon.config_file import sketch_settings
 from flexd.demo.processes import DaemonProcess, free_ports
 from flexd.sketch.sketch_set import SketchSet

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flexd.config.load import parse_config
-from flexd.config.model import Config
+from flexd.config.model import Config, parse_config
 from flexd.control.daemon.migration import Migration
 from flexd.control.protocol.report import PlacementState, StepReport
 from flexd.core.placement import RankLayout

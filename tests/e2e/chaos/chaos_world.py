@@ -22,8 +22,7 @@ import yaml
 from kafka import KafkaConsumer, TopicPartition
 from tansu_broker import TansuBroker
 
-from flexd.config.load import load_config
-from flexd.config.model import Config
+from flexd.config.model import Config, load_config
 from flexd.core.errors import CodecError
 from flexd.core.supervision import VARIABLE
 from flexd.demo.processes import free_ports
