@@ -16,7 +16,7 @@ from flexd.core.secrets import (
     accepted_keys,
     read_keys,
 )
-from tests.support.clock import Clock
+from tests.support.until import Clock
 
 OLD, NEW = b"the key of last year", b"the key of this year"
 

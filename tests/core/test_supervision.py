@@ -24,9 +24,8 @@ from flexd.core.supervision import (
     log_event,
     set_up_logging,
 )
-from tests.support.clock import Clock
 from tests.support.repository import ROOT
-from tests.support.until import until
+from tests.support.until import Clock, until
 
 SECONDS = 20.0
 

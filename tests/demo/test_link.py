@@ -13,8 +13,8 @@ import torch
 import flexd
 from flexd.demo.link import EmulatedLink, limit_collectives
 from flexd.embedding.exchange.collectives import Peers
-from tests.support.clock import Clock
 from tests.support.rank_pool import Ranks
+from tests.support.until import Clock
 
 
 class _Charged(EmulatedLink):

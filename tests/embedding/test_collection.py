@@ -11,7 +11,7 @@ import torch
 import flexd
 from flexd.core.errors import EmbeddingError, TopologyError
 from flexd.core.placement import Delta, RankLayout
-from tests.support.plain_tables import close, ids, pair
+from tests.support.collection_jobs import close, ids, pair
 
 
 def test_invalid_arguments_are_refused() -> None:

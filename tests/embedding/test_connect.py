@@ -29,8 +29,7 @@ from flexd.embedding.exchange.collectives import Traffic, TrafficKind
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.row_optimizers import RowWiseAdagrad
 from flexd.operations.training_monitor import SlowMemoryMonitor
-from tests.support.collection_jobs import ROWS, random_placement, some, tables, train_step
-from tests.support.plain_tables import ids, pair
+from tests.support.collection_jobs import ROWS, ids, pair, random_placement, some, tables, train_step
 from tests.support.rank_pool import Ranks
 
 

@@ -15,7 +15,7 @@ from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD
 from flexd.embedding.step import RowGate
-from tests.support.plain_tables import ids
+from tests.support.collection_jobs import ids
 from tests.support.rank_pool import Ranks
 
 

@@ -26,9 +26,9 @@ from flexd.operations.step_times import StepBlocks, StepTimes, trimmed_mean
 from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
 from flexd.topology.cluster import Collective, Link
 from tests.operations.test_live_plan import prices_of, step_report
-from tests.support.clock import Clock
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.report_values import reports
+from tests.support.until import Clock
 
 
 def report(step: int, steps: int = 1, accesses: tuple[int, int, int] = (60, 30, 10), version: int = 0) -> StepReport:

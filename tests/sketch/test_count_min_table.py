@@ -14,7 +14,7 @@ from flexd.sketch.count_min_kernels import BLOCK_IDS, DEPTH, cell_positions
 from flexd.sketch.count_min_table import DISTINCT_ERROR, CountMinTable, error_share, tail_curve
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.table_sketch import SketchSettings, TableChoice
-from tests.support.sketch_memory import counter_bytes
+from tests.support.saved_sketches import counter_bytes
 
 ROWS = 300
 ALL = np.arange(ROWS, dtype=np.int64)

@@ -12,7 +12,7 @@ from flexd.sketch import dense_table
 from flexd.sketch.dense_table import CARRY_BITS, DenseTable, enumerate_rows
 from flexd.sketch.sketch_set import SketchSet, choose
 from flexd.sketch.table_sketch import SketchSettings
-from tests.support.sketch_memory import counter_bytes
+from tests.support.saved_sketches import counter_bytes
 
 ROWS = 50
 

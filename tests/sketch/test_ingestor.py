@@ -39,7 +39,6 @@ from flexd.sketch.table_sketch import AccessSample, SketchSettings, TableSketch
 from flexd.stream.codec import decode, encode_arrow
 from flexd.stream.file_log.log import FileLogSource
 from flexd.stream.types import AccessBatch, OffsetsInWork, StreamMessage
-from tests.support.file_log import write
 from tests.support.ingest_fakes import (
     DEADLINE,
     LOG,
@@ -55,6 +54,7 @@ from tests.support.ingest_fakes import (
     state_of,
     uninterrupted_state,
 )
+from tests.support.reading import write
 from tests.support.until import until
 
 

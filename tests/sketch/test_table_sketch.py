@@ -19,7 +19,7 @@ from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.profile import read_sources
 from flexd.sketch.sketch_set import KINDS, SketchSet, choose
 from flexd.sketch.table_sketch import AccessSample, SketchSettings, TableSketch
-from tests.support.sketch_memory import array_bytes
+from tests.support.saved_sketches import array_bytes
 
 ROWS = 50_000
 ALL = np.arange(ROWS, dtype=np.int64)

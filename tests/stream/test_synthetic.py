@@ -10,7 +10,7 @@ from flexd.stream import synthetic
 from flexd.stream.codec import decode
 from flexd.stream.synthetic import SyntheticSource
 from flexd.stream.trace import scatter_multiplier
-from tests.support.clock import Clock
+from tests.support.until import Clock
 
 
 def test_drift_moves_the_head_by_the_stated_rate():

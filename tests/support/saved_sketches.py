@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flexd.core.arrays import Arrays
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import snapshot
@@ -13,6 +15,19 @@ from flexd.sketch.restore import restore_tables
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_sketch import SketchSettings
+
+
+def array_bytes(value: Any) -> int:
+    """Return the memory of the arrays that an object and its parts hold."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    parts = value.values() if isinstance(value, dict) else vars(value).values() if hasattr(value, "__dict__") else ()
+    return sum(map(array_bytes, parts))
+
+
+def counter_bytes(sketches: Any) -> int:
+    """Return the memory of the counters of all tables of a ``SketchSet``, without touches."""
+    return sum(array_bytes(table.sketch) for table in sketches._tables.values())
 
 
 def newest_snapshot(directory: Path) -> tuple[dict[str, Any], Arrays]:

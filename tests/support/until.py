@@ -1,10 +1,23 @@
-"""Polling with a deadline."""
+"""Polling with a deadline, and a clock that a test moves."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from typing import Any
+
+
+class Clock:
+    """Seconds, moved by the test or by ``sleep``."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
 
 _FIRST_INTERVAL_SECONDS = 0.002
 _LONGEST_INTERVAL_SECONDS = 0.05

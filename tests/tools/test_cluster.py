@@ -69,39 +69,37 @@ def names_of(pid: int) -> list[str]:
 
 
 @pytest.mark.usefixtures("can_emulate")
-class TestNetwork:
-    def test_no_byte_faster_than_the_rate_and_each_counted_on_its_link(self) -> None:
-        with Cluster(2, 2, rate_mbit=16.0) as cluster:
-            before = cluster.sent()
-            count, seconds = transfer(cluster, to=1, count=1_000_000)
-            far = cluster.sent() - before
-            assert count == 1_000_000
-            # What two idle buckets may let through at once comes on top; a slow machine only lets through less.
-            assert count <= 16e6 / 8 * seconds + 4 * cluster.burst_kib * 1024
-            assert 1_000_000 < far.inter < 1_120_000
-            assert far.intra < 10_000
+def test_no_byte_faster_than_the_rate_and_each_counted_on_its_link() -> None:
+    with Cluster(2, 2, rate_mbit=16.0) as cluster:
+        before = cluster.sent()
+        count, seconds = transfer(cluster, to=1, count=1_000_000)
+        far = cluster.sent() - before
+        assert count == 1_000_000
+        # What two idle buckets may let through at once comes on top; a slow machine only lets through less.
+        assert count <= 16e6 / 8 * seconds + 4 * cluster.burst_kib * 1024
+        assert 1_000_000 < far.inter < 1_120_000
+        assert far.intra < 10_000
 
-            before = cluster.sent()
-            assert transfer(cluster, to=0, count=1_000_000)[0] == 1_000_000
-            near = cluster.sent() - before
-            assert near.inter < 10_000
-            assert 1_000_000 < near.intra < 1_120_000
+        before = cluster.sent()
+        assert transfer(cluster, to=0, count=1_000_000)[0] == 1_000_000
+        near = cluster.sent() - before
+        assert near.inter < 10_000
+        assert 1_000_000 < near.intra < 1_120_000
 
 
 @pytest.mark.usefixtures("can_emulate")
-class TestEnd:
-    def test_of_a_killed_run_the_ranks_die_and_the_next_run_removes_the_rest(self, tmp_path: Path) -> None:
-        pids = f"import os,time; open(r'{tmp_path}/'+os.environ['RANK'],'w').write(str(os.getpid())); time.sleep(600)"
-        killed = subprocess.Popen([sys.executable, "-c", OTHER_RUN, pids])
-        files = [tmp_path / "0", tmp_path / "1"]
-        until(lambda: all(file.exists() and file.read_text() for file in files))
-        ranks = [int(file.read_text()) for file in files]
-        killed.kill()
-        killed.wait(10)
-        until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
-        left = names_of(killed.pid)
-        assert len(left) == 3
-        with Cluster(1, 1) as alive:
-            assert names_of(killed.pid) == []
-            assert remove_leftovers() == []
-            assert (NAMESPACES / alive.namespaces[0]).exists()
+def test_of_a_killed_run_the_ranks_die_and_the_next_run_removes_the_rest(tmp_path: Path) -> None:
+    pids = f"import os,time; open(r'{tmp_path}/'+os.environ['RANK'],'w').write(str(os.getpid())); time.sleep(600)"
+    killed = subprocess.Popen([sys.executable, "-c", OTHER_RUN, pids])
+    files = [tmp_path / "0", tmp_path / "1"]
+    until(lambda: all(file.exists() and file.read_text() for file in files))
+    ranks = [int(file.read_text()) for file in files]
+    killed.kill()
+    killed.wait(10)
+    until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    left = names_of(killed.pid)
+    assert len(left) == 3
+    with Cluster(1, 1) as alive:
+        assert names_of(killed.pid) == []
+        assert remove_leftovers() == []
+        assert (NAMESPACES / alive.namespaces[0]).exists()

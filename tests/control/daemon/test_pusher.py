@@ -23,8 +23,8 @@ from flexd.control.daemon.pusher import (
 from flexd.core.errors import ControlError, IllegalTransitionError
 from flexd.core.placement import Placement, RankLayout
 from flexd.planner.plan import moved_bytes
-from tests.support.clock import Clock
 from tests.support.ranks_in_threads import TABLES, target, topology_of
+from tests.support.until import Clock
 
 TOPOLOGY = topology_of(RankLayout(2, 2))
 

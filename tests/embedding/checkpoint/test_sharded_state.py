@@ -15,8 +15,7 @@ from flexd.core.placement import Delta, RankLayout
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.sharded_state import ShardedState
 from flexd.embedding.collection import EmbeddingCollection
-from tests.support.collection_jobs import OPTIMIZERS, ROWS, offer, tables, train_steps, whole
-from tests.support.plain_tables import pair
+from tests.support.collection_jobs import OPTIMIZERS, ROWS, offer, pair, tables, train_steps, whole
 from tests.support.rank_pool import Ranks, error_of
 
 
@@ -65,21 +64,6 @@ def checkpoint_windows(window_bytes: int) -> None:
 
 def tables_of(collection: EmbeddingCollection) -> dict[str, np.ndarray]:
     return {name: collection.gather_table(name).double().numpy() for name in ROWS}
-
-
-def beside_a_model(rank: int, layout: RankLayout, path: str) -> bool:
-    """Save a collection and a model with one ``dcp.save``."""
-    model = torch.nn.Linear(2, 2)
-    old, new = make(layout, "adam", 1), make(layout, "adam", 2)
-    train_steps(old, 0, 2)
-    dcp.save({"model": model.state_dict(), "tables": ShardedState(old)}, checkpoint_id=path)
-    expected = whole(old)
-    train_steps(new, 7, 1)
-    other = torch.nn.Linear(2, 2).state_dict()
-    dcp.load({"model": other, "tables": ShardedState(new)}, checkpoint_id=path)
-    loaded = whole(new)
-    # Every rank has a model of its own; the first one is saved.
-    return all(np.array_equal(loaded[key], expected[key]) for key in expected) and new.steps == 2
 
 
 def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]:
@@ -156,10 +140,6 @@ def test_checkpoints_of_other_optimizers_and_dtypes(ranks: Ranks, tmp_path: Path
     expected = ranks(3).run(save, three, optimizer, path, replicate(3), 2**20, dtype)
     results = ranks(2).run(load, two, optimizer, path, replicate(4), 2**20, dtype)
     check_loaded(results, expected[0], tolerance={"float32": 1e-4, "bfloat16": 0.5}[dtype])
-
-
-def test_a_model_and_a_collection_share_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    assert all(ranks(4).run(beside_a_model, FOUR_RANKS, str(tmp_path / "there")))
 
 
 @pytest.mark.parametrize("change", ["one bit", "two rows", "a table"])

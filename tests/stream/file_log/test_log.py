@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexd.core.errors import StreamError
 from flexd.stream.file_log import segments
 from flexd.stream.file_log.log import FileLogSink
-from tests.support.file_log import read_all, segment_files, source_of, write
+from tests.support.reading import read_all, segment_files, source_of, write
 
 
 @settings(max_examples=40, deadline=None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flexd.stream.file_log import segments
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.file_log.segments import BufferPool
-from tests.support.file_log import read_all, segment_files, source_of, write
+from tests.support.reading import read_all, segment_files, source_of, write
 
 
 def test_an_incomplete_record_arrives_once_complete(tmp_path):

@@ -22,9 +22,8 @@ from flexd.stream.kafka import source as source_module
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import GAP_SECONDS, TRUSTED_GAPS, GroupPositions, KafkaSource, sampled_partitions
 from flexd.stream.types import StreamMessage
-from tests.support.clock import Clock
 from tests.support.reading import kafka_source, poll_until
-from tests.support.until import until
+from tests.support.until import Clock, until
 
 pytestmark = pytest.mark.slow
 
