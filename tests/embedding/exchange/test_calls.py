@@ -17,8 +17,8 @@ from flexd.control.protocol.report import PhaseReport, StepPhase
 from flexd.core.placement import RankLayout
 from flexd.embedding.exchange import calls
 from flexd.embedding.exchange.calls import PhaseMeter, ProcessEnd
-from tests.support.clock import Clock
 from tests.support.forked import Forked
+from tests.support.until import Clock
 
 
 @pytest.fixture
