@@ -1,4 +1,5 @@
-"""Write docs/configuration.md from the pydantic models; ``--check`` only tests that it is up to date."""
+"""Write docs/configuration.md and the configuration's part of the chart's schema from the pydantic models; ``--check``
+only tests that they are up to date."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from generated import write_or_check
 from flexd.config.model import Config
 
 TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
+CHART_SCHEMA = Path(__file__).parents[1] / "helm" / "flexd" / "values.schema.json"
 COMMAND = "python tools/gen_config_docs.py"
+PREFIX = "config."
+"""Of the definitions that are the configuration's, in the chart's schema."""
 
 HEAD = f"""# Configuration
 
@@ -66,6 +70,37 @@ def _section(path: str, node: dict[str, Any], schema: dict[str, Any]) -> list[st
     return [*lines, "", *below]
 
 
+def chart_schema() -> str:
+    """Return the chart's schema with the daemon's whole configuration, so that helm refuses what the daemon would."""
+    values = json.loads(CHART_SCHEMA.read_text(encoding="utf-8"))
+    config = _plain(Config.model_json_schema(ref_template=f"#/definitions/{PREFIX}{{model}}"))
+    own = {f"{PREFIX}{name}": made for name, made in config.pop("$defs").items()}
+    for name, made in own.items():  # helm merges the user's source into the default one, and the chart leaves these out
+        if name.endswith("SourceConfig"):
+            made["properties"] = dict.fromkeys(("bootstrap_servers", "topic", "group_id"), True) | made["properties"]
+    values["properties"]["config"] = {"description": f"Written by {COMMAND}.", **config}
+    kept = {name: made for name, made in values["definitions"].items() if not name.startswith(PREFIX)}
+    values["definitions"] = kept | own
+    return json.dumps(values, indent=2) + "\n"
+
+
+def _plain(schema: Any) -> Any:
+    """Return a schema without what tells people of it, and with the words of JSON schema for bounds."""
+    if isinstance(schema, list):
+        return [_plain(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    left_out = ("title", "description", "default", "discriminator")
+    bounds = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+    return {
+        bounds.get(name, name): {key: _plain(each) for key, each in value.items()}
+        if name == "properties"
+        else _plain(value)
+        for name, value in schema.items()
+        if name not in left_out or isinstance(value, dict)
+    }
+
+
 def _resolve(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     reference = node.get("$ref")
     return schema["$defs"][reference.removeprefix("#/$defs/")] if reference else node
@@ -104,4 +139,4 @@ def _text(description: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check(__doc__, COMMAND, {TARGET: render()}))
+    sys.exit(write_or_check(__doc__, COMMAND, {TARGET: render(), CHART_SCHEMA: chart_schema()}))
