@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -80,9 +80,6 @@ def by_table(field: str) -> Callable[[Any], dict[str, float | None]]:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
-
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def _finite_or_none(value: Any) -> Any:

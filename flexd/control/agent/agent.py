@@ -12,7 +12,7 @@ import threading
 import time
 
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.agent.rank_connection import AgentContext, PlacementLists, RankConnection
+from flexd.control.agent.rank_connection import AgentContext, AgentOptions, PlacementLists, RankConnection
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.protocol.handshake import (
     CHANNEL_ERRORS,
@@ -69,10 +69,10 @@ class Agent:
         tls: TlsFiles | None = None,
         tables: tuple[TableSpec, ...] = (),
     ) -> None:
-        self._context = AgentContext(
-            identity, tables, parse_address(address), ChannelCredentials(secret, tls), placement_lists, timeout_seconds,
-            inbox, outbox,
-        )  # fmt: skip
+        options = AgentOptions(
+            identity, parse_address(address), ChannelCredentials(secret, tls), placement_lists, timeout_seconds, tables
+        )
+        self._context = AgentContext(options, inbox, outbox)
         self._rank = identity.rank
         inbox.on_change = self._context.wake
         if outbox is not None:

@@ -109,14 +109,29 @@ class PendingReports:
             self._pending = report if self._pending is None else merge_reports(report, self._pending)
 
 
+@dataclass(frozen=True)
+class AgentOptions:
+    """What a rank connects with, and tells of itself.
+
+    Attributes:
+        identity, lists, timeout_seconds: see ``Agent``.
+        address: host and port of the daemon's control channel; the host is resolved at every connection.
+        tables: sent to a daemon whose digest differs.
+    """
+
+    identity: RankIdentity
+    address: tuple[str, int]
+    credentials: ChannelCredentials
+    lists: PlacementLists
+    timeout_seconds: float
+    tables: tuple[TableSpec, ...]
+
+
 @dataclass
 class AgentContext:
     """State that a rank keeps from one connection to the next. Shared by the agent's callers and its thread.
 
     Attributes:
-        identity, lists, timeout_seconds: see ``Agent``.
-        tables: sent to a daemon whose digest differs.
-        address: host and port of the daemon's control channel; the host is resolved at every connection.
         session: identifies this process; no two launches of a rank have the same.
         state: the present activity or problem, in words.
         last_logged: the newest failure, which is not logged twice.
@@ -125,12 +140,7 @@ class AgentContext:
         warned_of_loss: a warning of it was logged.
     """
 
-    identity: RankIdentity
-    tables: tuple[TableSpec, ...]
-    address: tuple[str, int]
-    credentials: ChannelCredentials
-    lists: PlacementLists
-    timeout_seconds: float
+    options: AgentOptions
     inbox: ChunkInbox
     outbox: TapOutbox | None
     reports: PendingReports = field(default_factory=PendingReports)
@@ -157,8 +167,9 @@ class RankConnection:
         self._context = context
         self._backoff = backoff
         self._inbox = context.inbox
-        self._timeout = context.timeout_seconds
-        self._me = context.identity
+        self._options = context.options
+        self._timeout = context.options.timeout_seconds
+        self._me = context.options.identity
         self._nonce = new_token()
         self._instance = ""
         """Of the daemon; empty before its notice."""
@@ -181,7 +192,8 @@ class RankConnection:
         """Raises channel errors, TopologyError if the daemon refuses this rank; returns when stopping."""
         context = self._context
         context.state = "connecting"
-        self._client = context.client = ChannelClient.connect(*context.address, context.credentials, self._timeout)
+        options = self._options
+        self._client = context.client = ChannelClient.connect(*options.address, options.credentials, self._timeout)
         try:
             self._heard_at = self._sent_at = time.monotonic()
             while not context.stopping.is_set():
@@ -292,7 +304,7 @@ class RankConnection:
         context.state = "waiting for the other ranks"
         self._settle()
         if notice.table_digest != self._me.table_digest:
-            self._send(TableList(self._instance, self._me.table_digest), tables_body(context.tables))
+            self._send(TableList(self._instance, self._me.table_digest), tables_body(self._options.tables))
         self._hello()
 
     def _settle(self) -> None:
@@ -347,7 +359,7 @@ class RankConnection:
         if applied == request.version:
             error = ""
             try:
-                keys, tiers = self._context.lists()
+                keys, tiers = self._options.lists()
             except Exception as failure:
                 logger.warning("rank %d: its placement cannot be listed", self._me.rank, exc_info=failure)
                 error = named_error(failure)

@@ -140,8 +140,6 @@ class EpochManager:
         live: the registered ranks; None until all ranks of an attempt have registered.
         agreed: the placement that all ranks have agreed on.
         members: the registered ranks, and the attempt that holds the job; thread-safe.
-        present: the ranks that are registered now.
-        refused: the ranks that were refused lately, newest first.
         reason: why nothing is pushed; empty while the ranks are ready.
         divergence: why pushing is paused although nobody has paused it: ranks report another placement than the daemon
             has recorded, again after it was read from them; empty otherwise.
@@ -187,8 +185,6 @@ class EpochManager:
         self.agreed = AgreedPlacement(journal)
         self.epoch: Epoch | None = None
         self.live: LiveTopology | None = None
-        self.present = RankPresence()
-        self.refused: tuple[RefusedRank, ...] = ()
         self.reason = "no rank has registered"
         self.divergence = ""
         self.priced_exchange = ""
@@ -201,7 +197,7 @@ class EpochManager:
     @property
     def has_no_ranks(self) -> bool:
         """True if no rank has registered, or all have left."""
-        return self.epoch is None and not self.present.attempt
+        return self.epoch is None and not self.members.present().attempt
 
     def open(self, channels: RankChannels, tap: TapSource | None) -> None:
         """Receive messages of ranks from now on, and the accesses that they have counted for ``tap``."""
@@ -213,7 +209,7 @@ class EpochManager:
 
     def status(self) -> ControlStatus:
         """Return the state of the channel at this moment."""
-        live, presence = self.live, self.present
+        live, presence = self.live, self.members.present()
         ready = live is not None and live.ready
         if ready:
             presence = presence._replace(missing=())
@@ -230,7 +226,7 @@ class EpochManager:
             presence=presence,
             reason="" if ready else self.reason,
             attempts_waiting=self.members.waiting(),
-            refused_ranks=self.refused,
+            refused_ranks=self.members.refused(),
             refused_messages={kind: refused[kind] for kind in REFUSED_KINDS},
             malformed_reports=malformed,
             refused_chunks=self._counters["chunks_refused"],
@@ -262,11 +258,12 @@ class EpochManager:
             self._emit("rank_lost", attempt=hello.identity.attempt, rank=hello.identity.rank)
         channels.send_heartbeats(now)
         topology = self.members.complete()
-        self.present, self.refused = self.members.present(), self.members.refused()
         epoch = self.epoch
         if epoch is not None and (topology is None or topology.nonces != epoch.topology.nonces):
             # Chunks on their way that no rank has applied: the next epoch may end the same way.
-            self.end(_difference(epoch.topology, topology, self.present), failed=self.pusher.outstanding_chunks > 0)
+            self.end(
+                _difference(epoch.topology, topology, self.members.present()), failed=self.pusher.outstanding_chunks > 0
+            )
             epoch = None
         if topology is None:
             self._not_ready(self._incomplete_reason())
@@ -363,7 +360,7 @@ class EpochManager:
             self.pusher.new_generation(f"the ranks changed: topology generation is {self._generation} now")
         if self._last_topology is not None and self._last_topology.identity == topology.identity:
             # A rank that lost its connection has a new nonce, whatever ended the epoch first.
-            again = _difference(self._last_topology, topology, self.present)
+            again = _difference(self._last_topology, topology, self.members.present())
             if again and again != self._last_end:
                 self._last_end = f"{self._last_end}; {again}"
         self._epochs += 1
@@ -434,14 +431,15 @@ class EpochManager:
             )
 
     def _incomplete_reason(self) -> str:
-        attempt, present, expected, _ = self.present
+        attempt, present, expected, _ = self.members.present()
+        refused = self.members.refused()
         reason = (
             f"{present} of {expected} ranks of attempt {attempt!r} are here" if attempt else "no rank is registered"
         )
-        if not self.refused:
+        if not refused:
             return reason
-        more = f", and {len(self.refused) - 1} more" if len(self.refused) > 1 else ""
-        return f"{reason}; {self.refused[0]}{more}"
+        more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
+        return f"{reason}; {refused[0]}{more}"
 
     def _not_ready(self, reason: str) -> None:
         self.reason = reason
