@@ -111,7 +111,7 @@ class PendingReports:
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """What a rank connects with, and tells of itself.
+    """Identity, address and credentials of a rank, fixed for the life of its agent.
 
     Attributes:
         identity, lists, timeout_seconds: see ``Agent``.
