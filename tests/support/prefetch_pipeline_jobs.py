@@ -202,7 +202,8 @@ class RandomTuner(StepTuner):
 
 def other_arm(collection: EmbeddingCollection, step: int) -> Arm:
     """Return an arm with the exchange that is not in use."""
-    return Arm("chain" if collection.exchange == "direct" else "direct", prefetch=step % 3 > 0)
+    other = "chain" if collection.exchange == "direct" else "direct"
+    return Arm(other, step % 3 > 0, collection.engine.arm.wire)
 
 
 def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> EmbeddingCollection:
