@@ -86,8 +86,10 @@ def _code_of(function: Callable[..., Any]) -> CodeType:
 ROWS, IDS = 5_000, 2_000
 SECONDS = 60.0
 PAGE = ROOT / "docs" / "how-it-works.md"
-LIMITS = {"message": 11, "plan": 22, "step": 20, "status": 11, "renewal": 34}
+LIMITS = {"message": 11, "plan": 22, "step": 20, "status": 11, "renewal": 35}
 """By way: the most files that it may enter."""
+RACED = {"flexd/stream/types.py", "flexd/control/protocol/messages.py"}
+"""Listed, and not entered by every renewal."""
 
 
 def train_step(collection: flexd.EmbeddingCollection, ids: torch.Tensor) -> None:
@@ -228,7 +230,9 @@ def test_the_page_lists_the_files_that_are_entered(ranks: Ranks, tmp_path: Path)
     for way, most in LIMITS.items():
         (lines,) = re.findall(rf"<!-- entered: {way} -->\n(.*?)<!-- end -->", page, flags=re.DOTALL)
         listed = re.findall(r"^\d+\. `([^`]+)`", lines, flags=re.MULTILINE)
-        assert sorted(listed) == sorted(entered[way]), f"{way}: record the lists anew (RECORD_GOLDEN=1)"
+        # What a renewal reads again depends on what the daemon's threads have just done.
+        raced = RACED & {*listed} if way == "renewal" else set()
+        assert {*listed} - raced == {*entered[way]} - raced, f"{way}: record the lists anew (RECORD_GOLDEN=1)"
         assert len(listed) <= most, f"{way}: {len(listed)} files"
 
 
