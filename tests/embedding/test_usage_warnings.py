@@ -32,6 +32,7 @@ def batch(shift: int) -> dict[str, Jagged]:
 
 def make_mistakes(rank: int, port: int) -> dict[str, str]:
     """Make one mistake of each kind but that of an installation; return what this rank says of them by kind."""
+    USAGE_WARNINGS._noted.clear()  # of other jobs of the process
     collection = flexd.EmbeddingCollection(tables(), layout=RankLayout(2, 1))
     with pytest.raises(EmbeddingError):  # a checkpoint of a model with other row counts, loaded before the connection
         collection.load_rows("item", 0, torch.zeros(62, collection.tables[0].dim, dtype=torch.float64))
