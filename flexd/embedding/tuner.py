@@ -152,7 +152,7 @@ class Trial(Generic[A]):
         self._begin_round()
 
     def end(self) -> None:
-        """Decide by what is known."""
+        """Decide by what is known: the time is up."""
         self.live, self._order = [self._better(self.best, self._kept)], []
         self.decided = False
 
@@ -199,7 +199,7 @@ class Trial(Generic[A]):
                 return
 
     def _better(self, leader: A, arm: A) -> A:
-        """Return the faster arm; the one that is kept if it takes less than the resolution longer."""
+        """Return the faster arm; the one that was in use before where the other is not faster by ``KEEP``."""
         if leader == arm:
             return leader
         share = estimate_effect(*self._pairs(leader, arm), LOOK_ERROR).share

@@ -9,8 +9,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from flexd.control.protocol.report import ArmReport, ExchangeReason, UsedExchange
 from flexd.embedding.exchange.arms import AgreedArm, Arm
 from flexd.embedding.row_optimizers import RowUpdate
@@ -123,13 +121,16 @@ class StepTuner(StepMoments):
             choice.propose(tuner.wanted)
 
     def _suggest_prefetch(self, now: float) -> None:
-        """Say once what a loop that does not prefetch could hide at most: what it waits for, or has to compute."""
+        """Say once what a loop that does not prefetch could hide at most: no more than it waits for, and no more than
+        it computes."""
         if self.prefetch != (False,):
             self._hint_from = None
         elif self._tuner.steps == HINT_AFTER_STEPS:
             self._hint_from = (now, *self._waited_and_outside())
         elif self._tuner.steps == HINT_AFTER_STEPS + HINT_STEPS and self._hint_from is not None:
-            seconds, waited, outside = np.subtract((now, *self._waited_and_outside()), self._hint_from) / HINT_STEPS
+            ended = (now, *self._waited_and_outside())
+            taken = (after - before for after, before in zip(ended, self._hint_from, strict=True))
+            seconds, waited, outside = (each / HINT_STEPS for each in taken)
             hidden = min(waited, outside)
             if hidden > LEAST_HINT * seconds:
                 logger.warning(
