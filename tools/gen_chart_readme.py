@@ -43,8 +43,8 @@ networkPolicy:
 
 Secrets are named, never contained: `control.existingSecret`, `env` with `valueFrom`, and
 `extraVolumes`. Values files to start from are in `ci/`. The values, with the daemon's whole configuration, are
-checked by `values.schema.json`; what no schema can say, by the daemon itself. A map is merged into the default one: set a key to null to be
-rid of it. Without Helm: `deploy/kubernetes/`, written from this chart.
+checked by `values.schema.json`; what no schema can say, by the daemon itself. A map is merged into the default one: set
+a key to null to be rid of it. Without Helm: `deploy/kubernetes/`, written from this chart.
 
 ## Values
 

@@ -230,7 +230,7 @@ class RowEngine:
             return
         self.arm.exchange, self.arm.wire = self.arm.next.exchange, self.arm.next.wire
         for groups, router in ((self.groups, self.router), *(pair for each in self.joined for pair in each.exchanges)):
-            router.change_hops(*self._hops(groups))
+            router.change_hops(*self._hops(groups))  # also for the wire: what was made for the old one is made anew
             router.use_wire(self.arm.wire or None)
 
     def find(

@@ -82,7 +82,7 @@ class ReplicaSync:
         self._numbers = devices.Numbers(self._stores[0].rows.device)
         self._dedup = Dedup(0, self._first_slots[-1], self._stores[0].rows.device, self._numbers)
         self._lists: SyncLists | None = None
-        self._sum_lists: tuple[SyncLists, tuple[torch.dtype, ...], SumLists] | None = None
+        self._sum_lists: tuple[SyncLists, SumLists] | None = None
         """Those of the last step, and what was made of them."""
         self._blocks_version = -1
         self._hops = router.hops
@@ -178,10 +178,9 @@ class ReplicaSync:
         return peers.all_to_all(words.words, words.sent, words.received, sync_counts=words.sent)
 
     def _lists_of_sums(self, lists: SyncLists, all_reduced: Sequence[bool]) -> SumLists:
-        wire = tuple(self._router.wire)
-        if self._sum_lists is None or self._sum_lists[0] is not lists or self._sum_lists[1] != wire:
-            self._sum_lists = lists, wire, SumLists.of(lists, all_reduced, wire, self._router.wide)
-        return self._sum_lists[2]
+        if self._sum_lists is None or self._sum_lists[0] is not lists:
+            self._sum_lists = lists, SumLists.of(lists, all_reduced, self._router.wire, self._router.wide)
+        return self._sum_lists[1]
 
     def _sum_plain(self, held: Sequence[Sequence[tuple[StationRows, torch.Tensor]]]) -> list[RowGradients]:
         """Sum the gradients of plain home rows, and of those that have moved here, over the stations, by dim-group.
