@@ -49,7 +49,8 @@ class Tuning:
     milliseconds: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
-        rows = [f"{'in use' if arm == self.arm else '':7} {arm:22} {ms:10.1f} ms" for arm, ms in self.milliseconds]
+        width = max([22, *(len(arm) for arm, _ in self.milliseconds)])
+        rows = [f"{'in use' if arm == self.arm else '':7} {arm:{width}} {ms:10.1f} ms" for arm, ms in self.milliseconds]
         title = f"{self.arm}, {self.reason or 'as rank 0 proposes'}"
         if self.step:
             title += f" at step {self.step} ({self.explored_steps:.0f} steps spent on measuring)"

@@ -90,6 +90,7 @@ def test_of_the_wires_that_a_user_allows_the_fastest_is_used(ranks: Ranks) -> No
     results = ranks(4).run(trained, RankLayout(2, 2), {"exchange": "chain", "comm_dtype": tuple(WIRES)}, wires)
     assert results[0]["used"] == results[3]["used"]
     assert set(results[0]["used"]) == set(wires)
+    assert len({len(line) for line in results[0]["text"].splitlines()[1:]}) == 1, "one column of times"
     assert {arm.rpartition(" in ")[2] for arm in results[0]["used"][-50:]} == {"bfloat16"}
     plain = ranks(4).run(trained, RankLayout(2, 2), {"exchange": "chain"}, SECONDS)
     # Rounded rows change what is learned by what the narrow wire rounds, and by no more.
