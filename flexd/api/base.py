@@ -54,25 +54,20 @@ class ProbeResult(Model):
     ok: bool
     """HTTP status 200 if true, 503 if not."""
     reasons: tuple[str, ...] = ()
-    """Reasons for a negative result."""
 
 
 class ErrorDetail(Model):
     """One error."""
 
     type: str
-    """Class of the error."""
     message: str
-    """The fault and its place."""
     remedy: str = ""
-    """Advice to the reader."""
 
 
 class ErrorBody(Model):
     """Body of every response with a status of 400 or above, except those of the probes."""
 
     error: ErrorDetail
-    """The error."""
 
 
 _STATUS_OF: tuple[tuple[type[FlexdError], int], ...] = (

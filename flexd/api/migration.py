@@ -25,11 +25,8 @@ class ThrottleStatus(Model):
     waits_for: WaitName | None = None
     """Limit that holds the next chunk; null if none does."""
     waiting_seconds: dict[WaitName, float] = Field(default_factory=dict)
-    """Time in which a chunk was held, by what it waited for."""
     released_bytes: int = 0
-    """Bytes released to the ranks."""
     released_chunks: int = 0
-    """Chunks released to the ranks."""
 
     FAMILIES = (
         gauge("flexd_throttle_bytes_per_step", "Limit; NaN: the ranks' own alone.", "bytes_per_step"),
@@ -80,15 +77,11 @@ class MigrationCounts(Model):
     ended: dict[str, int] = Field(default_factory=dict)
     """Migrations ended, by final state: ``committed``, ``superseded``, ``aborted``, ``failed``."""
     rows: int = 0
-    """Rows whose tier changed on every rank."""
     bytes: int = 0
-    """Row values and optimizer state copied."""
     chunks: int = 0
-    """Chunks applied by every rank."""
     illegal_transitions: int = 0
     """Transitions that the state table refused: a fault of flexd."""
     lost_entries: int = 0
-    """Entries of the history that were dropped unwritten."""
 
     FAMILIES = (
         counter("flexd_migrations", "Migrations ended, by final state.", "ended", ("state",)),
@@ -133,13 +126,11 @@ class ReplanResult(Model):
     ``accepted``: the migration runs (no wait was requested). ``committed``: every rank has applied it. ``timed_out``:
     still running at the end of the wait; it goes on."""
     plan: PlanReport | None = None
-    """The plan."""
     migration: MigrationRecord | None = None
     """Its migration, if anything moves."""
     placement_version: int = 0
     """The version that every rank has agreed on."""
     message: str = ""
-    """One sentence for people."""
 
 
 class AbortRequest(CommandRequest):
@@ -175,7 +166,6 @@ class AbortResult(Model):
     placement_version: int = 0
     """The version that every rank has agreed on."""
     message: str = ""
-    """One sentence for people."""
 
 
 class RollbackPreview(Model):

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from flexd.api.base import TIERS, RequestBody, RowsByTier, TierName
 from flexd.api.planning import TriggerName, rows_above_home
+from flexd.api.stream import PageRequest
 from flexd.control.daemon.migration import GateReport
 from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, Show, gauge
 
@@ -31,9 +32,7 @@ class ShareRangeReport(Model):
     expected: FiniteOrNone = None
     """Of all judged batches together."""
     low: FiniteOrNone = None
-    """5th percentile."""
     high: FiniteOrNone = None
-    """95th percentile."""
 
 
 class AffinityReport(Model):
@@ -54,13 +53,10 @@ class AffinityReport(Model):
         return {name: None if share is None else share.expected for name, share in shares.items()}
 
 
-class UsersRequest(RequestBody):
+class UsersRequest(PageRequest):
     """A page of users."""
 
-    offset: Annotated[int, Field(ge=0, le=2**40)] = 0
-    """Users before it."""
     limit: Annotated[int, Field(ge=1, le=MAX_PAGE_USERS)] = MAX_PAGE_USERS
-    """Users of it, at most."""
 
 
 class UserNodePage(Model):
@@ -69,13 +65,11 @@ class UserNodePage(Model):
     learnt: int = 0
     """Number of the learning that found them: pages of equal numbers belong together."""
     nodes: int = 0
-    """Nodes of the job."""
     users: int = 0
     """Users of all pages."""
     ids: tuple[int, ...] = ()
     """Of this page."""
     nodes_of: tuple[int, ...] = ()
-    """Node of each."""
     by_user: ShareRangeReport | None = None
     """Share of the chain's bytes left with all samples of a user in her node; null if it is not known."""
 
@@ -109,16 +103,13 @@ class LinkBytes(Model):
     all_to_all: FiniteOrNone = None
     """Bytes of ids and rows in the exchange, forward and backward."""
     sync: FiniteOrNone = None
-    """Bytes of replica synchronisation."""
 
 
 class PhaseCost(Model):
-    """One phase of a step on one class of link."""
+    """One phase of a step on one class of link: bytes that a rank sends, and predicted time, hidden or not."""
 
     bytes: FiniteOrNone = None
-    """Sent by one rank in one step."""
     seconds: FiniteOrNone = None
-    """Predicted time, hidden or not."""
 
 
 class CostReport(Model):
@@ -129,15 +120,11 @@ class CostReport(Model):
     total_seconds: FiniteOrNone = None
     """Time of all communication, hidden or not."""
     forward_seconds: FiniteOrNone = None
-    """Time of the forward exchange."""
     backward_seconds: FiniteOrNone = None
-    """Time of the backward exchange."""
     sync_seconds: FiniteOrNone = None
-    """Time of replica synchronisation."""
     ids_sent: FiniteOrNone = None
     """Row ids that one rank requests."""
     bytes: Annotated[dict[LinkName, LinkBytes], DETAIL] = Field(default_factory=dict)
-    """Bytes by class of link."""
     phases: Annotated[dict[str, dict[LinkName, PhaseCost]], HIDDEN] = Field(default_factory=dict)
     """Cost by phase (``forward_ids``, ``forward_rows``, ``backward_rows``, ``sync_mask``, ``sync_rows``) and link."""
 
@@ -146,7 +133,6 @@ class ReplicationReport(Model):
     """The gain of replicas over the same exchange with every row at home, per rank and step."""
 
     messages: tuple[str, ...] = ()
-    """The gain in sentences."""
 
 
 class ExchangeReport(Model):
@@ -157,14 +143,12 @@ class ExchangeReport(Model):
     recommended: str = "chain"
     """The cheapest by the model; the next start of the job may use it."""
     recommended_exposed_seconds: FiniteOrNone = None
-    """Exposed time of a step with the recommended exchange."""
 
 
 class PlanReport(Model):
     """A plan against the live placement: its changes, its cost, and the reasons."""
 
     plan_id: str
-    """Id of the plan."""
     parent_id: Annotated[str, DETAIL] = ""
     """The plan that the live placement came from."""
     reason: str = ""
@@ -176,7 +160,6 @@ class PlanReport(Model):
     gates: tuple[GateReport, ...] = ()
     """Gates of its profile; empty where only the plan is known."""
     created_unix_seconds: Annotated[FiniteOrNone, DETAIL] = None
-    """When it was made."""
     topology_generation: Annotated[int, HIDDEN] = 0
     """The live ranks it was made for."""
     profile_generation: Annotated[int, HIDDEN] = 0
@@ -219,13 +202,11 @@ class PlanReport(Model):
     after: CostReport = CostReport()
     """The plan under the same profile."""
     exchange: ExchangeReport = ExchangeReport()
-    """The planned and the recommended exchange."""
     affinity: AffinityReport | None = None
     """The forecast of homes and dealing by affinity; null if rows that occur together are not sampled."""
     baselines: dict[str, CostReport] = Field(default_factory=dict)
     """Other strategies under the same profile, by name."""
     replication: ReplicationReport = ReplicationReport()
-    """Gains and costs of replication."""
 
     FAMILIES = (
         gauge(
@@ -285,7 +266,6 @@ class AccessRange(Model):
     """An estimate and its bounds."""
 
     estimate: FiniteOrNone = None
-    """Estimate."""
     lower: FiniteOrNone = None
     """Lower bound, which a promotion must pay off with."""
     upper: FiniteOrNone = None
@@ -322,14 +302,12 @@ class SlotsInUse(Model):
     used: int = 0
     """In use, in the plan."""
     total: int = 0
-    """Of a rank."""
 
 
 class RowReport(Model):
     """One row."""
 
     row: int
-    """Id of the row in its table."""
     key: int = 0
     """Its key in the job's key space, which gives home rank and node owner."""
     listed: bool = True
@@ -339,17 +317,13 @@ class RowReport(Model):
     accesses: Annotated[AccessRange, Show("accesses per step", lambda found: f"{found.estimate:.4g}")] = AccessRange()
     """Expected look-ups of the whole job in one step."""
     touches: Annotated[RowTouchReport, DETAIL] = RowTouchReport()
-    """The probabilities that it is needed in a step."""
     seconds: dict[TierName, FiniteOrNone] = Field(default_factory=dict)
     """Exposed communication that the row costs a step in each tier."""
     live: TierName = "HOME"
-    """Tier now."""
     planned: TierName = "HOME"
     """Tier if a plan were made now."""
     reason: ReasonName = "saves"
-    """Reason for the planned tier."""
     home: Annotated[RowHome, DETAIL] = RowHome()
-    """The place of its authoritative copy."""
     source_node_share: tuple[float, ...] | None = None
     """Shares of its accesses by the node they come from; null if not known."""
 
@@ -358,7 +332,6 @@ class ThresholdReport(Model):
     """The frequencies at which a row of the table belongs in a tier, in look-ups of the whole job per step."""
 
     tier: TierName
-    """The tier."""
     slots: int = 0
     """Replica slots that one row takes over all ranks."""
     slot_seconds: FiniteOrNone = None
@@ -373,9 +346,7 @@ class Explanation(Model):
     """A table, its thresholds, and some of its rows."""
 
     table: str
-    """Name of the table."""
     rows: int = 0
-    """Rows of the table."""
     accesses_per_step: FiniteOrNone = None
     """Look-ups of the whole job in one step."""
     distinct_rows: FiniteOrNone = None
@@ -387,7 +358,6 @@ class Explanation(Model):
     planned_rows: RowsByTier = Field(default_factory=dict)
     """Rows by tier if a plan were made now."""
     slots: SlotsInUse = SlotsInUse()
-    """Replica slots of the table's dim-group."""
     sync_latency_seconds: FiniteOrNone = None
     """Fixed cost per step of synchronising replicas at all."""
     thresholds: tuple[ThresholdReport, ...] = ()
@@ -395,7 +365,6 @@ class Explanation(Model):
     explained: tuple[RowReport, ...] = ()
     """The requested row, or the hottest ones."""
     gates: tuple[GateReport, ...] = ()
-    """Gates of a plan that is made now."""
 
 
 def explanation(

@@ -26,15 +26,11 @@ class PlacementStatus(Model):
     """The placement that every rank has agreed on."""
 
     version: int = 0
-    """Counts the applied chunks."""
     rows: RowsByTier = Field(default_factory=dict)
-    """Rows in each tier."""
     rehomed_rows: int = 0
-    """Rows at HOME that live in another node than that of their home rank."""
     digest: str = "0" * 16
     """Order-free digest of the hot rows, 16 hexadecimal digits."""
     digest_mismatches: int = 0
-    """Reports whose placement digest was not the daemon's for that version, since the daemon started."""
 
     FAMILIES = (
         gauge("flexd_placement_version", "Chunks applied by every rank.", "version"),
@@ -92,14 +88,12 @@ class LinkPrices(Model):
     corrected_error: FiniteOrNone = None
     """Held-out error with the factor that reports show."""
     reason: str = ""
-    """Why they are corrected or not, in words."""
 
 
 class PricesStatus(Model):
     """The prices of plans."""
 
     links: tuple[LinkPrices, ...] = ()
-    """The links that steps of the live ranks have shown."""
 
     FAMILIES = (
         gauge(
@@ -134,20 +128,20 @@ def prices_status(prices: LivePrices) -> PricesStatus:
 
 
 class TableDriftStatus(Model):
-    """Drift of one table."""
+    """Drift of one table. Seconds and bytes are per step at the live placement, without the collectives' latencies."""
 
     table: str
-    """Name of the table."""
     ratio: FiniteOrNone = None
     """Exposed seconds of its bytes, at the live placement / with a plan made now; null if that would leave none."""
     exposed_seconds: float = 0.0
-    """Per step, at the live placement; without the collectives' latencies."""
     inter_node_bytes: float = 0.0
-    """Per rank and step, at the live placement."""
 
 
 class DriftStatus(Model):
-    """The cost of the live placement over that of the plan that would be made now."""
+    """The cost of the live placement over that of the plan that would be made now, since the daemon started.
+
+    Exposed seconds are per step, bytes per rank and step: at the live placement, and with the plan.
+    """
 
     ratio: FiniteOrNone = None
     """Exposed seconds of a step, live / plan: above 1 another placement is better; null before the first
@@ -155,21 +149,13 @@ class DriftStatus(Model):
     threshold: FiniteOrNone = None
     """Above it a new plan is made, if it saves ``planner.min_saving``; null if drift makes none."""
     plan_exposed_seconds: FiniteOrNone = None
-    """Per step, with the plan."""
     exposed_seconds: FiniteOrNone = None
-    """Per step, at the live placement."""
     plan_inter_node_bytes: FiniteOrNone = None
-    """Per rank and step, with the plan."""
     inter_node_bytes: FiniteOrNone = None
-    """Per rank and step, at the live placement."""
     age_seconds: FiniteOrNone = None
-    """Since the newest evaluation."""
     evaluations: int = 0
-    """Evaluations since the daemon started."""
     evaluation_seconds: float = 0.0
-    """Wall time of all evaluations."""
     tables: tuple[TableDriftStatus, ...] = ()
-    """One entry per table, in the configured order."""
 
     FAMILIES = (
         gauge(
@@ -240,7 +226,6 @@ class VerificationStatus(Model):
     newest: VerificationReport | None = None
     """The running verification, or the newest one; null before the first."""
     ended: dict[str, int] = Field(default_factory=dict)
-    """Ended verifications by state."""
     held: tuple[str, ...] = ()
     """Reasons why kinds of plans are not carried out by the daemon itself, because one was not shown to win."""
 
@@ -282,9 +267,7 @@ class ProposalReport(Model):
     plan_id: str
     """Argument of ``flexd apply``."""
     created_unix_seconds: FiniteOrNone = None
-    """When it was made."""
     trigger: Annotated[TriggerName, DETAIL] = "manual"
-    """Its trigger."""
     reason: str = ""
     """The trigger in words."""
     dry_run: bool = False
@@ -333,7 +316,6 @@ class PlanningStatus(Model):
     held: str | None = None
     """Reason why the daemon starts no migration by itself now; null if it does."""
     window: WindowStatus = WindowStatus()
-    """The maintenance windows."""
     refused: str | None = None
     """Reason why the newest attempt made no plan; null if it did."""
     withheld: str | None = None
@@ -344,15 +326,11 @@ class PlanningStatus(Model):
     gates_overridden: dict[str, int] = Field(default_factory=dict)
     """Plans carried out with a closed gate, by gate."""
     triggers: dict[TriggerName, int] = Field(default_factory=dict)
-    """Plans requested, by trigger."""
     plans: dict[str, int] = Field(default_factory=dict)
     """Plans requested, by outcome: ``changed``, ``unchanged``, ``withheld``, ``refused``."""
     planning_seconds: float = 0.0
-    """Wall time of all planning."""
     proposals: tuple[ProposalReport, ...] = ()
-    """Kept plans, newest first."""
     verification: VerificationStatus = VerificationStatus()
-    """Measured effects of executed plans."""
 
     FAMILIES = (
         counter("flexd_plans", "Plans requested, by outcome.", "plans", ("outcome",)),

@@ -20,9 +20,7 @@ class RefusedRankStatus(Model):
     """A rank whose registration was refused."""
 
     attempt: str
-    """Its job attempt."""
     rank: int
-    """Its rank."""
     reason: str
     """The difference between it and the daemon."""
 
@@ -33,9 +31,7 @@ class LiveJob(Model):
     generation: int = 0
     """Counts the changes of the live ranks."""
     attempt: str | None = None
-    """The job attempt of the live ranks."""
     nodes: int = 0
-    """Nodes of the training job."""
     local_ranks: int = 0
     """Ranks in each node."""
     ready: bool = False
@@ -48,23 +44,16 @@ class ChannelStatus(Model):
     """The control channel to the ranks; counters run since the daemon started."""
 
     refused_messages: dict[str, int] = Field(default_factory=dict)
-    """Control messages refused, by kind."""
     malformed_reports: dict[str, int] = Field(default_factory=dict)
-    """Step reports refused, by the field that was not in order."""
     refused_chunks: int = 0
-    """Chunks that a rank refused whole."""
     connections: int = 0
     """Connections to the control port that have proven themselves, now."""
     connections_unproven: int = 0
     """Connections to it that have not, now."""
     proven_connections: int = 0
-    """Connections that have proven themselves."""
     refused_connections: dict[str, int] = Field(default_factory=dict)
-    """Connections that ended before they had proven themselves, by reason."""
     queued_bytes: int = 0
-    """Bytes in memory that wait to be sent to ranks."""
     unread_bytes: int = 0
-    """Bytes in memory that ranks sent and that are not handled yet."""
 
     def refusals(self) -> str:
         """Return the refused connections in words; empty if there are none."""
@@ -101,17 +90,12 @@ class TopologyStatus(LiveJob):
     refused_ranks: tuple[RefusedRankStatus, ...] = ()
     """Ranks that the daemon refused in the last seconds, newest first."""
     attempts_waiting: int = 0
-    """Attempts that are refused because another one holds the job."""
     cluster: str | None = None
     """Name of the cluster description that prices plans."""
     ranks: int = 0
-    """Ranks that the newest attempt has."""
     ranks_ready: int = 0
-    """Ranks of it that have joined the control channel."""
     epochs: int = 0
-    """Epochs of the control channel begun."""
     channel: ChannelStatus = ChannelStatus()
-    """The control channel to them."""
 
     FAMILIES = (
         counter("flexd_control_epochs", "Epochs of the control channel begun.", "epochs"),
@@ -131,11 +115,8 @@ class RankReport(Model):
     """One rank. Averages are over about its newest 50 steps; null until it has reported."""
 
     rank: int
-    """Number of the rank in the job."""
     node: int
-    """Its node."""
     local_rank: int
-    """Its number in the node."""
     placement_version: Annotated[int | None, Show("version")] = None
     """Placement version in its newest report."""
     behind: int | None = None
@@ -143,9 +124,7 @@ class RankReport(Model):
     step: int | None = None
     """The newest step it reported."""
     report_age_seconds: Annotated[FiniteOrNone, Show("heard")] = None
-    """Since its newest report."""
     step_seconds: Annotated[FiniteOrNone, Show("step time")] = None
-    """Wall time of a step."""
     computed_seconds: FiniteOrNone = None
     """Part of a step outside collectives."""
     exposed_seconds: FiniteOrNone = None
@@ -153,7 +132,6 @@ class RankReport(Model):
     exchange: str = ""
     """The exchange after its newest step; empty until it has reported."""
     accesses_per_step: Annotated[FiniteOrNone, Show("accesses")] = None
-    """Look-ups of a step."""
     replica_share: FiniteOrNone = None
     """Share of its look-ups that rows above HOME served, 0-1."""
     intra_node_bytes_per_step: Annotated[FiniteOrNone, Show("bytes in node")] = None
@@ -174,11 +152,8 @@ class RankPage(LiveJob):
     imbalance: FiniteOrNone = None
     """Bytes that the busiest rank sends in a step, over the mean of those that have reported."""
     total: int = 0
-    """Number of all ranks."""
     offset: int = 0
-    """The first rank of the page."""
     ranks: tuple[RankReport, ...] = ()
-    """The ranks of the page."""
 
     FAMILIES = (
         gauge(

@@ -33,11 +33,9 @@ class KeyChange(Model):
     """A key whose value in the file differs from what runs; secrets are replaced."""
 
     key: str
-    """Path of the key."""
     before: Any = None
     """The running value, or the one before the reload."""
     after: Any = None
-    """The value in the file."""
     needs_restart: bool = False
     """True if a reload does not apply it."""
 
@@ -46,7 +44,6 @@ class ReloadReport(Model):
     """The result of reading the configuration file again, or the preview of one."""
 
     file: str
-    """The file that was read."""
     dry_run: bool = False
     """True for a preview, which changes nothing."""
     applied: tuple[str, ...] = ()
@@ -80,7 +77,6 @@ class ConfigReport(Model):
     version: str
     """Version of flexd: another version may know other keys."""
     config: dict[str, Any]
-    """The effective configuration, defaults included; secrets are replaced."""
 
 
 class PauseRequest(CommandRequest):
@@ -96,7 +92,6 @@ class PauseState(Model):
     paused: bool
     """True while planning and pushing are held."""
     reason: str | None = None
-    """Reason given for the pause."""
     changed: bool = True
     """False if the state was the same before."""
 
@@ -105,7 +100,6 @@ class DecisionsStatus(Model):
     """The file of the operators' decisions, which outlive the daemon; counters run since it started."""
 
     failures: int = 0
-    """Writes that failed, and are tried again."""
 
     FAMILIES = (
         counter(
@@ -119,7 +113,6 @@ class ThreadsStatus(Model):
     """Unexpected exceptions of the daemon's threads; counters run since the process started."""
 
     faults: dict[str, int] = Field(default_factory=dict)
-    """Exceptions by thread."""
     problems: dict[str, str] = Field(default_factory=dict)
     """The work that fails now, in words, by thread; it is attempted again after a back-off."""
     ending: str | None = None
@@ -151,7 +144,6 @@ class RestoredTable(Model):
     """One table of the restored snapshot that is not as it was saved."""
 
     table: str
-    """Name."""
     outcome: str
     """``emptied``, ``new`` or ``removed``."""
     accesses: int = 0
@@ -170,7 +162,6 @@ class StateStatus(Model):
     tables: tuple[RestoredTable, ...] = ()
     """The tables that are not as they were saved; at most 100."""
     lost_accesses: int = 0
-    """Accesses of tables that were emptied or removed."""
     problems: tuple[str, ...] = ()
     """Why snapshots were not used by this start."""
 
@@ -211,13 +202,9 @@ class SnapshotStatus(Model):
     """The newest durable snapshot: what came after it is read again after a crash."""
 
     age_seconds: FiniteOrNone = None
-    """Since the newest durable snapshot; null before the first."""
     written: int = 0
-    """Snapshots written since the daemon started."""
     failures: int = 0
-    """Snapshots that could not be written since the daemon started."""
     bytes: int = 0
-    """Size of the newest snapshot."""
     pause_seconds: FiniteOrNone = None
     """Time in which counting stood still for the newest snapshot."""
     problem: str | None = None
@@ -252,15 +239,11 @@ class DaemonStatus(Model):
     """The daemon on one screen."""
 
     job: str
-    """Name of the training job."""
     version: str
-    """Version of flexd."""
     started_unix_seconds: Annotated[float, HIDDEN] = 0.0
-    """When the daemon started."""
     age_seconds: Annotated[float, HIDDEN] = 0.0
     """Since it was made: the daemon keeps it, and makes it anew at every tick and after every command."""
     uptime_seconds: float = 0.0
-    """Since the daemon started."""
     healthy: bool = True
     """True while the daemon's loop ticks."""
     ready: Annotated[bool, ALWAYS] = False
@@ -270,45 +253,29 @@ class DaemonStatus(Model):
     paused: bool = False
     """True while planning and pushing are held."""
     pause_reason: str | None = None
-    """Reason given for the pause."""
     paused_by: str | None = None
     """The one that paused; ``flexd`` if ranks repeatedly reported another placement than the daemon had recorded."""
     stream: StreamStatus
-    """The access stream."""
     sketch: SketchStatus = SketchStatus()
-    """The counters of it."""
     drift: DriftStatus = DriftStatus()
-    """Its change since the live plan was made."""
     topology: TopologyStatus = TopologyStatus()
-    """The training ranks."""
     placement: PlacementStatus = PlacementStatus()
-    """The placement of rows."""
     training: TrainingStatus = TrainingStatus()
-    """The steps of all ranks."""
     slow_memory: SlowMemoryStatus | None = None
     """Rows in tiered storage; null if all are in fast memory."""
     prices: PricesStatus = PricesStatus()
-    """Corrections that steps have shown of the curves that price plans."""
     last_plan: Annotated[PlanReport | None, Show(brief=True)] = None
     """The newest plan that was made."""
     migration: Annotated[MigrationRecord | None, Show(brief=True)] = None
     """The migration in flight, or the newest one."""
     migrations: Annotated[MigrationCounts, Show(brief=True)] = MigrationCounts()
-    """All migrations since the daemon started."""
     planning: PlanningStatus = PlanningStatus()
-    """When the daemon plans by itself, and what holds it back."""
     throttle: Annotated[ThrottleStatus, Show(brief=True)] = ThrottleStatus()
-    """The limits on migrations."""
     decisions: Annotated[DecisionsStatus, HIDDEN] = DecisionsStatus()
-    """The file of the operators' decisions."""
     snapshot: Annotated[SnapshotStatus, Show(brief=True)] = SnapshotStatus()
-    """Durable state."""
     state: StateStatus = StateStatus()
-    """The saved state as this start found and left it."""
     config: ConfigStatus = ConfigStatus()
-    """The file it runs on."""
     threads: ThreadsStatus = ThreadsStatus()
-    """The daemon's threads."""
 
     FAMILIES = (
         info(

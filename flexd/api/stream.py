@@ -27,46 +27,33 @@ if TYPE_CHECKING:
 
 
 class StreamStatus(Model):
-    """The access stream now; counters run since the daemon started."""
+    """The access stream now; counters run since the daemon started, rates are of the last minute."""
 
     source: str
     """Kind of the source: ``file_log``, ``kafka``, ``synthetic`` or ``tap``."""
     lag_messages: Annotated[int, ALWAYS] = 0
-    """Messages in the stream that are not read yet."""
     read_share: float = 1.0
     """Share of the stream's partitions that are read (``stream.source.share``). Messages and accesses here are those
     read; weights of tables and rows are scaled to the whole stream."""
     messages_per_second: FiniteOrNone = None
-    """Rate of the last minute."""
     accesses_per_second: FiniteOrNone = None
-    """Rate of the last minute."""
     messages: int = 0
-    """Messages read and counted."""
     accesses: int = 0
-    """Accesses counted."""
     bytes: Annotated[int, HIDDEN] = 0
-    """Payload of the messages read."""
     rejected_messages: dict[str, int] = Field(default_factory=dict)
-    """Messages not counted, by reason."""
     rejected_accesses: dict[str, int] = Field(default_factory=dict)
-    """Accesses not counted inside good messages, by reason."""
     adjusted_accesses: dict[str, int] = Field(default_factory=dict)
     """Accesses counted by rule: ``late`` (older than the newest event by 60 s, at their own time),
     ``future_clamped`` (dated too far ahead, at their arrival)."""
     messages_lost: dict[str, int] = Field(default_factory=dict)
-    """Messages that existed and the source could not deliver, by reason."""
     positions_lost: dict[str, int] = Field(default_factory=dict)
-    """Positions that the log no longer had, by reason."""
     dead_letters: int = 0
     """Samples of rejected messages kept."""
     dead_letter_failures: int = 0
     """Samples that could not be written."""
     source_failures: int = 0
-    """Failed reads of the source."""
     commit_failures: int = 0
-    """Positions that could not be committed."""
     newest_event_unix_seconds: Annotated[FiniteOrNone, Show("newest access")] = None
-    """Newest event time seen."""
     least_skew_seconds: FiniteOrNone = None
     """Least event time minus arrival of the accesses of the last ten seconds."""
     most_skew_seconds: FiniteOrNone = None
@@ -163,11 +150,9 @@ class TableSketchStatus(Model):
     """The counter of one table."""
 
     table: str
-    """Name of the table."""
     kind: SketchKind
     """``dense`` counts every row exactly, ``logarithmic`` every row in a few bits, ``count_min`` is bounded."""
     bytes: int
-    """Memory of the counter."""
     error_bound: FiniteOrNone = None
     """Largest over-estimate of a count-min, as a share of the table's accesses; 0 for the other kinds."""
     error_probability: Annotated[FiniteOrNone, DETAIL] = None
@@ -200,7 +185,6 @@ class ProfileStatus(Model):
     """Share of all accesses that the listed rows explain for certain: the sum of the lower bounds of their estimates,
     0-1. Low where accesses are spread evenly, or where the counters' noise hides what is popular."""
     age_seconds: FiniteOrNone = None
-    """Since it was made."""
 
     FAMILIES = (
         gauge("flexd_profile_age_seconds", "Since the newest profile.", "age_seconds"),
@@ -217,11 +201,8 @@ class SketchStatus(Model):
     """All counters."""
 
     bytes: int = 0
-    """Memory of all counters."""
     tables: tuple[TableSketchStatus, ...] = ()
-    """One entry per table, in the configured order."""
     profile: ProfileStatus = ProfileStatus()
-    """The newest profile."""
 
     FAMILIES = (
         gauge("flexd_sketch_bytes", "Memory of the counter of each table.", by_table("bytes"), ("table",)),
@@ -293,29 +274,21 @@ class TableReport(Model):
     """One table."""
 
     table: str
-    """Name of the table."""
     rows: int
-    """Rows of the table."""
     accesses: int = 0
     """Accesses counted, undecayed."""
     share: FiniteOrNone = None
     """Share of all accesses counted, 0-1; null before the first."""
     placed_rows: RowsByTier = Field(default_factory=dict)
-    """Rows in each tier."""
     counter: SketchKind
-    """Kind of counter."""
     drift_ratio: FiniteOrNone = None
     """Exposed seconds of its bytes, at the live placement / with a plan made now."""
     dim: int
-    """Numbers in a row."""
     dtype: str
-    """Type of these numbers."""
     optimizer: Annotated[str, DETAIL]
     """The optimizer, whose state migrates with a row."""
     group: Annotated[int, DETAIL]
-    """Index of its dim-group."""
     counter_bytes: int
-    """Memory of the counter."""
     distinct_rows: FiniteOrNone = None
     """Rows seen, by the newest profile; null before the first."""
     coverage: Annotated[FiniteOrNone, DETAIL] = None
@@ -326,11 +299,9 @@ class TablePage(Model):
     """Some of the tables."""
 
     total: int
-    """Number of all tables."""
     offset: Annotated[int, HIDDEN]
     """Position of the first entry in the requested order."""
     tables: tuple[TableReport, ...] = ()
-    """The entries of the page."""
 
 
 class PageRequest(RequestBody):
@@ -346,14 +317,12 @@ class TablesRequest(PageRequest):
     """A page of tables."""
 
     order: TableOrder = "accesses"
-    """Order of the list."""
 
 
 class RowsRequest(PageRequest):
     """A page of the hot rows of a table."""
 
     table: Annotated[str, Field(max_length=256)]
-    """Name of the table."""
 
 
 class HotRow(Model):
@@ -362,15 +331,12 @@ class HotRow(Model):
     place: int
     """1 is the most accessed row of the table."""
     row: int
-    """Id of the row in the table."""
     key: Annotated[int, DETAIL]
     """Its key in the job's key space."""
     share: FiniteOrNone = None
     """Estimated share of the table's accesses, decayed."""
     share_lower: FiniteOrNone = None
-    """Lower bound of the share."""
     share_upper: FiniteOrNone = None
-    """Upper bound of the share."""
     tier: TierName
     """Its tier in the live placement."""
     home_rank: int | None = None
@@ -381,9 +347,7 @@ class HotRowPage(Model):
     """Some of the hot rows of one table, the most accessed first."""
 
     table: str
-    """Name of the table."""
     rows: int
-    """Rows of the table."""
     total: int
     """Rows that the counters list."""
     offset: Annotated[int, HIDDEN]
@@ -391,9 +355,7 @@ class HotRowPage(Model):
     weight: FiniteOrNone = None
     """Decayed accesses of the table."""
     placed_rows: RowsByTier = Field(default_factory=dict)
-    """Rows of the table in each tier."""
     hottest: tuple[HotRow, ...] = ()
-    """The entries of the page."""
 
 
 def table_page(

@@ -41,18 +41,14 @@ OTHERS = "other"
 
 
 class SlowTableStatus(Model):
-    """Home rows of one table, over all ranks since the daemon started."""
+    """Rows of one table in tiered storage, counted as in ``SlowMemoryStatus``."""
 
     table: str
     """Its name; ``other`` for tables that the ranks' reports did not name."""
     used: int
-    """Distinct rows that look-ups needed, summed over passes."""
     missed: int
-    """Of those, rows that were in slow memory."""
     evicted: int
-    """Rows that left fast memory."""
     written: int
-    """Of those, rows that had changed and were written to slow memory."""
 
 
 class SlowMemoryStatus(Model):
@@ -67,13 +63,9 @@ class SlowMemoryStatus(Model):
     written: int = 0
     """Of those, rows that had changed and were written to slow memory."""
     bytes_read: int = 0
-    """Read from slow memory, in whole blocks where it has blocks."""
     bytes_written: int = 0
-    """Written to slow memory."""
     wait_seconds: float = 0.0
-    """Waited for slow memory by the ranks."""
     wait_share: FiniteOrNone = None
-    """Recent wait as a share of the recent steps."""
     tables: tuple[SlowTableStatus, ...] = ()
     """Those with rows in slow memory; last those that the ranks' reports did not name."""
 
@@ -126,13 +118,9 @@ class PhaseStatus(Model):
     overlapped_seconds: FiniteOrNone = None
     """Part of both that ran beside the training thread."""
     intra_bytes: FiniteOrNone = None
-    """Sent inside the node by a rank."""
     inter_bytes: FiniteOrNone = None
-    """Sent to other nodes by a rank."""
     intra_collectives: FiniteOrNone = None
-    """Collectives inside the node."""
     inter_collectives: FiniteOrNone = None
-    """Collectives that leave it."""
 
 
 class UsageWarningStatus(Model):
@@ -148,18 +136,14 @@ class UsageWarningStatus(Model):
     rank: int
     """The rank that reported the newest."""
     text: str
-    """The warning itself."""
     heard_unix_seconds: float = 0.0
-    """When the daemon received it."""
 
 
 class PrefetchStatus(Model):
     """Batches that ``flexd.prefetch`` was given to locate ahead, over all ranks."""
 
     located: int = 0
-    """All of them."""
     unused: int = 0
-    """Those located for nothing, because the forward pass got other objects."""
 
     FAMILIES = (
         counter(
@@ -181,9 +165,7 @@ class ArmStatus(Model):
     arm: str
     """``chain`` or ``direct``, ``with prefetch`` where batches are located ahead."""
     step_seconds: float
-    """Wall time of a step."""
     in_use: bool = False
-    """True for the one that the ranks use."""
 
 
 class TuningStatus(Model):
@@ -236,19 +218,13 @@ class TrainingStatus(Model):
     """Bytes measured by the senders, by kind of traffic (``all_to_all``, ``sync``, ``migration``) and link
     (``intra``, ``inter``)."""
     steps: int = 0
-    """Steps of all ranks."""
     step_seconds: Annotated[float, HIDDEN] = 0.0
-    """Wall time of these steps."""
     apply_seconds: Annotated[float, HIDDEN] = 0.0
-    """Step time spent in applying chunks."""
     newest_step: int = 0
-    """The newest step that any rank reported."""
     prefetches: PrefetchStatus = PrefetchStatus()
-    """Batches that were located ahead."""
     usage_warnings: tuple[UsageWarningStatus, ...] = ()
     """Usage warnings of the trainers by kind, the newest first."""
     tuning: TuningStatus = TuningStatus()
-    """Exchange and prefetch pipeline."""
     phases: tuple[PhaseStatus, ...] = ()
     """A step by phase; empty until a rank has reported."""
     cover_seconds: FiniteOrNone = None
@@ -351,7 +327,6 @@ class TrafficSample(Model):
     unix_seconds: float
     """Begin of the interval."""
     steps: int = 0
-    """Steps of all ranks."""
     accesses: RowsByTier = Field(default_factory=dict)
     """Look-ups by the tier of the row that served them, per rank and step."""
     inter_node_bytes: FiniteOrNone = None
@@ -374,11 +349,9 @@ class Timeline(Model):
     """The newest samples and plans, oldest first."""
 
     interval_seconds: float
-    """Length of each sample."""
     samples: tuple[TrafficSample, ...] = ()
     """Samples of the last half hour; intervals without a report are left out."""
     plans: tuple[MigrationRecord, ...] = ()
-    """The newest migrations that moved rows."""
 
 
 def timeline(

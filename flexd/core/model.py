@@ -129,6 +129,14 @@ class Model(BaseModel):
     model_config = ConfigDict(defer_build=True, frozen=True, extra="ignore", use_attribute_docstrings=True)
     FAMILIES: ClassVar[tuple[Family, ...]] = ()
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Describe fields without a docstring by the text of their metric family."""
+        for family in cls.FAMILIES:
+            field = cls.model_fields.get(family.value) if isinstance(family.value, str) else None
+            if field is not None and field.description is None:
+                field.description = family.text
+
     def metrics(self) -> Iterator[Metric]:
         """Yield the metric families of the model and of its parts."""
         yield from (family.of(self) for family in self.FAMILIES)
