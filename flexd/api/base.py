@@ -19,8 +19,6 @@ from flexd.core.errors import (
 )
 from flexd.core.model import Model
 
-MAX_REASON_CHARACTERS = 500
-MAX_REQUESTED_BY_CHARACTERS = 200
 REQUEST_HEADER = "x-requested-with"
 """Required, with any value, of every request but GET, HEAD and OPTIONS: no page can make a browser send it to another
 site without a permission, which the daemon never gives."""
@@ -29,8 +27,8 @@ TierName = Literal["HOME", "NODE", "DEVICE"]
 TIERS: tuple[TierName, ...] = ("HOME", "NODE", "DEVICE")
 """In the order of ``flexd.core.placement.Tier``."""
 RowsByTier = dict[TierName, int]
-Reason = Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)]
-RequestedBy = Annotated[str, Field(max_length=MAX_REQUESTED_BY_CHARACTERS)]
+Reason = Annotated[str, Field(max_length=500)]
+RequestedBy = Annotated[str, Field(max_length=200)]
 
 
 class RequestBody(BaseModel):

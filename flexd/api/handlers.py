@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from flexd import __version__
 from flexd.api.migration import MigrationCounts, ReplanOutcome, ReplanResult, ThrottleStatus
 from flexd.api.plan import (
@@ -160,10 +162,7 @@ class Components:
         """Return the mean size of a looked-up row's values: tables weigh by the accesses counted."""
         accesses = self.ingestor.sketches.samples_by_table()
         sizes = [table.row_bytes for table in self.keyspace.tables]
-        total = sum(accesses)
-        if total == 0:
-            return sum(sizes) / len(sizes)
-        return float(sum(number * size for number, size in zip(accesses, sizes, strict=True)) / total)
+        return float(np.average(sizes, weights=accesses if any(accesses) else None))
 
 
 logger = logging.getLogger("flexd")
@@ -214,11 +213,6 @@ class OperatorCommands:
     def paused(self) -> Pause | None:
         """The pause in effect; None if nothing is held."""
         return self._decisions.current.pause
-
-    @property
-    def pause_reason(self) -> str | None:
-        pause = self.paused
-        return None if pause is None else pause.reason
 
     def decisions_status(self) -> DecisionsStatus:
         """Return the state of the decisions' file."""
@@ -372,7 +366,7 @@ class PlanCommands:
             raise ApiError(f"no row {row} in table {table!r}", status=404, remedy=f"0 to {rows - 1}")
         made, gates = self._planning.explain(table, row, hottest)
         affinity = self._planning.affinity
-        return explanation(made, gates) if affinity is None else explanation(made, gates, affinity.home_of)
+        return explanation(made, gates, None if affinity is None else affinity.home_of)
 
     def proposals(self) -> ProposalList:
         """Return the kept plans."""
@@ -428,9 +422,8 @@ class PlanCommands:
     def _check_running(self) -> None:
         if self._stopping.is_set():
             raise ApiError("the daemon is shutting down", status=503)
-        paused = self._operator.pause_reason
-        if paused is not None:
-            raise ApiError(f"paused: {paused}", status=409, remedy="flexd resume")
+        if self._operator.paused is not None:
+            raise ApiError(f"paused: {self._operator.paused.reason}", status=409, remedy="flexd resume")
 
     def _report(self, proposal: Proposal, migration: Migration | None, wait_seconds: float) -> ReplanResult:
         self._auto.record_manual_plan(executed=True)
@@ -458,4 +451,4 @@ class PlanCommands:
 
 
 def _manual_trigger(reason: str, requested_by: str) -> Trigger:
-    return Trigger(TriggerKind.MANUAL, reason, requested_by or "anonymous")
+    return Trigger(TriggerKind.MANUAL, reason, requested_by or ANONYMOUS)

@@ -48,9 +48,6 @@ class ThrottleRequest(CommandRequest):
     """In the long run; 0 lifts the limit."""
 
 
-MAX_LISTED = 1000
-
-
 class MigrationList(Model):
     """Migrations and other commands, newest first."""
 
@@ -65,7 +62,7 @@ class MigrationList(Model):
 class MigrationsRequest(RequestBody):
     """A list of migrations."""
 
-    limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] = 100
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
     """Migrations at most, the newest."""
     state: MigrationState | None = None
     """Only those in this state."""

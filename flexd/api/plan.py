@@ -3,8 +3,8 @@ tier, and for the memory that it is in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -228,16 +228,11 @@ class PlanReport(Model):
         ),
     )
 
-    @classmethod
-    def from_summary(cls, summary: Mapping[str, Any], rows_before: Mapping[Any, int]) -> PlanReport:
-        """Build the report from ``Plan.summary`` and the live placement's rows by tier."""
-        return cls.model_validate({**summary, "rows_before": dict(rows_before)})
-
 
 def plan_report(plan: Plan, live: Placement, affinity: AffinityOutlook | None = None) -> PlanReport:
     """Return a plan against the placement that it starts from."""
-    report = PlanReport.from_summary(plan.summary, rows_above_home(live))
-    return report if affinity is None else report.model_copy(update={"affinity": affinity_report(affinity)})
+    found = None if affinity is None else affinity_report(affinity)
+    return PlanReport.model_validate({**plan.summary, "rows_before": rows_above_home(live), "affinity": found})
 
 
 def proposal_report(proposal: Proposal) -> PlanReport:
@@ -248,7 +243,6 @@ def proposal_report(proposal: Proposal) -> PlanReport:
     )
 
 
-MAX_EXPLAINED_ROWS = 1000
 ReasonName = Literal["saves", "pinned", "excluded", "no_gain", "slot_price", "migration", "latency"]
 
 
@@ -258,7 +252,7 @@ class ExplainRequest(RequestBody):
     table: Annotated[str, Field(max_length=256)]
     row: Annotated[int | None, Field(ge=0)] = None
     """One row; if null, the hottest rows."""
-    hottest: Annotated[int, Field(ge=0, le=MAX_EXPLAINED_ROWS)] = 10
+    hottest: Annotated[int, Field(ge=0, le=1000)] = 10
     """Number of the hottest rows, if no row is given."""
 
 
@@ -370,13 +364,13 @@ class Explanation(Model):
 def explanation(
     made: TableExplanation,
     gates: Sequence[GateReport],
-    home_of: Callable[[int], tuple[int, float] | None] = lambda key: None,
+    home_of: Callable[[int], tuple[int, float] | None] | None = None,
 ) -> Explanation:
     """Return the planner's explanation.
 
     Args:
         gates: of the profile that it was made from.
-        home_of: returns the node of a key by affinity, and the share of its touches from there; None if not known.
+        home_of: returns the node of a key by affinity, and the share of its touches from there, None if not known.
     """
     return Explanation.from_object(
         made,
@@ -384,7 +378,7 @@ def explanation(
         live_rows=dict(zip(TIERS, made.live_rows.tolist(), strict=True)),
         planned_rows=dict(zip(TIERS, made.planned_rows.tolist(), strict=True)),
         thresholds=tuple(ThresholdReport.from_object(each, tier=each.tier.name) for each in made.thresholds),
-        explained=tuple(_row(row, home_of(row.key)) for row in made.explained),
+        explained=tuple(_row(row, home_of and home_of(row.key)) for row in made.explained),
         gates=tuple(gates),
     )
 

@@ -115,15 +115,13 @@ class PricesStatus(Model):
 
 def prices_status(prices: LivePrices) -> PricesStatus:
     """Return what was learnt of each link in this topology generation."""
-    shown = []
-    for link, learnt in prices.corrections().items():
-        probed, corrected = learnt.error_shares()
-        shown.append(
-            LinkPrices(
-                link=link.value, reports=learnt.reports, factor=learnt.factor, probed_error=probed,
-                corrected_error=corrected, reason=learnt.reason(),
-            )
-        )  # fmt: skip
+    shown = (
+        LinkPrices(
+            link=link.value, reports=learnt.reports, factor=learnt.factor, probed_error=learnt.error_shares()[0],
+            corrected_error=learnt.error_shares()[1], reason=learnt.reason(),
+        )
+        for link, learnt in prices.corrections().items()
+    )  # fmt: skip
     return PricesStatus(links=tuple(shown))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PROBLEM = frozenset(("problem",))
-
 
 @dataclass(frozen=True)
 class Table:
@@ -35,7 +33,7 @@ class Facts:
 
     title: str
     pairs: tuple[tuple[str, str], ...]
-    wrong: frozenset[str] = PROBLEM
+    wrong: frozenset[str] = frozenset(("problem",))
 
 
 @dataclass(frozen=True)

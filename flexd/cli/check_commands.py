@@ -124,8 +124,6 @@ def _running(client: DaemonClient, status: DaemonStatus, config: Config) -> Iter
 
 _STEPS_SHARE = 0.2
 """Of --budget-seconds, for what a step takes beside its links."""
-_MOST_STEP_SECONDS = 60.0
-LAUNCH = "torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml"
 
 
 def probe(
@@ -164,7 +162,7 @@ def probe(
     _check_job()
     if os.environ["RANK"] == "0":
         check_file("--out", out)
-    step_seconds = min(budget_seconds * _STEPS_SHARE, _MOST_STEP_SECONDS)
+    step_seconds = min(budget_seconds * _STEPS_SHARE, 60.0)
     report, costs = _run(options, step_seconds, timeout_seconds, backend, local_ranks)
     if os.environ["RANK"] != "0":
         return
@@ -177,7 +175,8 @@ def _check_job() -> None:
     missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
         raise ConfigError(
-            f"probe: {missing[0]} is not set: this process is no rank of a job", remedy=f"launch it with {LAUNCH}"
+            f"probe: {missing[0]} is not set: this process is no rank of a job",
+            remedy="launch it with torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml",
         )
 
 

@@ -195,7 +195,6 @@ def _read_token(path: Path) -> str:
 DEFAULT_URL = "http://127.0.0.1:9464"
 URL_VARIABLE = "FLEXD_URL"
 SOCKET_VARIABLE = "FLEXD_SOCKET"
-CONNECT_SECONDS = 3.0
 ANSWER_SECONDS = 10.0
 PLAN_SECONDS = 120.0
 """A plan over 10^9 rows takes seconds on a quiet machine; a busy one needs more."""
@@ -271,28 +270,23 @@ class DaemonClient:
             given = {name: value for name, value in fields.items() if value is not None}
             try:
                 request = route.request(**given).model_dump(mode="json", exclude_unset=True)
-            except ValidationError as error:
-                fault = error.errors()[0]
+            except ValidationError as wrong:
+                fault = wrong.errors()[0]
                 raise ConfigError(
                     f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}", remedy="give another value"
-                ) from error
+                ) from wrong
             if route.method == "POST":
                 body = request
             elif request:
                 path += f"?{urlencode(request)}"
-        return self._call(route.method, path, route.answer, seconds, body)
-
-    def _call(
-        self, method: str, path: str, model: type[Answer], seconds: float, body: dict[str, Any] | None = None
-    ) -> Answer:
-        status, content = self._exchange(method, path, seconds, body)
+        status, content = self._exchange(route.method, path, seconds, body)
         try:
             if status < 400:
-                return model.model_validate_json(content)
+                return route.answer.model_validate_json(content)
             error = ErrorBody.model_validate_json(content).error
         except ValidationError as invalid:
             raise DaemonUnreachableError(
-                f"{self._address} answered {method} {path} with status {status} and a body that is not flexd's",
+                f"{self._address} answered {route.method} {path} with status {status} and a body that is not flexd's",
                 status=status,
                 remedy="check that the address is a flexd daemon of this version",
             ) from invalid
@@ -303,7 +297,6 @@ class DaemonClient:
         import httpx
 
         deadline = time.monotonic() + seconds
-        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         # No proxies: the address is this machine, whatever proxies the environment configures.
         secured = self._address.url.startswith("https:")
         transport = None if self._address.socket is None else httpx.HTTPTransport(uds=str(self._address.socket))
@@ -316,7 +309,7 @@ class DaemonClient:
                 httpx.Client(
                     base_url=self._address.url,
                     transport=transport,
-                    timeout=timeout,
+                    timeout=httpx.Timeout(seconds, connect=3.0),
                     trust_env=False,
                     # Loading the CAs takes a while, and without TLS there is nothing to verify.
                     verify=self._credentials.context() if secured else False,

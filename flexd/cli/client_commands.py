@@ -32,7 +32,6 @@ from flexd.core.errors import ConfigError
 from flexd.core.model import Model
 
 if TYPE_CHECKING:
-    from flexd.cli.client import DaemonClient
     from flexd.core.node_map import NodeMap
 
 
@@ -176,8 +175,6 @@ def split_target(target: str) -> tuple[str, int | None]:
     return target, None
 
 
-_ATTEMPTS = 5
-
 affinity = typer.Typer(help="Which node trains whose samples.", no_args_is_help=True)
 
 
@@ -210,7 +207,7 @@ def _user_nodes(client: DaemonClient) -> tuple[NodeMap, float | None]:
 
     from flexd.core.node_map import NodeMap
 
-    for _ in range(_ATTEMPTS):
+    for _ in range(5):
         page = first = client.send(routes.USERS)
         pages = [first]
         read = len(first.ids)
@@ -225,7 +222,7 @@ def _user_nodes(client: DaemonClient) -> tuple[NodeMap, float | None]:
             )
             share = None if first.by_user is None else first.by_user.expected
             return NodeMap(ids, nodes_of, first.nodes), share
-    raise DaemonRefusedError(f"the users were learnt anew {_ATTEMPTS} times while they were read")
+    raise DaemonRefusedError("the users were learnt anew five times while they were read")
 
 
 ForceOption = Annotated[
@@ -237,8 +234,6 @@ TimeoutOption = Annotated[
     float, typer.Option("--timeout", metavar="S", min=0, max=3600, help="Longest wait, in seconds.")
 ]
 BytesOption = Annotated[int | None, typer.Option(min=0, max=2**50, metavar="N", help="0 lifts the limit.")]
-PREVIEWED = 4
-"""Blocks of an effect that are shown before the question, the first ones; ``--dry-run`` shows all."""
 
 
 def replan(
@@ -259,8 +254,10 @@ def replan(
     Example: flexd replan --wait --yes --reason "campaign starts"
     """
     client = connect(url, socket)
-    fields: dict[str, Any] = {"reason": reason, "wait_seconds": timeout if wait else 0.0, "force": force}
-    _change(client, routes.REPLAN, "Replan?", yes, output, lambda: client.send(routes.PLAN), dry_run, **fields)
+    _change(
+        client, routes.REPLAN, "Replan?", yes, output, lambda: client.send(routes.PLAN), dry_run, reason=reason,
+        wait_seconds=timeout if wait else 0.0, force=force,
+    )  # fmt: skip
 
 
 def apply(
@@ -285,10 +282,10 @@ def apply(
     client = connect(url, socket)
     kept = client.send(routes.PROPOSAL, plan_id=plan_id)
     # The id of the plan that is shown: another one may be the latest by the time the user replies.
-    fields: dict[str, Any] = {
-        "plan_id": kept.plan_id, "reason": reason, "wait_seconds": timeout if wait else 0.0, "force": force,
-    }  # fmt: skip
-    _change(client, routes.APPLY, f"Apply {kept.plan_id}?", yes, output, lambda: kept, dry_run, **fields)
+    _change(
+        client, routes.APPLY, f"Apply {kept.plan_id}?", yes, output, lambda: kept, dry_run, plan_id=kept.plan_id,
+        reason=reason, wait_seconds=timeout if wait else 0.0, force=force,
+    )  # fmt: skip
 
 
 def abort(
@@ -333,11 +330,10 @@ def rollback(
 def _stop(
     client: DaemonClient, rollback: bool, timeout: float, reason: str, yes: bool, dry_run: bool, output: OutputFormat
 ) -> None:
-    question = "Roll back?" if rollback else "Abort?"
-    fields: dict[str, Any] = {"rollback": rollback, "reason": reason, "wait_seconds": timeout}
     _change(
-        client, routes.ABORT, question, yes, output,
-        lambda: client.send(routes.PREVIEW_ABORT, rollback=rollback), dry_run, **fields,
+        client, routes.ABORT, "Roll back?" if rollback else "Abort?", yes, output,
+        lambda: client.send(routes.PREVIEW_ABORT, rollback=rollback), dry_run, rollback=rollback, reason=reason,
+        wait_seconds=timeout,
     )  # fmt: skip
 
 
@@ -364,8 +360,10 @@ def throttle(
     if not any(value is not None for value in fields.values()):
         present(client.send(routes.THROTTLE), output)
         return
-    now = lambda: client.send(routes.THROTTLE)  # noqa: E731
-    _change(client, routes.SET_THROTTLE, "Change these limits?", yes, output, now, reason=reason, **fields)
+    _change(
+        client, routes.SET_THROTTLE, "Change these limits?", yes, output, lambda: client.send(routes.THROTTLE),
+        reason=reason, **fields,
+    )  # fmt: skip
 
 
 def pause(
@@ -382,8 +380,10 @@ def pause(
 
     Example: flexd pause --yes --reason maintenance
     """
-    question = "No plan is made and no chunk pushed until flexd resume. Pause?"
-    _change(connect(url, socket), routes.PAUSE, question, yes, output, reason=reason)
+    _change(
+        connect(url, socket), routes.PAUSE, "No plan is made and no chunk pushed until flexd resume. Pause?", yes,
+        output, reason=reason,
+    )  # fmt: skip
 
 
 def resume(
@@ -397,8 +397,10 @@ def resume(
 
     Example: flexd resume --yes
     """
-    question = "Plans are made and chunks pushed again. Resume?"
-    _change(connect(url, socket), routes.RESUME, question, yes, output, reason=reason)
+    _change(
+        connect(url, socket), routes.RESUME, "Plans are made and chunks pushed again. Resume?", yes, output,
+        reason=reason,
+    )  # fmt: skip
 
 
 def reload(
@@ -419,8 +421,10 @@ def reload(
     Example: flexd reload --dry-run
     """
     client = connect(url, socket)
-    preview = lambda: client.send(routes.PREVIEW_RELOAD)  # noqa: E731
-    _change(client, routes.RELOAD, "Reload?", yes, output, preview, dry_run, reason=reason)
+    _change(
+        client, routes.RELOAD, "Reload?", yes, output, lambda: client.send(routes.PREVIEW_RELOAD), dry_run,
+        reason=reason,
+    )  # fmt: skip
 
 
 def _change(
@@ -438,8 +442,8 @@ def _change(
         present(preview(), output)
         return
     if preview is not None and must_ask(yes):
-        # On stderr: stdout may be redirected to a file.
-        show(blocks_of(preview())[:PREVIEWED], sys.stderr)
+        # On stderr: stdout may be redirected to a file. ``--dry-run`` shows all blocks.
+        show(blocks_of(preview())[:4], sys.stderr)
     confirm(question, yes)
     with waiting_shown(bool(fields.get("wait_seconds"))):
         result = client.send(route, requested_by=requested_by(), **fields)

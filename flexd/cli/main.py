@@ -94,7 +94,7 @@ def check_config(
 
 
 def _summary(file: Path, config: Config) -> Facts:
-    rows = sum(table.rows for table in config.tables)
+    rows, server = sum(table.rows for table in config.tables), config.server
     return Facts(
         "",
         (
@@ -105,15 +105,10 @@ def _summary(file: Path, config: Config) -> Facts:
                 f"{len(config.tables)} with {units.count(rows)} rows" if config.tables else "those of the ranks",
             ),
             ("source", config.stream.source.kind),
-            ("api", _api(config)),
-            ("metrics", config.server.metrics_listen or "with the api"),
+            ("api", f"unix socket {server.unix_socket}" if server.unix_socket else f"{server.host}:{server.port}"),
+            ("metrics", server.metrics_listen or "with the api"),
         ),
     )
-
-
-def _api(config: Config) -> str:
-    server = config.server
-    return f"unix socket {server.unix_socket}" if server.unix_socket else f"{server.host}:{server.port}"
 
 
 state = typer.Typer(

@@ -25,15 +25,8 @@ MOST_LISTED = 16
 """Values of one list that a line shows; ``-o json`` has all."""
 _WRONG = re.compile(r"problem|reasons|lost|missing|healthy|unused|withheld|ending$|^no plan$")
 """Facts that report a fault; a terminal shows them in red."""
-MOST_COLUMNS = 8
-"""Values of the only entry of a list that are shown as a line; more, or parts, are shown as facts."""
 _PLAIN = Show()
 _EMPTY: tuple[object, ...] = (None, "", (), [], {})
-_WORDS = (str, bool, tuple, Mapping, BaseModel)
-"""Types of values that are no figures."""
-_SENTENCES = ("messages", "why")
-"""Fields that are sentences, one a line."""
-_ENDING = re.compile(r"_?(unix_)?seconds$")
 _UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     (r"unix_seconds$", units.when),
     (r"(age|uptime|window|eta)_seconds$", units.age),
@@ -72,8 +65,8 @@ def blocks_of(
         elif entries := entries_of(item):
             one = not tables and len(entries) == 1 and _is_large(entries[0][1])
             below += blocks_of(entries[0][1], under) if one else [table_of(under, entries, rows)]
-        elif name in _SENTENCES and isinstance(item, tuple):
-            # The answer to the question comes before its facts.
+        elif name in ("messages", "why") and isinstance(item, tuple):
+            # Sentences, one a line. The answer to the question comes before its facts.
             (below if facts or below else above).append(Sentences(under, item))
         elif isinstance(item, Mapping) and any(isinstance(each, Mapping | list) for each in item.values()):
             facts += flat(item).items()
@@ -85,8 +78,9 @@ def blocks_of(
 
 
 def _is_large(value: BaseModel) -> bool:
+    """Return True if the only entry of a list is shown as facts, and not as a line of a table."""
     shown = [item for _, item, _ in _shown(value)]
-    return len(shown) > MOST_COLUMNS or any(isinstance(item, BaseModel) for item in shown)
+    return len(shown) > 8 or any(isinstance(item, BaseModel) for item in shown)
 
 
 def table_of(title: str, entries: Sequence[tuple[str, BaseModel]], rows: int | None = None) -> Table:
@@ -102,7 +96,7 @@ def table_of(title: str, entries: Sequence[tuple[str, BaseModel]], rows: int | N
     numbers = {
         heading
         for heading, column in zip(headings, values, strict=True)
-        if not any(isinstance(item, _WORDS) for item in column)
+        if not any(isinstance(item, str | bool | tuple | Mapping | BaseModel) for item in column)
     }
     if entries[0][0]:
         headings = ("name", *headings)
@@ -161,7 +155,7 @@ def _unit(name: str, value: float) -> Callable[[Any], str]:
 
 
 def _heading(name: str) -> str:
-    return (_ENDING.sub("", name) or "time").replace("_", " ")
+    return (re.sub(r"_?(unix_)?seconds$", "", name) or "time").replace("_", " ")
 
 
 def _shown(value: BaseModel, *, always: bool = False) -> Iterator[tuple[str, Any, Show]]:

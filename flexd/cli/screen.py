@@ -18,7 +18,6 @@ GAP = 2
 """Cells between two columns."""
 LONGEST_WORD = 24
 """A column of texts has room for its longest word of at most so many cells, or the table loses a column."""
-_INDENT = (0, 0, 0, 2)
 _WRONG = "bold red"
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B(?:/s)?|[munp]?s|min|h|d)(?!\w))")
 _NO_BREAK = "\ue000"
@@ -33,7 +32,7 @@ def renderable(blocks: Sequence[Block]) -> RenderableType:
             parts.append(Text(""))
         if block.title:
             parts.append(Text(block.title, style="bold"))
-        parts.append(Padding(_body(block), _INDENT))
+        parts.append(Padding(_body(block), (0, 0, 0, 2)))
     return _Spaced(Group(*parts))
 
 

@@ -14,9 +14,6 @@ from flexd.demo.setup import EmulatedCluster
 from flexd.embedding.exchange.collectives import Peers
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 
-INTRA_BYTES_PER_SECOND = 1e9
-"""Of the order that processes on one machine exchange."""
-
 
 class EmulatedLink:
     """This rank's share of its node's link, in both directions. Thread-safe; all threads share it.
@@ -138,7 +135,8 @@ def link_cluster(emulated: EmulatedCluster) -> Cluster:
         return LinkModel(bytes_per_second, curve, curve, curve)
 
     source = f"given: {emulated.link_mbit:g} Mbit/s per node and direction, shared by its ranks; no latencies"
-    return Cluster("emulated", source, link(INTRA_BYTES_PER_SECOND), link(rank_bytes_per_second(emulated)))
+    # Processes on one machine exchange bytes of this order.
+    return Cluster("emulated", source, link(1e9), link(rank_bytes_per_second(emulated)))
 
 
 def rank_bytes_per_second(emulated: EmulatedCluster) -> float:

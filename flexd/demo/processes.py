@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -19,25 +20,14 @@ import httpx
 from flexd.core.errors import FlexdError
 from flexd.demo.setup import RunSetup
 
-LOG_TAIL_LINES = 15
 _LOWEST, _HIGHEST = 10_000, 32_000
-_TRIES = 2_000
 
 
 def _tail(path: Path) -> str:
     try:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+        return "\n".join(path.read_text(errors="replace").splitlines()[-15:])
     except OSError:
         return "(no log)"
-
-
-def _record_of(line: bytes) -> dict[str, Any] | None:
-    """Return a rank's progress record; None for any other output."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "step" in record else None
 
 
 def _environment() -> dict[str, str]:
@@ -71,10 +61,11 @@ class Ranks:
     def _follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         for line in process.stdout or ():
             # A library may print too. The pipe must be drained, or the rank would block when it is full.
-            record = _record_of(line)
-            if record is not None:
-                with self._lock:
-                    self.records[rank].append(record)
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and "step" in record:
+                    with self._lock:
+                        self.records[rank].append(record)
 
     def step(self) -> int:
         """Return the number of steps that every rank has completed."""
@@ -150,11 +141,9 @@ class DaemonProcess:
                 self.kill()
                 what = "did not start" if ended else f"was not ready within {timeout_seconds:g} s"
                 raise FlexdError(f"the daemon {what}:\n{_tail(self._log)}", remedy=f"see {self._log}")
-            try:
+            with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self._url}/healthz", timeout=1.0, verify=False).status_code == 200:
                     return
-            except httpx.HTTPError:
-                pass
             time.sleep(0.1)
 
     def status(self) -> dict[str, Any] | None:
@@ -169,7 +158,7 @@ class DaemonProcess:
 
     def kill(self) -> None:
         """Kill with SIGKILL: nothing is saved."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self.alive:
             self._process.kill()
             self._process.wait(10)
 
@@ -194,7 +183,7 @@ def free_ports(count: int) -> list[int]:
         OSError: not enough free ports were found.
     """
     found: list[int] = []
-    for _ in range(_TRIES):
+    for _ in range(2_000):
         if len(found) == count:
             return found
         port = _LOWEST + secrets.randbelow(_HIGHEST - _LOWEST)

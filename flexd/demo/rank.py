@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -28,12 +29,8 @@ from flexd.demo.setup import JOB, LEARNING_RATE, ExchangeStrategy, RunSetup
 from flexd.demo.training import ADAGRAD_EPS, batches_of, dense_of, features_of, loss_of, tables_of
 from flexd.stream.batches import Batch, Batches
 
-TAP_STEPS = 4
-"""Steps between two deliveries of a tap's counts: event time jumps through the trace, so intervals are short."""
 EXCHANGES = {ExchangeStrategy.ROW_WISE: "direct", ExchangeStrategy.DEFAULT: "auto"}
 """Of strategies that do not use the two-hop chain."""
-CHECK_STEPS = 5
-"""Steps between two checks that replicas are bit-equal to their home copies."""
 
 
 def publisher_of(setup: RunSetup, rank: int) -> flexd.Publisher:
@@ -70,9 +67,8 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     )
     if row_wise:
         collection.engine.router.request_every_look_up()
-    link = None
-    if cluster.has_link:
-        link = EmulatedLink(rank_bytes_per_second(cluster))
+    link = EmulatedLink(rank_bytes_per_second(cluster)) if cluster.has_link else None
+    if link is not None:
         limit_collectives(link)
     dense = dense_of(setup)
     model: torch.nn.Module = DistributedDataParallel(dense) if cluster.world_size > 1 else dense
@@ -81,16 +77,15 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     event_time = [0.0]
     if planned:
         if options.tap:
+            # Event time jumps through the trace, so intervals are short.
             tap = flexd.Tap(
-                collection, interval_steps=TAP_STEPS, max_bytes=64 * 2**20, clock=lambda: event_time[0]
+                collection, interval_steps=4, max_bytes=64 * 2**20, clock=lambda: event_time[0]
             )  # fmt: skip
         else:
             publisher = publisher_of(setup, rank)
         with _unlimited(link):
             connection = flexd.connect(collection, setup.control, job=JOB, tap=tap)
-    record: dict[str, list[Any]] = {
-        name: [] for name in ("loss", "version", "seconds", "apply_seconds", "bit_equal", *TRAFFIC)
-    }
+    record: dict[str, list[Any]] = defaultdict(list)
     loader: Iterable[_Loaded] = _loaded(batches, rank)
     if setup.strategy is ExchangeStrategy.DEFAULT:
         loader = flexd.prefetch(
@@ -122,7 +117,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         record["version"].append(collection.placement_version)
         record["seconds"].append(seconds)
         record["apply_seconds"].append(collection.engine.apply_seconds - applied_before)
-        if planned and (step % CHECK_STEPS == 0 or step == setup.steps - 1):
+        if planned and (step % 5 == 0 or step == setup.steps - 1):
             with _unlimited(link):
                 record["bit_equal"].append(collection.replicas_bit_equal())
         for name in TRAFFIC:

@@ -29,7 +29,6 @@ from flexd.topology.files import PRODUCTION_RANK_BYTES, load_preset, scale_model
 
 PRESET = "azure-a100-200g"
 PLAN_SECONDS = 2.0
-STEP_SECONDS_LIMIT = 5.0
 PEERS = (ExchangeStrategy.ROW_WISE, ExchangeStrategy.CHAIN, ExchangeStrategy.DEFAULT)
 """Trained one after the other on the same batches where the link is emulated."""
 
@@ -125,10 +124,11 @@ class Demo:
         if options.kafka:
             from flexd.stream.kafka.topic_admin import ensure_topic
 
-            partitions = options.cluster.world_size
-            ensure_topic(options.kafka, setup.topic, partitions=partitions, timeout_seconds=20.0)
+            ensure_topic(
+                options.kafka, setup.topic, partitions=options.cluster.world_size, timeout_seconds=20.0
+            )  # fmt: skip
         peers = PEERS if options.cluster.has_link else ()
-        deadline = time.monotonic() + 120 + setup.steps * STEP_SECONDS_LIMIT * (1 + len(peers))
+        deadline = time.monotonic() + 120 + setup.steps * 5.0 * (1 + len(peers))
         console = Console(stderr=True)
         with Progress(
             BarColumn(bar_width=8), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),

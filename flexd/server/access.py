@@ -7,9 +7,8 @@ import hashlib
 import hmac
 import logging
 import re
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flexd.api.base import REQUEST_HEADER, ErrorBody, ErrorDetail
+from flexd.api.base import REQUEST_HEADER, error_body
 from flexd.api.routes import ROUTES
 from flexd.config.base import is_loopback
 from flexd.config.sections import ApiScope, TokenConfig
@@ -30,8 +29,6 @@ CLIENT_NAME = "flexd.client_name"
 MAX_REQUEST_BYTES = 64 * 1024
 BODY_SECONDS = 10.0
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_OWN_SITE = frozenset({"same-origin", "none"})
-"""``Sec-Fetch-Site`` of the page's requests and of the address bar. Another port of this machine is ``same-site``."""
 
 
 class RefusedRequestError(ApiError):
@@ -53,28 +50,19 @@ class RequestGuard:
     A browser on the same machine can be made to send requests to loopback by any page it shows, directly
     (cross-site request) or by a name that resolves to 127.0.0.1 later on (DNS rebinding), and adds its client
     certificate to them. So ``Host`` must be a loopback name, and ``Origin`` and ``Sec-Fetch-Site``, if present, those
-    of this server. Browsers that send neither with an image or a form are why whatever changes state or computes is a
-    POST with ``REQUEST_HEADER``.
+    of this server; a link on any page may open ``/``. Browsers that send neither with an image or a form are why
+    whatever changes state or computes is a POST with ``REQUEST_HEADER``.
 
     Args:
         loopback_only: check ``Host``; false on listeners that browsers cannot reach (unix sockets) or that have other
             names (beyond loopback).
-        linked_paths: paths that a link on any page may open.
-        on_refused: called with the reason of each request that is refused here.
+        refused: counts requests that are refused here, by reason.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        loopback_only: bool,
-        linked_paths: frozenset[str] = frozenset({"/"}),
-        on_refused: Callable[[str], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, loopback_only: bool, refused: Counter[str]) -> None:
         self._app = app
         self._loopback_only = loopback_only
-        self._linked_paths = linked_paths
-        self._on_refused = on_refused
+        self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,36 +70,28 @@ class RequestGuard:
             return
         headers = Headers(scope=scope)
         try:
-            if self._loopback_only:
-                _refuse_other_hosts(headers)
-            _refuse_other_origins(headers, str(scope.get("scheme", "http")))
-            linked = scope["method"] == "GET" and scope["path"] in self._linked_paths
-            _refuse_other_sites(headers, linked=linked)
-            if scope["method"] not in READING_METHODS:
-                _require_request_header(headers)
+            _check_sender(scope, headers, loopback_only=self._loopback_only)
             if _declared_length(headers) > MAX_REQUEST_BYTES:
                 raise _too_large()
             # A GET may carry a body too; it is not read, and uvicorn closes the connection then.
             body = await _whole_body(receive) if scope["method"] not in ("GET", "HEAD") else None
         except RefusedRequestError as error:
-            self._on_refused(error.reason)
+            self._refused[error.reason] += 1
             await answer_error(send, error)
             return
-        await self._app(scope, receive if body is None else _Replay(body, receive), send)
+        await self._app(scope, receive if body is None else _replayed(body, receive), send)
 
 
-class _Replay:
-    """Hands out a body that was read already, then what the server says next (a disconnect)."""
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return what hands out a body that was read already, then what the server says next (a disconnect)."""
+    left = [body]
 
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
+    async def replay() -> Message:
+        if left:
+            return {"type": "http.request", "body": left.pop(), "more_body": False}
+        return await receive()
 
-    async def __call__(self) -> Message:
-        if self._body is None:
-            return await self._receive()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
+    return replay
 
 
 async def _whole_body(receive: Receive) -> bytes:
@@ -136,50 +116,33 @@ async def _whole_body(receive: Receive) -> bytes:
         ) from None
 
 
-def _refuse_other_hosts(headers: Headers) -> None:
-    host = headers.get("host", "")
-    if not is_loopback(_host_name(host)):
+def _check_sender(scope: Scope, headers: Headers, *, loopback_only: bool) -> None:
+    """Refuse what a page of another site may have sent."""
+    method, host, origin = scope["method"], headers.get("host", ""), headers.get("origin")
+    if loopback_only and not is_loopback(_host_name(host)):
         raise RefusedRequestError(
-            "unknown_sender",
-            f"the Host header {host[:200]!r} is not a loopback name",
-            403,
+            "unknown_sender", f"the Host header {host[:200]!r} is not a loopback name", 403,
             "address the daemon as 127.0.0.1 or localhost",
-        )
-
-
-def _refuse_other_origins(headers: Headers, scheme: str) -> None:
-    origin = headers.get("origin")
-    if origin is not None and origin.lower() != f"{scheme}://{headers.get('host', '')}".lower():
+        )  # fmt: skip
+    if origin is not None and origin.lower() != f"{scope.get('scheme', 'http')}://{host}".lower():
         raise RefusedRequestError(
-            "unknown_sender",
-            f"requests from the web page {origin[:200]!r} are refused",
-            403,
+            "unknown_sender", f"requests from the web page {origin[:200]!r} are refused", 403,
             "use the flexd command line or another HTTP client",
-        )
-
-
-def _refuse_other_sites(headers: Headers, *, linked: bool) -> None:
-    site = headers.get("sec-fetch-site")
-    if site is None or site in _OWN_SITE:
-        return
+        )  # fmt: skip
+    # Of the page's requests and of the address bar; another port of this machine is ``same-site``.
+    site = headers.get("sec-fetch-site", "none")
     opened = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
-    if not (linked and opened):
+    linked = opened and (method, scope["path"]) == ("GET", "/")
+    if site not in ("same-origin", "none") and not linked:
         raise RefusedRequestError(
-            "unknown_sender",
-            f"requests from pages of other sites are refused (Sec-Fetch-Site: {site[:200]!r})",
-            403,
+            "unknown_sender", f"requests from pages of other sites are refused (Sec-Fetch-Site: {site[:200]!r})", 403,
             "use the flexd command line or another HTTP client",
-        )
-
-
-def _require_request_header(headers: Headers) -> None:
-    if not headers.get(REQUEST_HEADER):
+        )  # fmt: skip
+    if method not in READING_METHODS and not headers.get(REQUEST_HEADER):
         raise RefusedRequestError(
-            "unknown_sender",
-            "the request has no header that tells it from a page's",
-            403,
+            "unknown_sender", "the request has no header that tells it from a page's", 403,
             f"send the header {REQUEST_HEADER}: with any value",
-        )
+        )  # fmt: skip
 
 
 def _host_name(host: str) -> str:
@@ -196,8 +159,7 @@ def _declared_length(headers: Headers) -> int:
 
 async def answer_error(send: Send, error: ApiError) -> None:
     """The error as an answer, after which the connection ends: what is left of the request is not read."""
-    detail = ErrorDetail(type=ApiError.__name__, message=error.message, remedy=error.remedy)
-    body = ErrorBody(error=detail).model_dump_json().encode()
+    body = error_body(ApiError(error.message, remedy=error.remedy)).model_dump_json().encode()
     headers = [
         *([(b"www-authenticate", b'Bearer realm="flexd"')] if error.status == 401 else []),
         (b"content-type", b"application/json"),
@@ -279,34 +241,15 @@ _log = logging.getLogger(__name__)
 _caller: ContextVar[Caller] = ContextVar("flexd_caller", default=LOCAL)
 
 
-def current_caller() -> Caller:
-    """Return the sender of the request being served. Valid in its handler and what that calls in the same thread."""
-    return _caller.get()
-
-
 def requester(stated: str) -> str:
-    """Return the name to record for a request: its authenticated sender, then the name that the request states."""
-    caller = current_caller()
+    """Return the name to record for a request: its authenticated sender, then the name that the request states.
+
+    Valid in the handler of the request and what that calls in the same thread.
+    """
+    caller = _caller.get()
     if caller is LOCAL:
         return stated
     return f"{caller.name} ({stated})" if stated and stated != caller.name else caller.name
-
-
-class Refusals:
-    """Counts refused requests by reason (``REFUSED_REASONS``). Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-
-    def count(self, reason: str) -> None:
-        with self._lock:
-            self._counts[reason] += 1
-
-    def counts(self) -> dict[str, int]:
-        """Return the counts, zeros included."""
-        with self._lock:
-            return {reason: self._counts[reason] for reason in REFUSED_REASONS}
 
 
 class AccessControl:
@@ -319,20 +262,14 @@ class AccessControl:
         tokens: owners of the bearer tokens.
         clients: scope of each common name of a client certificate. Without tokens and clients every sender is
             ``LOCAL``.
+        refused: counts requests that are refused here, by reason.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        tokens: Tokens,
-        clients: Mapping[str, ApiScope],
-        refusals: Refusals,
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, tokens: Tokens, clients: Mapping[str, ApiScope], refused: Counter[str]) -> None:
         self._app = app
         self._tokens = tokens
         self._clients = clients
-        self._refusals = refusals
+        self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -346,12 +283,12 @@ class AccessControl:
                 message = f"{caller.name!r} may only read"
                 raise RefusedRequestError("read_only", message, 403, "use a token of scope admin")
         except RefusedRequestError as refused:
-            self._refusals.count(refused.reason)
+            self._refused[refused.reason] += 1
             await answer_error(send, refused)
             return
         token = _caller.set(caller)
         try:
-            await self._app(scope, receive, send if reading else _Audited(send, scope, caller))
+            await self._app(scope, receive, send if reading else _audited(send, scope, caller))
         finally:
             _caller.reset(token)
 
@@ -379,21 +316,14 @@ class AccessControl:
         )
 
 
-class _Audited:
-    """Logs the outcome and the sender of a request that may change something."""
+def _audited(send: Send, scope: Scope, caller: Caller) -> Send:
+    """Return ``send`` that logs the outcome and the sender of a request that may change something."""
+    address = scope["client"][0] if scope.get("client") else "local"
+    fields = {"caller": caller.name, "address": address, "method": scope["method"], "path": scope["path"][:200]}
 
-    def __init__(self, send: Send, scope: Scope, caller: Caller) -> None:
-        client = scope.get("client")
-        address = "local" if client is None else client[0]
-        self._send = send
-        self._fields = {
-            "caller": caller.name,
-            "address": address,
-            "method": scope["method"],
-            "path": scope["path"][:200],
-        }
-
-    async def __call__(self, message: Message) -> None:
+    async def audited(message: Message) -> None:
         if message["type"] == "http.response.start":
-            log_event(_log, logging.INFO, "admin request", {**self._fields, "status": message["status"]})
-        await self._send(message)
+            log_event(_log, logging.INFO, "admin request", {**fields, "status": message["status"]})
+        await send(message)
+
+    return audited

@@ -8,7 +8,8 @@ import inspect
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.resources import files
@@ -28,8 +29,8 @@ from flexd.api.base import REQUEST_HEADER, ErrorBody, ErrorDetail, ProbeResult, 
 from flexd.api.rank import RankPage
 from flexd.api.routes import RANKS, ROUTES, DaemonApi, Operation
 from flexd.core.errors import ApiError, FlexdError
-from flexd.core.model import MAX_LABEL_VALUES, build_models, counter
-from flexd.server.access import RequestGuard, requester
+from flexd.core.model import MAX_LABEL_VALUES, build_models, counter, with_zeros
+from flexd.server.access import REFUSED_REASONS, RequestGuard, requester
 
 REFUSED = counter(
     "flexd_api_refused_requests", "Requests of the admin API refused, by reason.", lambda counts: counts, ("reason",)
@@ -40,16 +41,15 @@ class Metrics(Collector):
     """The page of one daemon. Its registry is its own, so that nothing else in the process shows up.
 
     Attributes:
-        refused: counts of refused requests by reason, called once per scrape; None without an admin API.
+        refused: counts requests that the admin API has refused, by reason.
 
     Args:
         api: read once per scrape, from an HTTP thread.
     """
 
-    refused: Callable[[], Mapping[str, int]] | None = None
-
     def __init__(self, api: DaemonApi) -> None:
         self._api = api
+        self.refused: Counter[str] = Counter()
         # It does not collect at registration, when the daemon is not up yet.
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -68,8 +68,7 @@ class Metrics(Collector):
         except ApiError:  # A daemon that waits for its state or its tables has no ranks.
             ranks = RankPage()
         yield from ranks.metrics()
-        if self.refused is not None:
-            yield REFUSED.of(self.refused())
+        yield REFUSED.of(with_zeros(REFUSED_REASONS, self.refused))
 
 
 MAX_SLOW_CALLS = 8
@@ -216,18 +215,11 @@ def _page() -> tuple[str, str]:
 _log = logging.getLogger(__name__)
 
 
-def create_app(
-    api: DaemonApi,
-    metrics: Metrics,
-    *,
-    loopback_only: bool = True,
-    on_refused: Callable[[str], None] = lambda _: None,
-) -> FastAPI:
+def create_app(api: DaemonApi, metrics: Metrics, *, loopback_only: bool = True) -> FastAPI:
     """Return the whole admin API.
 
     Args:
         loopback_only: refuse other host names than loopback's; false on a unix socket and beyond loopback.
-        on_refused: called with the reason of each request that ``RequestGuard`` refuses.
     """
     build_models()
     app = FastAPI(
@@ -242,7 +234,7 @@ def create_app(
     _add_probes(app, api, metrics)
     add_page(app)
     add_routes(app, api)
-    app.add_middleware(RequestGuard, loopback_only=loopback_only, on_refused=on_refused)
+    app.add_middleware(RequestGuard, loopback_only=loopback_only, refused=metrics.refused)
     return app
 
 
@@ -251,7 +243,7 @@ def create_metrics_app(api: DaemonApi, metrics: Metrics) -> FastAPI:
     app = FastAPI(title="flexd metrics", version=flexd.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     _add_error_handlers(app)
     _add_probes(app, api, metrics)
-    app.add_middleware(RequestGuard, loopback_only=False, linked_paths=frozenset())
+    app.add_middleware(RequestGuard, loopback_only=False, refused=Counter())
     return app
 
 
@@ -296,20 +288,19 @@ def _add_error_handlers(app: FastAPI) -> None:
         faults = "; ".join(
             f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in error.errors()[:8]
         )
-        detail = ErrorDetail(type="RequestError", message=faults[:2000], remedy="see /openapi.json")
-        return json_response(ErrorBody(error=detail), 422)
+        return _failure("RequestError", faults[:2000], "see /openapi.json", 422)
 
     @app.exception_handler(HTTPException)
     async def no_such_thing(_: Request, error: HTTPException) -> Response:
-        detail = ErrorDetail(type="HttpError", message=str(error.detail), remedy="see /openapi.json")
-        response = json_response(ErrorBody(error=detail), error.status_code)
+        response = _failure("HttpError", str(error.detail), "see /openapi.json", error.status_code)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
     async def fault(_: Request, error: Exception) -> Response:
         # The traceback goes to the log (the listener records what is re-raised after this response), not to the caller.
-        detail = ErrorDetail(
-            type="InternalError", message=f"the daemon failed: {type(error).__name__}", remedy="see the daemon's log"
-        )
-        return json_response(ErrorBody(error=detail), 500)
+        return _failure("InternalError", f"the daemon failed: {type(error).__name__}", "see the daemon's log", 500)
+
+
+def _failure(kind: str, message: str, remedy: str, status: int) -> Response:
+    return json_response(ErrorBody(error=ErrorDetail(type=kind, message=message, remedy=remedy)), status)

@@ -33,7 +33,7 @@ from flexd.config.sections import ServerConfig, TlsConfig
 from flexd.core.errors import ApiError, ConfigError
 from flexd.core.secrets import Reloaded, tls_context
 from flexd.core.supervision import SupervisedThread, Supervisor, Watch, fault_point
-from flexd.server.access import CLIENT_NAME, AccessControl, Refusals, Tokens
+from flexd.server.access import CLIENT_NAME, AccessControl, Tokens
 from flexd.server.app import Metrics, create_app, create_metrics_app
 
 CHECK_SECONDS = 5.0
@@ -116,7 +116,7 @@ class BoundedProtocol(H11Protocol):
                 await inner(scope, receive, send)
 
             self.app = named
-        self._head_deadline = self.loop.call_later(HEAD_SECONDS, self._abort)
+        self._head_deadline = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -125,7 +125,7 @@ class BoundedProtocol(H11Protocol):
         if not waiting:
             self._cancel_head_deadline()
         elif self._head_deadline is None:
-            self._head_deadline = self.loop.call_later(HEAD_SECONDS, self._abort)
+            self._head_deadline = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -152,12 +152,9 @@ class BoundedProtocol(H11Protocol):
         self._write_deadline = None
         unread = self.transport.get_write_buffer_size()
         if unread and unread > unread_before - MIN_READ_BYTES_PER_SECOND * WRITE_SECONDS:
-            self._abort()
+            self.transport.abort()
         else:
             self._watch_reader()
-
-    def _abort(self) -> None:
-        self.transport.abort()
 
     def _cancel_head_deadline(self) -> None:
         if self._head_deadline is not None:
@@ -197,8 +194,6 @@ class HttpListener:
         host, port: TCP address; port 0 lets the system choose (see ``address``).
         unix_socket: serve here instead of TCP; the file gets mode 0600 and is removed at ``stop``.
         tls: serve https.
-        max_connections: limit at one time; more are answered with HTTP 503.
-        named: configuration key of the host, for error texts.
         supervisor: of the process; records the faults of the thread.
         thread: name of the thread.
     """
@@ -211,18 +206,15 @@ class HttpListener:
         port: int = 0,
         unix_socket: Path | None = None,
         tls: ServerTls | None = None,
-        max_connections: int = MAX_CONNECTIONS,
-        named: str = "server.host",
         supervisor: Supervisor | None = None,
         thread: str = "flexd-http",
     ) -> None:
         self._app = app
         self._host = host
-        self._port = port
+        self.port = 0 if unix_socket else port
+        """The bound TCP port; 0 on a unix socket."""
         self._unix_socket = unix_socket
         self._tls = tls
-        self._max_connections = max_connections
-        self._named = named
         self._socket: socket.socket | None = None
         self._inode: int | None = None
         self._server: uvicorn.Server | None = None
@@ -240,13 +232,6 @@ class HttpListener:
             return f"unix:{self._unix_socket}"
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http{'s' if self._tls else ''}://{host}:{self.port}"
-
-    @property
-    def port(self) -> int:
-        """The bound TCP port; 0 on a unix socket."""
-        if self._unix_socket is not None:
-            return 0
-        return self._port
 
     def bind(self) -> None:
         """Bind the address; clients that connect wait until ``start``.
@@ -313,7 +298,7 @@ class HttpListener:
             server_header=False,
             proxy_headers=False,
             backlog=BACKLOG,
-            limit_concurrency=self._max_connections,
+            limit_concurrency=MAX_CONNECTIONS,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=2,
         )
@@ -353,18 +338,18 @@ class HttpListener:
         else:
             self._socket = self._bind_tcp()
             # A later server binds again, also to a port that the system chose.
-            self._port = int(self._socket.getsockname()[1])
+            self.port = int(self._socket.getsockname()[1])
 
     def _bind_tcp(self) -> socket.socket:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(
-                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                self._host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
             bound = socket.socket(family, kind, protocol)
         except OSError as error:
             raise ApiError(
                 f"cannot serve on host {self._host!r}: {error}",
-                remedy=f"set {self._named} to an address of this machine",
+                remedy="set server.host to an address of this machine",
             ) from error
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -379,7 +364,7 @@ class HttpListener:
                 errno.EACCES: "choose a port above 1023",
             }.get(error.errno or 0, "choose another address")
             raise ApiError(
-                f"cannot serve on {self._host}:{self._port}: {error.strerror or error}", remedy=remedy
+                f"cannot serve on {self._host}:{self.port}: {error.strerror or error}", remedy=remedy
             ) from error
         return bound
 
@@ -448,31 +433,28 @@ class DaemonServer:
     def __init__(
         self, api: DaemonApi, metrics: Metrics, config: ServerConfig, supervisor: Supervisor | None = None
     ) -> None:
-        refusals = Refusals()
         tokens = Tokens(config.tokens)
         loopback_only = config.unix_socket is None and is_loopback(config.host)
         self._admin = HttpListener(
             AccessControl(
-                create_app(api, metrics, loopback_only=loopback_only, on_refused=refusals.count),
+                create_app(api, metrics, loopback_only=loopback_only),
                 tokens=tokens,
                 clients=config.tls.clients,
-                refusals=refusals,
+                refused=metrics.refused,
             ),
             host=config.host,
             port=config.port,
             unix_socket=config.unix_socket,
             tls=ServerTls(config.tls, or_tokens=bool(tokens)) if config.tls.cert_file else None,
-            max_connections=MAX_CONNECTIONS,
             supervisor=supervisor,
         )
-        metrics.refused = refusals.counts
-        self._metrics: HttpListener | None = None
+        self._listeners = [self._admin]
         if config.metrics_listen is not None:
             host, port = split_address(config.metrics_listen)
-            self._metrics = HttpListener(
-                create_metrics_app(api, metrics), host=host, port=port, max_connections=MAX_CONNECTIONS,
-                supervisor=supervisor, thread="flexd-metrics",
-            )  # fmt: skip
+            app = create_metrics_app(api, metrics)
+            self._listeners.append(
+                HttpListener(app, host=host, port=port, supervisor=supervisor, thread="flexd-metrics")
+            )
 
     @property
     def address(self) -> str:
@@ -486,9 +468,8 @@ class DaemonServer:
 
     def bind(self) -> None:
         """Bind all addresses; ``stop`` releases them. Raises ApiError: one is taken or unusable."""
-        self._admin.bind()
-        if self._metrics is not None:
-            self._metrics.bind()
+        for listener in self._listeners:
+            listener.bind()
 
     def start(self) -> None:
         """Start all listeners, or none.
@@ -496,16 +477,15 @@ class DaemonServer:
         Raises:
             ApiError: an address is taken or unusable.
         """
-        self._admin.start()
-        if self._metrics is not None:
-            try:
-                self._metrics.start()
-            except BaseException:
-                self._admin.stop(1.0)
-                raise
+        try:
+            for listener in self._listeners:
+                listener.start()
+        except BaseException:
+            self.stop(1.0)
+            raise
 
     def stop(self, timeout_seconds: float) -> bool:
         """Stop all listeners within the deadline; return True if all have ended."""
         deadline = time.monotonic() + timeout_seconds
-        ended = True if self._metrics is None else self._metrics.stop(max(0.0, deadline - time.monotonic()))
-        return self._admin.stop(max(0.0, deadline - time.monotonic())) and ended
+        ended = [each.stop(max(0.0, deadline - time.monotonic())) for each in reversed(self._listeners)]
+        return all(ended)

@@ -62,7 +62,7 @@ def plan():
 
 def test_a_real_plan_goes_through_the_api_and_loses_nothing(plan):
     summary = plan.summary
-    report = PlanReport.from_summary(summary, {"NODE": 0, "DEVICE": 10})
+    report = PlanReport.model_validate({**summary, "rows_before": {"NODE": 0, "DEVICE": 10}})
     assert PlanReport.model_validate_json(report.model_dump_json()) == report
     shown = report.model_dump(mode="json")
 

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ class Exchange:
     """
 
     def __init__(self, *messages: dict[str, Any], method: str = "POST", scheme: str = "http", **headers: str) -> None:
-        self.refused: list[str] = []
+        self.refused: Counter[str] = Counter()
         self.heard: list[dict[str, Any]] | None = None
         self.sent: list[dict[str, Any]] = []
         self.left = list(messages)
@@ -152,7 +153,7 @@ class Exchange:
             "type": "http", "method": method, "scheme": scheme, "path": "/v1/pause",
             "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()],
         }  # fmt: skip
-        guarded = RequestGuard(self._handler, loopback_only=True, on_refused=self.refused.append)
+        guarded = RequestGuard(self._handler, loopback_only=True, refused=self.refused)
         asyncio.run(guarded(scope, self._receive, self._send))
 
     @property
@@ -184,7 +185,7 @@ class Exchange:
 )
 def test_a_handler_receives_the_whole_body_and_then_the_servers_messages(parts: list[dict[str, Any]]) -> None:
     it = Exchange(*parts, DISCONNECT)
-    assert (it.status, it.refused, it.left) == (200, [], [])
+    assert (it.status, list(it.refused), it.left) == (200, [], [])
     assert it.heard == [part(b"{}", False), DISCONNECT]
 
 
@@ -194,25 +195,25 @@ def test_the_largest_body_passes_and_one_byte_more_does_not(sent: list[bytes]) -
     assert Exchange(*whole, part(b""), DISCONNECT).status == 200
     assert Exchange(*whole, part(b""), DISCONNECT, content_length=str(MAX_REQUEST_BYTES)).status == 200
     it = Exchange(*whole, part(b"x"), DISCONNECT)
-    assert (it.status, it.heard, it.refused) == (413, None, ["too_large"])
+    assert (it.status, it.heard, list(it.refused)) == (413, None, ["too_large"])
 
 
 @pytest.mark.parametrize("declared", [str(MAX_REQUEST_BYTES + 1), "1" * 20, "1" * 5_000, "-1", "1e3", "\xb2", ""])
 def test_a_body_declared_too_large_is_refused_at_once(declared: str) -> None:
     it = Exchange(DISCONNECT, content_length=declared)
-    assert (it.status, it.heard, it.refused, it.left) == (413, None, ["too_large"], [DISCONNECT])
+    assert (it.status, it.heard, list(it.refused), it.left) == (413, None, ["too_large"], [DISCONNECT])
 
 
 def test_a_truncated_body_reaches_no_handler() -> None:
     """The part that has arrived may be a whole request by itself."""
     it = Exchange(part(b"{}", True), DISCONNECT)
-    assert (it.status, it.heard, it.refused) == (400, None, ["malformed"])
+    assert (it.status, it.heard, list(it.refused)) == (400, None, ["malformed"])
 
 
 def test_a_body_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "BODY_SECONDS", 0.05)
     it = Exchange(part(b"{}", True))
-    assert (it.status, it.heard, it.refused) == (408, None, ["too_slow"])
+    assert (it.status, it.heard, list(it.refused)) == (408, None, ["too_slow"])
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_a_body_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) 
 )  # fmt: skip
 def test_unknown_senders_are_refused_before_they_are_read(headers: dict[str, str], scheme: str) -> None:
     it = Exchange(part(b"{}", False), scheme=scheme, **headers)
-    assert (it.status, it.heard, it.refused, len(it.left)) == (403, None, ["unknown_sender"], 1)
+    assert (it.status, it.heard, list(it.refused), len(it.left)) == (403, None, ["unknown_sender"], 1)
 
 
 def test_a_refusal_has_a_reason_and_ends_the_connection() -> None:

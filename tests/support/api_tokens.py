@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from flexd.config.sections import ServerConfig, TokenConfig
-from flexd.server.access import current_caller
+from flexd.server.access import requester
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
 from tests.support.api_requests import COMMAND_HEADERS
@@ -21,7 +21,7 @@ class CallerDaemon(FakeDaemon):
     """Records the name of the sender with each call."""
 
     def _enter(self, *call: object) -> None:
-        super()._enter(*call, current_caller().name)
+        super()._enter(*call, requester(""))
 
 
 def serve(daemon: FakeDaemon, **config: object) -> DaemonServer:
