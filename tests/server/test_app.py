@@ -74,7 +74,7 @@ def test_probes(client, daemon):
 
 
 def test_metrics_listener_reads_only(server, daemon):
-    with httpx.Client(base_url=server._metrics.address, timeout=10) as client:
+    with httpx.Client(base_url=server._listeners[1].address, timeout=10) as client:
         assert client.get("/metrics").status_code == 200
         assert client.get("/healthz").status_code == 200
         # Prometheus addresses a pod by its IP address, under any name.

@@ -21,47 +21,32 @@ from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.api_tokens import CallerDaemon
+from tests.support.certificates import Authority
 
 TOKEN = "the token of the operator"
 
 
-class Certificates:
-    """A CA and what it has signed, as files."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.ca = trustme.CA()
-        self.ca_file = directory / "ca.pem"
-        self.ca.cert_pem.write_to_path(str(self.ca_file))
-        self.server = self.issue("server", "127.0.0.1")
-
-    def issue(self, name: str, *addresses: str, ca: trustme.CA | None = None) -> tuple[Path, Path]:
-        issued = (ca or self.ca).issue_cert(*addresses or (f"{name}.test",), common_name=name)
-        certificate, key = self.directory / f"{name}.pem", self.directory / f"{name}.key"
-        issued.cert_chain_pems[0].write_to_path(str(certificate))
-        issued.private_key_pem.write_to_path(str(key))
-        return certificate, key
-
-
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    authority = Authority(tmp_path_factory.mktemp("certificates"))
+    authority.issue("server", "127.0.0.1")
+    return authority
 
 
 @pytest.fixture
-def serve(certificates: Certificates) -> Iterator[Callable[..., tuple[CallerDaemon, str]]]:
+def serve(certificates: Authority) -> Iterator[Callable[..., tuple[CallerDaemon, str]]]:
     started: list[DaemonServer] = []
 
     def start(
         *, with_tokens: bool = False, client_ca_file: Path | None = None, **config: Any
     ) -> tuple[CallerDaemon, str]:
-        certificate, key = certificates.server
         tokens = []
         if with_tokens:
             (certificates.directory / "token").write_text(TOKEN)
             tokens = [TokenConfig(name="tool", scope="admin", file=certificates.directory / "token")]
         settings = TlsConfig(
-            cert_file=certificate, key_file=key, client_ca_file=client_ca_file or certificates.ca_file,
+            cert_file=certificates.directory / "server.pem", key_file=certificates.directory / "server.key",
+            client_ca_file=client_ca_file or certificates.ca_file,
             clients={"dashboard": "read", "operator": "admin"},
         )  # fmt: skip
         daemon = CallerDaemon()
@@ -75,12 +60,12 @@ def serve(certificates: Certificates) -> Iterator[Callable[..., tuple[CallerDaem
         assert server.stop(10)
 
 
-def client(certificates: Certificates, url: str, name: str | None = None, token: str | None = None) -> DaemonClient:
-    certificate, key = certificates.issue(name) if name else (None, None)
-    return DaemonClient(DaemonAddress(url), Credentials(token, certificates.ca_file, certificate, key))
+def client(certificates: Authority, url: str, name: str | None = None, token: str | None = None) -> DaemonClient:
+    files = (certificates.issue(name).cert_file, certificates.directory / f"{name}.key") if name else ()
+    return DaemonClient(DaemonAddress(url), Credentials(token, certificates.ca_file, *files))
 
 
-def test_a_certificate_gives_name_and_scope(certificates: Certificates, serve: Any) -> None:
+def test_a_certificate_gives_name_and_scope(certificates: Authority, serve: Any) -> None:
     daemon, url = serve()
     assert url.startswith("https://127.0.0.1:")
     assert client(certificates, url, "dashboard").send(routes.STATUS).job == "job"
@@ -93,12 +78,13 @@ def test_a_certificate_gives_name_and_scope(certificates: Certificates, serve: A
     assert len(daemon.calls) == 2
 
 
-def test_other_certificates_are_refused(certificates: Certificates, serve: Any, tmp_path: Path) -> None:
+def test_other_certificates_are_refused(certificates: Authority, serve: Any, tmp_path: Path) -> None:
     daemon, url = serve()
     with pytest.raises(DaemonUnreachableError):
         client(certificates, url).send(routes.STATUS)
-    other = Certificates(tmp_path)
-    impostor = Credentials(None, certificates.ca_file, *other.issue("operator"))
+    other = Authority(tmp_path)
+    theirs = other.issue("operator")
+    impostor = Credentials(None, certificates.ca_file, theirs.cert_file, theirs.key_file)
     with pytest.raises(DaemonUnreachableError):
         DaemonClient(DaemonAddress(url), impostor).send(routes.PAUSE, reason="x")
     with pytest.raises(DaemonUnreachableError, match="FLEXD_CA_FILE"):
@@ -108,7 +94,7 @@ def test_other_certificates_are_refused(certificates: Certificates, serve: Any, 
     assert daemon.calls == []
 
 
-def test_a_token_or_a_certificate_is_accepted(certificates: Certificates, serve: Any) -> None:
+def test_a_token_or_a_certificate_is_accepted(certificates: Authority, serve: Any) -> None:
     daemon, url = serve(with_tokens=True)
     client(certificates, url, token=TOKEN).send(routes.PAUSE, reason="x")
     client(certificates, url, "dashboard").send(routes.STATUS)
@@ -122,24 +108,25 @@ def test_a_token_or_a_certificate_is_accepted(certificates: Certificates, serve:
     assert len(daemon.calls) == 3
 
 
-def test_a_page_of_another_site_cannot_use_a_browsers_certificate(certificates: Certificates, serve: Any) -> None:
+def test_a_page_of_another_site_cannot_use_a_browsers_certificate(certificates: Authority, serve: Any) -> None:
     daemon, url = serve()
     context = ssl.create_default_context(cafile=certificates.ca_file)
-    context.load_cert_chain(*certificates.issue("operator"))
+    files = certificates.issue("operator")
+    context.load_cert_chain(files.cert_file, files.key_file)
     with httpx.Client(verify=context, timeout=10, headers=COMMAND_HEADERS) as browser:
         assert browser.post(f"{url}/v1/pause", json={}, headers={"origin": "https://evil.example"}).status_code == 403
         assert daemon.calls == []
         assert browser.post(f"{url}/v1/pause", json={}, headers={"origin": url}).status_code == 200
 
 
-def test_old_versions_of_tls_are_refused(certificates: Certificates) -> None:
-    certificate, key = certificates.server
-    context = http.ServerTls(TlsConfig(cert_file=certificate, key_file=key), or_tokens=False).context
+def test_old_versions_of_tls_are_refused(certificates: Authority) -> None:
+    files = certificates.issue("versions", "127.0.0.1")
+    context = http.ServerTls(TlsConfig(cert_file=files.cert_file, key_file=files.key_file), or_tokens=False).context
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
 
 
 def test_a_new_certificate_is_served_and_a_bad_one_is_not(
-    certificates: Certificates, serve: Any, monkeypatch: pytest.MonkeyPatch
+    certificates: Authority, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "CHECK_SECONDS", 0.0)
     _, url = serve()
@@ -150,22 +137,23 @@ def test_a_new_certificate_is_served_and_a_bad_one_is_not(
 
     # The tests' own server asks for a client's certificate after it has shown its own.
     before = served()
-    certificates.server[1].write_text("no key")
+    (certificates.directory / "server.key").write_text("no key")
     assert served() == before
     certificates.issue("server", "127.0.0.1")
     assert {served() for _ in range(3)} != {before}
-    assert served() == certificates.server[0].read_text().strip() + "\n"
+    assert served() == (certificates.directory / "server.pem").read_text().strip() + "\n"
 
 
 def test_a_new_client_ca_replaces_the_old_one(
-    certificates: Certificates, serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    certificates: Authority, serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(http, "CHECK_SECONDS", 0.0)
     authority = tmp_path / "clients.pem"
     authority.write_bytes(certificates.ca_file.read_bytes())
     _, url = serve(client_ca_file=authority)
     context = ssl.create_default_context(cafile=certificates.ca_file)
-    context.load_cert_chain(*certificates.issue("operator"))
+    files = certificates.issue("operator")
+    context.load_cert_chain(files.cert_file, files.key_file)
 
     def status_code() -> int:
         with httpx.Client(verify=context, timeout=10) as client:
@@ -177,8 +165,8 @@ def test_a_new_client_ca_replaces_the_old_one(
         status_code()
 
 
-def test_a_key_with_a_passphrase_is_an_error_without_a_prompt(certificates: Certificates, tmp_path: Path) -> None:
-    private = serialization.load_pem_private_key(certificates.issue("locked", "127.0.0.1")[1].read_bytes(), None)
+def test_a_key_with_a_passphrase_is_an_error_without_a_prompt(certificates: Authority, tmp_path: Path) -> None:
+    private = serialization.load_pem_private_key(certificates.issue("locked", "127.0.0.1").key_file.read_bytes(), None)
     locked = private.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"word")
     )

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +86,6 @@ class RunningDaemon:
         assert self.process.alive, f"the daemon ended with exit code {self.process.exit_code}"
         return self.process.status()
 
-    def drain(self, messages: int, seconds: float = 90.0) -> dict[str, Any]:
-        """Wait until ``messages`` messages were read and none is left, and return the status."""
-
-        def done() -> bool:
-            stream = self.status().get("stream", {})
-            return bool(stream.get("messages", 0) >= messages and stream["lag_messages"] == 0)
-
-        until(done, seconds, lambda: self.status().get("stream"))
-        return self.status()
-
     def metrics(self) -> dict[str, float]:
         """Return the samples of the metrics page by ``name`` or ``name{values of its labels}``."""
         page = httpx.get(f"{self.url}/metrics", timeout=10).text
@@ -118,10 +107,3 @@ def saved_sketches(config: Config) -> SketchSet:
 def weights(sketches: SketchSet, config: Config) -> dict[str, np.ndarray]:
     """Return the decayed accesses of every row, by table."""
     return {table.name: sketches.query(table.name, np.arange(table.rows)) for table in config.tables}
-
-
-def dead_letters(path: Path) -> tuple[int, Counter[str]]:
-    """Return (bytes of the file and its predecessor, samples by reason)."""
-    files = [file for file in (path, path.with_name(path.name + ".1")) if file.exists()]
-    entries = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return sum(file.stat().st_size for file in files), Counter(entry["reason"] for entry in entries)
