@@ -65,7 +65,6 @@ class MigrationsRequest(RequestBody):
     limit: Annotated[int, Field(ge=1, le=1000)] = 100
     """Migrations at most, the newest."""
     state: MigrationState | None = None
-    """Only those in this state."""
 
 
 class MigrationCounts(Model):
@@ -96,7 +95,6 @@ class ReplanRequest(CommandRequest):
     """Body of ``POST /v1/replan``."""
 
     reason: Reason = "requested by hand"
-    """Recorded with the plan."""
     wait_seconds: WaitSeconds = 0.0
     """Time to wait for the migration to end; 0 returns as soon as the plan is made."""
     force: bool = False
@@ -107,7 +105,6 @@ class ApplyRequest(ReplanRequest):
     """Body of ``POST /v1/proposals/{plan_id}/apply``."""
 
     reason: Reason = "applied by hand"
-    """Recorded with the migration."""
 
 
 ReplanOutcome = Literal[
@@ -124,7 +121,6 @@ class ReplanResult(Model):
     still running at the end of the wait; it goes on."""
     plan: PlanReport | None = None
     migration: MigrationRecord | None = None
-    """Its migration, if anything moves."""
     placement_version: int = 0
     """The version that every rank has agreed on."""
     message: str = ""
@@ -157,11 +153,8 @@ class AbortResult(Model):
     that it started from. ``ended``: it ended before it could be stopped. ``accepted``, ``timed_out``: still stopping
     or rolling back, which goes on. ``rollback_failed``: stopped, but its rollback ended before all was applied."""
     migration: MigrationRecord
-    """The migration, and where it stopped."""
     rollback: MigrationRecord | None = None
-    """The rollback, if one was requested."""
     placement_version: int = 0
-    """The version that every rank has agreed on."""
     message: str = ""
 
 
@@ -169,11 +162,8 @@ class RollbackPreview(Model):
     """The rows that a rollback would move if it began now, without those of chunks that are in flight."""
 
     to_version: int
-    """Version of the placement that it would restore."""
     promotions: int = 0
-    """Rows that would get copies back."""
     demotions: int = 0
-    """Rows that would lose copies."""
     bytes: int = 0
     """Row values and optimizer state of the promoted rows, each once."""
 
@@ -187,4 +177,3 @@ class AbortPreview(Model):
     waiting: tuple[str, ...] = ()
     """Ids of migrations behind it that would not be started."""
     rollback: RollbackPreview | None = None
-    """The rollback, if one was requested."""

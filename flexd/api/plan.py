@@ -39,7 +39,6 @@ class AffinityReport(Model):
     """Bytes between nodes with rows in the node that uses them most, as far as they may move, and samples dealt."""
 
     messages: tuple[str, ...] = ()
-    """The answer in sentences, the verdict first."""
     loader: ShareRangeReport | None = None
     """Share of the chain's bytes left with a loader that deals; null if not known."""
     dealing_loader: ShareRangeReport | None = None
@@ -152,7 +151,6 @@ class PlanReport(Model):
     parent_id: Annotated[str, DETAIL] = ""
     """The plan that the live placement came from."""
     reason: str = ""
-    """Reason of its trigger."""
     trigger: Annotated[TriggerName | None, DETAIL] = None
     """Kind of its trigger; null where only the plan is known."""
     requested_by: Annotated[str, DETAIL] = ""
@@ -161,13 +159,9 @@ class PlanReport(Model):
     """Gates of its profile; empty where only the plan is known."""
     created_unix_seconds: Annotated[FiniteOrNone, DETAIL] = None
     topology_generation: Annotated[int, HIDDEN] = 0
-    """The live ranks it was made for."""
     profile_generation: Annotated[int, HIDDEN] = 0
-    """The profile it was made from."""
     cluster: Annotated[str, DETAIL] = ""
-    """The cluster description that priced it."""
     replica_slots: Annotated[tuple[int, ...], DETAIL] = ()
-    """Replica slots of each rank, for each dim-group."""
     rows_before: RowsByTier = Field(default_factory=dict)
     """Rows above HOME in the live placement."""
     rows: RowsByTier = Field(default_factory=dict)
@@ -196,7 +190,6 @@ class PlanReport(Model):
     saved_share: FiniteOrNone = None
     """The saving as a share of the measured step; null if that is not known."""
     step_seconds: Annotated[FiniteOrNone, DETAIL] = None
-    """Measured wall time of a step; null if it is not known."""
     before: CostReport = CostReport()
     """The live placement under the profile as it is now."""
     after: CostReport = CostReport()
@@ -344,11 +337,9 @@ class Explanation(Model):
     accesses_per_step: FiniteOrNone = None
     """Look-ups of the whole job in one step."""
     distinct_rows: FiniteOrNone = None
-    """Rows seen at all."""
     coverage: FiniteOrNone = None
     """Share of the accesses that the profile explains."""
     live_rows: RowsByTier = Field(default_factory=dict)
-    """Rows by tier now."""
     planned_rows: RowsByTier = Field(default_factory=dict)
     """Rows by tier if a plan were made now."""
     slots: SlotsInUse = SlotsInUse()

@@ -260,10 +260,9 @@ TriggerName = Literal["interval", "drift", "topology", "manual", "verify"]
 
 
 class ProposalReport(Model):
-    """A plan that is kept for ``flexd apply``."""
+    """A plan that is kept for ``flexd apply``; figures as in ``PlanReport``."""
 
     plan_id: str
-    """Argument of ``flexd apply``."""
     created_unix_seconds: FiniteOrNone = None
     trigger: Annotated[TriggerName, DETAIL] = "manual"
     reason: str = ""
@@ -271,15 +270,10 @@ class ProposalReport(Model):
     dry_run: bool = False
     """True for a requested dry run, False for a proposal of the daemon."""
     promotions: int = 0
-    """Rows that get more copies."""
     demotions: int = 0
-    """Rows that lose copies."""
     migration_bytes: int = 0
-    """Row values and optimizer state that it would copy."""
     saved_seconds: FiniteOrNone = None
-    """Predicted saving of a step's exposed communication."""
     saved_share: FiniteOrNone = None
-    """The saving as a share of the measured step; null if that is not known."""
     closed_gates: tuple[str, ...] = ()
     """Gates that only ``--force`` overrides."""
     outdated: str | None = None

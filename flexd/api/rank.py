@@ -118,11 +118,9 @@ class RankReport(Model):
     node: int
     local_rank: int
     placement_version: Annotated[int | None, Show("version")] = None
-    """Placement version in its newest report."""
     behind: int | None = None
     """Placement versions that the daemon is ahead of it."""
     step: int | None = None
-    """The newest step it reported."""
     report_age_seconds: Annotated[FiniteOrNone, Show("heard")] = None
     step_seconds: Annotated[FiniteOrNone, Show("step time")] = None
     computed_seconds: FiniteOrNone = None
@@ -146,9 +144,7 @@ class RankPage(LiveJob):
     replica_slots: tuple[int, ...] = ()
     """Replica slots of every rank, for each dim-group."""
     cluster: str = ""
-    """Name of the cluster description that prices plans."""
     placement_version: int = 0
-    """The version that every rank has agreed on."""
     imbalance: FiniteOrNone = None
     """Bytes that the busiest rank sends in a step, over the mean of those that have reported."""
     total: int = 0

@@ -34,7 +34,6 @@ class KeyChange(Model):
 
     key: str
     before: Any = None
-    """The running value, or the one before the reload."""
     after: Any = None
     needs_restart: bool = False
     """True if a reload does not apply it."""
@@ -60,7 +59,6 @@ class ConfigStatus(Model):
     file: str | None = None
     """Path of the file; null for a daemon without one."""
     read_unix_seconds: FiniteOrNone = None
-    """When it was last read and applied."""
     pending: tuple[str, ...] = ()
     """Key paths in which it differs from what runs, until a restart."""
     reloads: dict[str, int] = Field(default_factory=dict)
@@ -147,9 +145,7 @@ class RestoredTable(Model):
     outcome: str
     """``emptied``, ``new`` or ``removed``."""
     accesses: int = 0
-    """Accesses counted in the snapshot."""
     detail: str = ""
-    """The change, or the reason why the table starts empty."""
 
 
 class StateStatus(Model):
@@ -158,7 +154,6 @@ class StateStatus(Model):
     restored_from: str | None = None
     """The snapshot that this start continued from; null if there was none."""
     outcomes: dict[str, int] = Field(default_factory=dict)
-    """Tables of that snapshot by outcome."""
     tables: tuple[RestoredTable, ...] = ()
     """The tables that are not as they were saved; at most 100."""
     lost_accesses: int = 0

@@ -286,7 +286,6 @@ class TableReport(Model):
     dim: int
     dtype: str
     optimizer: Annotated[str, DETAIL]
-    """The optimizer, whose state migrates with a row."""
     group: Annotated[int, DETAIL]
     counter_bytes: int
     distinct_rows: FiniteOrNone = None
@@ -300,7 +299,6 @@ class TablePage(Model):
 
     total: int
     offset: Annotated[int, HIDDEN]
-    """Position of the first entry in the requested order."""
     tables: tuple[TableReport, ...] = ()
 
 
@@ -332,13 +330,11 @@ class HotRow(Model):
     """1 is the most accessed row of the table."""
     row: int
     key: Annotated[int, DETAIL]
-    """Its key in the job's key space."""
     share: FiniteOrNone = None
     """Estimated share of the table's accesses, decayed."""
     share_lower: FiniteOrNone = None
     share_upper: FiniteOrNone = None
     tier: TierName
-    """Its tier in the live placement."""
     home_rank: int | None = None
     """Rank of its home copy; null before ranks are known."""
 
@@ -351,7 +347,6 @@ class HotRowPage(Model):
     total: int
     """Rows that the counters list."""
     offset: Annotated[int, HIDDEN]
-    """Places before the first entry."""
     weight: FiniteOrNone = None
     """Decayed accesses of the table."""
     placed_rows: RowsByTier = Field(default_factory=dict)

@@ -59,7 +59,6 @@ class SlowMemoryStatus(Model):
     missed: int = 0
     """Of those, rows that were in slow memory."""
     evicted: int = 0
-    """Rows that left fast memory."""
     written: int = 0
     """Of those, rows that had changed and were written to slow memory."""
     bytes_read: int = 0

@@ -24,7 +24,6 @@ from flexd.cli.options import (
     YesOption,
     confirm,
     must_ask,
-    waiting_shown,
 )
 from flexd.cli.render import OutputFormat, blocks_of, emit, entries_of, present, show, table_of
 from flexd.core import units
@@ -445,7 +444,8 @@ def _change(
         # On stderr: stdout may be redirected to a file. ``--dry-run`` shows all blocks.
         show(blocks_of(preview())[:4], sys.stderr)
     confirm(question, yes)
-    with waiting_shown(bool(fields.get("wait_seconds"))):
-        result = client.send(route, requested_by=requested_by(), **fields)
+    if fields.get("wait_seconds") and sys.stderr.isatty():
+        print("waiting for the migration; flexd status shows its parts", file=sys.stderr)
+    result = client.send(route, requested_by=requested_by(), **fields)
     present(result, output)
     raise typer.Exit(exit_code_of_outcome(getattr(result, "outcome", "")))

@@ -249,19 +249,23 @@ def _run() -> None:
     try:
         app()
     except FlexdError as error:
-        # A configuration may have several faults, one a line; the remedy is a line of its own.
-        print(f"error: {error.message}", file=sys.stderr)
-        if error.remedy:
-            print(f"remedy: {error.remedy}", file=sys.stderr)
-        sys.exit(exit_code_of(error))
+        _fail(error.message, error.remedy, exit_code_of(error))
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            print("error: this command trains or measures with torch, which is not installed here", file=sys.stderr)
-            print("remedy: run it where flexd is installed with torch; the daemon's image has none", file=sys.stderr)
-            sys.exit(ExitCode.FAILED)
+            _fail(
+                "this command trains or measures with torch, which is not installed here",
+                "run it where flexd is installed with torch; the daemon's image has none", ExitCode.FAILED,
+            )  # fmt: skip
         traceback.print_exc()
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        print("remedy: this is a bug in flexd; please report it with the lines above", file=sys.stderr)
-        sys.exit(ExitCode.FAILED)
+        _fail(
+            f"{type(error).__name__}: {error}",
+            "this is a bug in flexd; please report it with the lines above", ExitCode.FAILED,
+        )  # fmt: skip
+
+
+def _fail(message: str, remedy: str, code: ExitCode) -> NoReturn:
+    # A configuration may have several faults, one a line; the remedy is a line of its own.
+    print(f"error: {message}" + (f"\nremedy: {remedy}" if remedy else ""), file=sys.stderr)
+    sys.exit(code)

@@ -9,7 +9,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -73,19 +72,6 @@ def confirm(question: str, yes: bool) -> None:
     if not agreed:
         print("nothing was changed", file=sys.stderr)
         raise typer.Exit(ExitCode.FAILED)
-
-
-@contextmanager
-def waiting_shown(waits: bool) -> Iterator[None]:
-    """Show on stderr that the command waits for a migration until the block ends, if it is a terminal."""
-    if not waits or not sys.stderr.isatty():
-        yield
-        return
-    # Imported here because rich takes a while to load, and a pipe does not need it.
-    from rich.console import Console
-
-    with Console(stderr=True).status("waiting for the migration; flexd status shows its parts"):
-        yield
 
 
 Settings = TypeVar("Settings")

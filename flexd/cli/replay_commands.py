@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +14,7 @@ from flexd.cli.client import ExitCode
 from flexd.cli.options import OutputOption
 from flexd.cli.render import OutputFormat, present
 from flexd.core.errors import ConfigError
-from flexd.demo.setup import BATCHES, LEAST_BATCH_SIZE, DemoOptions, EmulatedCluster
+from flexd.demo.setup import DemoOptions, LengthsOption, SamplesOption
 from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 
 if TYPE_CHECKING:
@@ -33,21 +33,6 @@ DTypeOption = Annotated[
 OptimizerOption = Annotated[
     Literal["sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam"],
     typer.Option("--optimizer", help="Optimizer, whose state migrates with a row and is in each copy."),
-]
-SamplesOption = Annotated[
-    SampleKind,
-    typer.Option(
-        "--samples",
-        help="How a trace becomes samples: pieces of histories that do not overlap, at most one of a user in a step "
-        "(sequences), or a sample for every event, given to the ranks in turn (impressions).",
-    ),
-]
-LengthsOption = Annotated[
-    SampleLengths,
-    typer.Option(
-        "--lengths",
-        help="Only samples with a full history (fixed), or samples as long as the histories of their users (real).",
-    ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of random numbers.", min=0)]
 
@@ -325,82 +310,15 @@ def advise(given: AdviseOptions) -> None:
     present(found.model_copy(update={"affinity": affinity}), given.output)
 
 
-@dataclass(frozen=True)
-class DemoCluster:
-    """The cluster that ``flexd demo`` emulates."""
-
-    nodes: Annotated[int, typer.Option("--nodes", help="Emulated nodes.", min=1, max=16)] = EmulatedCluster.nodes
-    local_ranks: Annotated[int, typer.Option("--local-ranks", help="Ranks in each node.", min=1, max=16)] = (
-        EmulatedCluster.local_ranks
-    )
-    link_mbit: Annotated[
-        float,
-        typer.Option(
-            "--link-mbit",
-            help="Emulated link of each node and direction, Mbit/s; 0: none, and no step times of peers.",
-            min=0,
-            max=1e6,
-        ),
-    ] = EmulatedCluster.link_mbit
-
-
-@dataclass(frozen=True)
-class DemoBatches:
-    """The batches that ``flexd demo`` trains on."""
-
-    steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=20, max=1_000_000)] = 300
-    micro_batches: Annotated[
-        int, typer.Option("--micro-batches", help="Forward and backward passes of each step.", min=1, max=64)
-    ] = BATCHES.micro_batches
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            "--batch-size",
-            help="Samples of each rank in a step. [default: 512, or what the trace has]",
-            min=LEAST_BATCH_SIZE,
-            max=65_536,
-        ),
-    ] = None
-    samples: SamplesOption = BATCHES.kind
-    lengths: LengthsOption = BATCHES.lengths
-
-
 @dataclass(frozen=True, kw_only=True)
-class DemoSettings:
+class DemoCommand:
     """Options of ``flexd demo``."""
 
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE.npz",
-            exists=True,
-            dir_okay=False,
-            help="Accesses to train on; default: drifting Zipf.",
-        ),
-    ] = None
-    cluster: DemoCluster
-    batches: DemoBatches
-    kafka: Annotated[
-        str | None,
-        typer.Option("--kafka", metavar="BOOTSTRAP", help="Stream over this broker (host:port) instead of a file log."),
-    ] = None
-    tap: Annotated[
-        bool,
-        typer.Option("--tap", help="Use no log: ranks count their accesses and send the counts."),
-    ] = False
-    replica_budget: Annotated[
-        float, typer.Option("--replica-budget", help="Replica slots of a rank, as a share of all rows.", min=0, max=1)
-    ] = DemoOptions.replica_budget
-    dtype: Annotated[Literal["float64", "float32"], typer.Option("--dtype", help="Type of the rows.")] = "float64"
-    seed: Annotated[int, typer.Option("--seed", help="Seed of data and initial rows.")] = DemoOptions.seed
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Keep logs, stream and snapshots in this folder.")
-    ] = None
+    options: DemoOptions
     output: OutputOption = OutputFormat.TABLE
 
 
-def demo(given: DemoSettings) -> None:
+def demo(given: DemoCommand) -> None:
     """Train a small model with a daemon beside it.
 
     Daemon, stream and training ranks are real processes; the model predicts the next
@@ -408,20 +326,11 @@ def demo(given: DemoSettings) -> None:
 
     Example: flexd demo --steps 200
     """
-    if given.tap and given.kafka is not None:
+    if given.options.tap and given.options.kafka is not None:
         raise ConfigError("--tap with --kafka", remedy="ranks that count need no broker: give one of them")
-    wanted = given.batches
-    batches = replace(
-        BATCHES, batch_size=wanted.batch_size, steps=wanted.steps, kind=wanted.samples, lengths=wanted.lengths,
-        micro_batches=wanted.micro_batches,
-    )  # fmt: skip
-    options = DemoOptions(
-        given.trace, EmulatedCluster(**vars(given.cluster)), batches, given.kafka, given.tap, given.replica_budget,
-        given.dtype, given.seed, given.out,
-    )  # fmt: skip
     from flexd.demo.runner import run_demo
 
-    summary, broken = run_demo(options)
+    summary, broken = run_demo(given.options)
     present(summary, given.output)
     for text in broken:
         print(f"flexd demo: {text}", file=sys.stderr)

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,10 @@ _LOWEST, _HIGHEST = 10_000, 32_000
 
 
 def _tail(path: Path) -> str:
-    try:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-15:])
-    except OSError:
-        return "(no log)"
+    """Return the last lines, of the last bytes."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 8192))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-15:])
 
 
 def _environment() -> dict[str, str]:
@@ -37,50 +36,33 @@ def _environment() -> dict[str, str]:
 
 
 class Ranks:
-    """All training ranks and their progress records."""
+    """All training ranks. Their output, with a record of each step, and their logs are files."""
 
     def __init__(self, setup: RunSetup) -> None:
-        self._directory = setup.directory
-        self._lock = threading.Lock()
-        self.records: list[list[dict[str, Any]]] = [[] for _ in range(setup.options.cluster.world_size)]
+        ranks = range(setup.options.cluster.world_size)
+        self._logs = [setup.directory / f"rank-{rank}.log" for rank in ranks]
+        self._output = [setup.directory / f"rank-{rank}.out" for rank in ranks]
         self._processes = []
-        self._threads = []
-        for rank in range(len(self.records)):
-            with (setup.directory / f"rank-{rank}.log").open("wb") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "flexd.demo.rank", str(setup.file), str(rank)],
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    env=_environment(),
-                )
-            thread = threading.Thread(target=self._follow, args=(rank, process), daemon=True)
-            thread.start()
-            self._processes.append(process)
-            self._threads.append(thread)
+        for rank in ranks:
+            with self._output[rank].open("wb") as out, self._logs[rank].open("wb") as log:
+                command = [sys.executable, "-m", "flexd.demo.rank", str(setup.file), str(rank)]
+                self._processes.append(subprocess.Popen(command, stdout=out, stderr=log, env=_environment()))
 
-    def _follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        for line in process.stdout or ():
-            # A library may print too. The pipe must be drained, or the rank would block when it is full.
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and "step" in record:
-                    with self._lock:
-                        self.records[rank].append(record)
-
-    def step(self) -> int:
-        """Return the number of steps that every rank has completed."""
-        with self._lock:
-            return min(len(records) for records in self.records)
+    def newest(self) -> list[dict[str, Any]]:
+        """Return the newest record of each rank that has one; a library may print too."""
+        written = (_tail(output).splitlines() for output in self._output)
+        records = ([line for line in lines if line.startswith('{"step"') and line.endswith("}")] for lines in written)
+        return [json.loads(of_rank[-1]) for of_rank in records if of_rank]
 
     def running(self) -> bool:
         """Return True while a rank runs. Raises FlexdError if one has failed."""
         codes = [process.poll() for process in self._processes]
-        for rank, code in enumerate(codes):
+        for code, log in zip(codes, self._logs, strict=True):
             if code not in (None, 0):
                 self.stop()
                 raise FlexdError(
-                    f"training rank {rank} ended with exit code {code}:\n{_tail(self._directory / f'rank-{rank}.log')}",
-                    remedy=f"the whole log is {self._directory / f'rank-{rank}.log'}",
+                    f"training {log.stem.replace('-', ' ')} ended with exit code {code}:\n{_tail(log)}",
+                    remedy=f"the whole log is {log}",
                 )
         return any(code is None for code in codes)
 
@@ -90,10 +72,6 @@ class Ranks:
                 process.kill()
         for process in self._processes:
             process.wait(10)
-
-    def join(self) -> None:
-        for thread in self._threads:
-            thread.join(10)
 
 
 class DaemonProcess:

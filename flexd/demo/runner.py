@@ -50,7 +50,7 @@ class Demo:
         trace_file = options.trace or directory / "synthetic.npz"
         if options.trace is None:
             _write_trace(built_in_trace(options.seed), trace_file)
-        batches = Batches(load_trace(trace_file), options.cluster.world_size, options.batches)
+        batches = Batches(load_trace(trace_file), options.cluster.world_size, options.batches.options())
         if batches.batch_size < LEAST_BATCH_SIZE:
             raise ConfigError(
                 f"{trace_file.name} has samples for {batches.steps} steps of {batches.batch_size} a rank",
@@ -138,9 +138,10 @@ class Demo:
             self.daemon.start()
 
             def show(ranks: Ranks) -> None:
-                newest = [records[-1] for records in ranks.records if records]
+                newest = ranks.newest()
                 status = self.daemon.status() if self.daemon.alive else None
-                progress.update(task, completed=ranks.step(), description=_describe(newest, status))
+                step = min((record["step"] for record in newest), default=0)
+                progress.update(task, completed=step, description=_describe(newest, status))
 
             try:
                 _train(setup, deadline, show)
@@ -171,7 +172,6 @@ def _train(setup: RunSetup, deadline: float, show: Callable[[Ranks], None] = lam
                 raise FlexdError(f"the ranks of {setup.strategy} did not end in time", remedy=f"see {setup.directory}")
             show(ranks)
             time.sleep(0.1)
-        ranks.join()
     finally:
         ranks.stop()
 
@@ -188,7 +188,7 @@ def _describe(newest: list[dict[str, Any]], status: dict[str, Any] | None) -> st
 
 def run_demo(options: DemoOptions) -> tuple[DemoSummary, list[str]]:
     """Return the summary of a run, and the invariants that it broke in words."""
-    directory = options.out_dir or Path(tempfile.mkdtemp(prefix="flexd-demo-"))
+    directory = options.out or Path(tempfile.mkdtemp(prefix="flexd-demo-"))
     directory.mkdir(parents=True, exist_ok=True)
     try:
         record = Demo(options, directory).run()
@@ -197,7 +197,7 @@ def run_demo(options: DemoOptions) -> tuple[DemoSummary, list[str]]:
         raise
     summary = summarise(record)
     broken = _broken_invariants(record, summary)
-    if options.out_dir is None and not broken:
+    if options.out is None and not broken:
         shutil.rmtree(directory, ignore_errors=True)
     return summary, broken
 

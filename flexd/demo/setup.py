@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated, Literal
 
+import typer
 from pydantic import TypeAdapter
 
-from flexd.stream.sample_kinds import BatchOptions
+from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 
 JOB = "flexd-demo"
 HISTORY = 32
@@ -16,7 +18,21 @@ DIM = 16
 LEARNING_RATE = 0.05
 LEAST_BATCH_SIZE = 2
 """The model tells a sample's next item from those of the others."""
-BATCHES = BatchOptions(HISTORY, steps=300)
+SamplesOption = Annotated[
+    SampleKind,
+    typer.Option(
+        "--samples",
+        help="How a trace becomes samples: pieces of histories that do not overlap, at most one of a user in a step "
+        "(sequences), or a sample for every event, given to the ranks in turn (impressions).",
+    ),
+]
+LengthsOption = Annotated[
+    SampleLengths,
+    typer.Option(
+        "--lengths",
+        help="Only samples with a full history (fixed), or samples as long as the histories of their users (real).",
+    ),
+]
 
 
 class ExchangeStrategy(StrEnum):
@@ -30,11 +46,19 @@ class ExchangeStrategy(StrEnum):
 
 @dataclass(frozen=True)
 class EmulatedCluster:
-    """Nodes on one machine. ``link_mbit``: of a node in each direction; 0 emulates no link."""
+    """The cluster that ``flexd demo`` emulates on one machine, with its options on the command line."""
 
-    nodes: int = 2
-    local_ranks: int = 2
-    link_mbit: float = 100.0
+    nodes: Annotated[int, typer.Option("--nodes", help="Emulated nodes.", min=1, max=16)] = 2
+    local_ranks: Annotated[int, typer.Option("--local-ranks", help="Ranks in each node.", min=1, max=16)] = 2
+    link_mbit: Annotated[
+        float,
+        typer.Option(
+            "--link-mbit",
+            help="Emulated link of each node and direction, Mbit/s; 0: none, and no step times of peers.",
+            min=0,
+            max=1e6,
+        ),
+    ] = 100.0
 
     @property
     def world_size(self) -> int:
@@ -47,18 +71,62 @@ class EmulatedCluster:
 
 
 @dataclass(frozen=True)
-class DemoOptions:
-    """``flexd demo --help`` explains each; ``replica_budget`` is a fraction of all rows, per rank."""
+class DemoBatches:
+    """The batches that ``flexd demo`` trains on, with its options on the command line."""
 
-    trace: Path | None = None
+    steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=20, max=1_000_000)] = 300
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", help="Forward and backward passes of each step.", min=1, max=64)
+    ] = 1
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size",
+            help="Samples of each rank in a step. [default: 512, or what the trace has]",
+            min=LEAST_BATCH_SIZE,
+            max=65_536,
+        ),
+    ] = None
+    samples: SamplesOption = SampleKind.SEQUENCES
+    lengths: LengthsOption = SampleLengths.FIXED
+
+    def options(self) -> BatchOptions:
+        """Return how a trace becomes these batches."""
+        return BatchOptions(HISTORY, self.batch_size, self.steps, self.samples, self.lengths, self.micro_batches)
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Settings of a demo, with its options on the command line."""
+
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE.npz",
+            exists=True,
+            dir_okay=False,
+            help="Accesses to train on; default: drifting Zipf.",
+        ),
+    ] = None
     cluster: EmulatedCluster = EmulatedCluster()
-    batches: BatchOptions = BATCHES
-    kafka: str | None = None
-    tap: bool = False
-    replica_budget: float = 0.05
-    dtype: str = "float64"
-    seed: int = 0
-    out_dir: Path | None = None
+    batches: DemoBatches = DemoBatches()
+    kafka: Annotated[
+        str | None,
+        typer.Option("--kafka", metavar="BOOTSTRAP", help="Stream over this broker (host:port) instead of a file log."),
+    ] = None
+    tap: Annotated[
+        bool,
+        typer.Option("--tap", help="Use no log: ranks count their accesses and send the counts."),
+    ] = False
+    replica_budget: Annotated[
+        float, typer.Option("--replica-budget", help="Replica slots of a rank, as a share of all rows.", min=0, max=1)
+    ] = 0.05
+    dtype: Annotated[Literal["float64", "float32"], typer.Option("--dtype", help="Type of the rows.")] = "float64"
+    seed: Annotated[int, typer.Option("--seed", help="Seed of data and initial rows.")] = 0
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Keep logs, stream and snapshots in this folder.")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +158,7 @@ class RunSetup:
 
     @property
     def steps(self) -> int:
-        return self.options.batches.steps or 0
+        return self.options.batches.steps
 
     def save(self) -> None:
         self.file.write_bytes(_SETUP.dump_json(self))

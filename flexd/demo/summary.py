@@ -77,8 +77,9 @@ class LastPlan(Model):
     why: tuple[str, ...]
 
 
-class DemoRun(Model):
-    """One run: what was trained, where, and on which samples."""
+class DemoSummary(Model):
+    """One run: what was trained, where, and on which samples; its losses, and the differences to a single process that
+    trains on the same data in the same order; plans, step times and traffic."""
 
     trace: str
     ranks: int
@@ -92,22 +93,12 @@ class DemoRun(Model):
     touches: Annotated[dict[str, FiniteOrNone], Show(unit="{:,.4g}".format)]
     replica_budget: Annotated[float, Show(unit=units.share)]
     link_mbit: float
-
-
-class DemoTraining(DemoRun):
-    """The losses, and the differences to a single process that trains on the same data in the same order."""
-
     loss: dict[str, FiniteOrNone]
     replicas_bit_equal: bool
     placement_versions_equal: bool
     max_abs_difference_to_single_process: FiniteOrNone
     difference_to_single_process: Annotated[dict[str, FiniteOrNone], HIDDEN]
     stream_accesses_dropped: int
-
-
-class DemoSummary(DemoTraining):
-    """A run with its plans, step times and traffic."""
-
     plans: int
     migrated_rows: int
     placement_version: int

@@ -63,7 +63,7 @@ def right_aligned(
 
 
 def batches_of(setup: RunSetup) -> Batches:
-    return Batches(load_trace(setup.trace), setup.options.cluster.world_size, setup.options.batches)
+    return Batches(load_trace(setup.trace), setup.options.cluster.world_size, setup.options.batches.options())
 
 
 def tables_of(setup: RunSetup, batches: Batches) -> list[flexd.EmbeddingTable]:

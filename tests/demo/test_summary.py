@@ -14,14 +14,13 @@ from flexd.cli.render import blocks_of
 from flexd.control.daemon.migration import MigrationRecord
 from flexd.demo.rank import TRAFFIC
 from flexd.demo.runner import _broken_invariants
-from flexd.demo.setup import DemoOptions, EmulatedCluster, RunSetup
+from flexd.demo.setup import DemoBatches, DemoOptions, EmulatedCluster, RunSetup
 from flexd.demo.summary import RunRecord, summarise
-from flexd.stream.sample_kinds import BatchOptions
 
 STEPS = 40
 SETUP = RunSetup(
-    DemoOptions(cluster=EmulatedCluster(2, 1, 0.0), batches=BatchOptions(3, 4, STEPS)), Path("somewhere/trace.npz"),
-    Path("d"), Path("l"), "t", 1, "127.0.0.1:1",
+    DemoOptions(cluster=EmulatedCluster(2, 1, 0.0), batches=DemoBatches(STEPS, batch_size=4)),
+    Path("somewhere/trace.npz"), Path("d"), Path("l"), "t", 1, "127.0.0.1:1",
 )  # fmt: skip
 STEP = np.arange(STEPS)
 APPLIED = (STEP == 10) | (STEP == 20)

@@ -17,10 +17,10 @@ from tansu_broker import TansuBroker
 
 from flexd.demo.processes import Ranks, free_ports
 from flexd.demo.runner import Demo
-from flexd.demo.setup import HISTORY, DemoOptions, EmulatedCluster
+from flexd.demo.setup import DemoBatches, DemoOptions, EmulatedCluster
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.topic_admin import ensure_topic
-from flexd.stream.sample_kinds import BatchOptions, SampleKind
+from flexd.stream.sample_kinds import SampleKind
 from tests.support.dashboards import DASHBOARDS, load, queries
 from tests.support.flexd_processes import DAEMON_START_SECONDS
 from tests.support.ops_tools import tool
@@ -117,9 +117,9 @@ class Monitored:
     def _start(self, directory: Path) -> None:
         options = DemoOptions(
             cluster=EmulatedCluster(2, 1, 0.0),
-            batches=BatchOptions(HISTORY, 24, 4_000, SampleKind.IMPRESSIONS),
+            batches=DemoBatches(4_000, batch_size=24, samples=SampleKind.IMPRESSIONS),
             kafka=self.broker.bootstrap_servers,
-            out_dir=directory,
+            out=directory,
         )
         self._demo = Demo(options, directory)
         (metrics_port,) = free_ports(1)
