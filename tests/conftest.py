@@ -1,8 +1,6 @@
 """Order of test files, gloo ranks, one thread per process, and a garbage collector that does not scan thousands of
 modules all the time."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """The documents are true: their Python runs, their links lead somewhere, their commands exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

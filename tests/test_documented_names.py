@@ -1,7 +1,5 @@
 """Every command line, make target, metric, setting and variable that docs and deployment files name exists."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``docs/how-it-works.md`` lists the files that a message, a plan, a step, a command and a tick really enter."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os

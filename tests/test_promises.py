@@ -1,7 +1,5 @@
 """The promises of docs/security.md: each names tests that are collected, and bounds that are those of the code."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """docs/ is a site whose pages and links hold together."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A trainer installs flexd with torch and numpy alone: nothing it imports may need the daemon's dependencies; and each
 part of the stream imports only the libraries that it needs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Requests of the API, shared types of its models, and errors."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

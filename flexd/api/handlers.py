@@ -3,8 +3,6 @@
 Commands of operators are recorded and outlive the daemon.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

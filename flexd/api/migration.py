@@ -1,7 +1,5 @@
 """Migrations: lists of the history, and their counts."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

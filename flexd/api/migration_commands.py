@@ -1,7 +1,5 @@
 """Commands on migrations: their history, and abort."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The operations of the admin API: one table, of which server, OpenAPI document and client are made."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property

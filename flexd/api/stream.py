@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flexd.core.keyspace import KeySpace
     from flexd.core.placement import Placement
     from flexd.sketch.ingestor import Ingestor
-    from flexd.sketch.profile import Profile, TableProfile, TableSources
+    from flexd.sketch.profile import Profile, TableSources
     from flexd.sketch.table_sketch import TableChoice
 
     Int64Array = npt.NDArray[np.int64]
@@ -237,20 +237,16 @@ def sketch_status(choices: Iterable[TableChoice], profile: Profile | None, profi
     counters = tuple(_table(choice, sources.get(choice.table)) for choice in choices)
     shown = ProfileStatus()
     if profile is not None:
-        # The table that is known least decides; NaN if none was accessed.
-        coverage = min((table.coverage for table in profile.tables if table.weight > 0), default=None)
+        accessed = [table for table in tables if table.weight > 0]
+        certain = sum(table.weight * float(table.hot_lower.sum()) for table in accessed)
         shown = ProfileStatus.from_object(
-            profile, coverage=coverage, listed=_listed(profile.tables), age_seconds=profile_age_seconds
+            profile,
+            # The table that is known least decides.
+            coverage=min((table.coverage for table in accessed), default=None),
+            listed=certain / sum(table.weight for table in accessed) if accessed else None,
+            age_seconds=profile_age_seconds,
         )
     return SketchStatus(bytes=sum(table.bytes for table in counters), tables=counters, profile=shown)
-
-
-def _listed(tables: Iterable[TableProfile]) -> float | None:
-    accessed = [table for table in tables if table.weight > 0]
-    if not accessed:
-        return None
-    weight = sum(table.weight for table in accessed)
-    return sum(table.weight * float(table.hot_lower.sum()) for table in accessed) / weight
 
 
 def _table(choice: TableChoice, sources: TableSources | None) -> TableSketchStatus:

@@ -1,7 +1,5 @@
 """Blocks of text that commands print: tables, facts and sentences."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -207,14 +207,12 @@ def _user_nodes(client: DaemonClient) -> tuple[NodeMap, float | None]:
     from flexd.core.node_map import NodeMap
 
     for _ in range(5):
-        page = first = client.send(routes.USERS)
-        pages = [first]
-        read = len(first.ids)
-        while page.learnt == first.learnt and page.ids and read < first.users:
-            page = client.send(routes.USERS, offset=read)
-            pages.append(page)
-            read += len(page.ids)
-        if page.learnt == first.learnt:
+        first = client.send(routes.USERS)
+        pages, read = [first], len(first.ids)
+        while pages[-1].learnt == first.learnt and pages[-1].ids and read < first.users:
+            pages.append(client.send(routes.USERS, offset=read))
+            read += len(pages[-1].ids)
+        if pages[-1].learnt == first.learnt:
             ids, nodes_of = (
                 np.concatenate([np.array(getattr(each, name), dtype=np.int64) for each in pages])
                 for name in ("ids", "nodes_of")

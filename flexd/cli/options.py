@@ -3,8 +3,6 @@
 A script or a pipe never waits for an answer.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

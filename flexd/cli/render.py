@@ -128,23 +128,16 @@ def text_of(name: str, item: Any, show: Show = _PLAIN) -> str:
     return json.dumps(item)
 
 
-def flat(document: Mapping[str, Any]) -> dict[str, str]:
+def flat(value: object, path: str = "") -> dict[str, str]:
     """Return values by key path: ``{"a": {"b": [1]}}`` -> ``{"a.b[0]": "1"}``."""
-    values: dict[str, str] = {}
-
-    def walk(path: str, value: object) -> None:
-        if isinstance(value, dict) and value:
-            for key, item in value.items():
-                walk(f"{path}.{key}" if path else str(key), item)
-        elif isinstance(value, list) and value:
-            for i, item in enumerate(value):
-                walk(f"{path}[{i}]", item)
-        else:
-            # As YAML writes it: true, not True.
-            values[path] = value if isinstance(value, str) else json.dumps(value)
-
-    walk("", dict(document))
-    return values
+    if isinstance(value, Mapping) and value:
+        parts = {f"{path}.{key}".removeprefix("."): item for key, item in value.items()}
+    elif isinstance(value, list) and value:
+        parts = {f"{path}[{i}]": item for i, item in enumerate(value)}
+    else:
+        # As YAML writes it: true, not True.
+        return {path: value if isinstance(value, str) else json.dumps(value)}
+    return {key: text for at, item in parts.items() for key, text in flat(item, at).items()}
 
 
 def _unit(name: str, value: float) -> Callable[[Any], str]:

@@ -1,7 +1,5 @@
 """Render blocks on a terminal, styled and within its width."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 

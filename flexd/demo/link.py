@@ -1,7 +1,5 @@
 """An emulated link between nodes, without root: token buckets around the collectives that leave a node."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The demo's child processes: training ranks whose progress is followed, and a daemon; ports for them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ It sends its accesses to the daemon id by id over a log, or counted by a tap. Pr
 object per step; the full record to ``rank-R.npz`` in the run's directory.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

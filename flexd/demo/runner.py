@@ -1,7 +1,5 @@
 """Run the demo: daemon, stream, training ranks and reference as real processes, then the summary."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,8 +1,6 @@
 """The training that ranks and reference have in common: tables, the next-item model and its loss; and the reference:
 the same data in one plain process, with the bytes of row-wise sharding for the same batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Authenticate and authorise requests: bearer tokens and client certificates."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

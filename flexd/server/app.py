@@ -1,7 +1,5 @@
 """The admin API as a FastAPI application, its status page, and the read-only one for the metrics listener."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import inspect

@@ -6,8 +6,6 @@ status 503, once they send a request). With any of these a few idle sockets bloc
 has the missing deadlines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

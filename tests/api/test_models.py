@@ -1,7 +1,5 @@
 """Plans of the planner in the API."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """The command line in a subprocess, and a server over a fake daemon for it to talk to."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

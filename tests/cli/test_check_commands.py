@@ -1,7 +1,5 @@
 """``flexd doctor`` as a command: exit status, JSON, a daemon that runs and one that does not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The client of the admin API: addresses, deadlines, programs that are no daemon."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

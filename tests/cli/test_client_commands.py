@@ -1,7 +1,5 @@
 """Commands that read from the daemon: options reach it, and what is wrong is on the screen."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

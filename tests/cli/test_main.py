@@ -1,7 +1,5 @@
 """Commands as processes: pipes, formats, exit codes, imports."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

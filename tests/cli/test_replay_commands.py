@@ -1,7 +1,5 @@
 """``flexd advise``: the verdict, its sources, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

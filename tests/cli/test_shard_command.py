@@ -1,7 +1,5 @@
 """``flexd shard``: sources of tables, the plan file, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

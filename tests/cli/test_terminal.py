@@ -1,7 +1,5 @@
 """Text on a terminal against golden files: styles, widths."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

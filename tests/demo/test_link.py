@@ -1,7 +1,5 @@
 """The emulated link: bytes take their time in both directions, and only those that leave the node."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Progress and failures of rank processes, and ports for processes that are about to start."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The summary's figures on a record made by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The row-wise baseline, and the padding of the demo's model."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """``flexd demo`` as users run it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

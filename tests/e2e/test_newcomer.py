@@ -1,8 +1,6 @@
 """The README's commands, as they stand there, in a clean checkout of what is committed; and docs/tutorial.md, line by
 line."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A real Prometheus scrapes a real daemon, fed by a real broker, while ranks train: rules and dashboards find data."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """A daemon with a marked secret in every setting that takes one: no output of any kind contains a mark, and other
 users cannot read its files."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

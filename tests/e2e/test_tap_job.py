@@ -1,7 +1,5 @@
 """A job without any log: the trainer counts itself, and the daemon, a process, is killed again and again."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real ranks and a daemon that measures its plans: those that slow the job down do not stay, those that win do."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,8 +1,6 @@
 """The examples on two ranks, with the command of their first line: losses with and without flexd are equal, RecBole's
 own trainer included."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -1,5 +1,3 @@
 """Client commands over a fake daemon, as the tests of the command line have them."""
 
-from __future__ import annotations
-
 from tests.cli.conftest import _fake, _served, daemon, flexd_command, url  # noqa: F401

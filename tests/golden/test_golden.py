@@ -3,8 +3,6 @@
 ``RECORD_GOLDEN=1 python -m pytest tests/golden`` writes the files anew: look at their diff before it is committed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

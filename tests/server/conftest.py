@@ -1,7 +1,5 @@
 """One server over a fake daemon for all tests of the folder, and a client of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import httpx

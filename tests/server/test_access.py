@@ -1,7 +1,5 @@
 """Access by tokens and their scopes, replaced tokens, and counters of refused requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """The OpenAPI document against the server, by requests that schemathesis generates."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The admin API through a real uvicorn."""
 
-from __future__ import annotations
-
 import threading
 
 import httpx

@@ -1,7 +1,5 @@
 """Listeners on ports and unix sockets: taken addresses, start and stop."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """The status page: its headers, and its behaviour in a real browser."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

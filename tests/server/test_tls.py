@@ -1,7 +1,5 @@
 """The API over TLS: certificates of clients, and replacement of the server certificate without a restart."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path

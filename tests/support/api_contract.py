@@ -1,7 +1,5 @@
 """Requests made from an OpenAPI document by schemathesis, a fixed and bounded number of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

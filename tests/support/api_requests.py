@@ -1,7 +1,5 @@
 """Headers of requests to the admin API."""
 
-from __future__ import annotations
-
 from flexd.api.base import REQUEST_HEADER
 
 COMMAND_HEADERS = {REQUEST_HEADER: "test"}

@@ -1,7 +1,5 @@
 """A server that requires bearer tokens."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A real channel server with an honest peer, and raw sockets that do to it what no ``ChannelClient`` does."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -5,8 +5,6 @@ command: ``drain`` receives from now on, ``send N`` sends N bodies of 1 MiB to e
 (most bytes traced since the start, counters) as JSON; the end of the input ends it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """Jobs of ranks: small tables with skewed batches, evaluation, construction."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Components of a daemon with known counters, ranks and placement, for queries."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

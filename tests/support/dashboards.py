@@ -1,7 +1,5 @@
 """The Grafana dashboards of deploy/grafana, and their queries with Grafana's variables put in."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

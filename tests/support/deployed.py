@@ -1,7 +1,5 @@
 """Requirements of every deployed daemon, of the chart or of a plain manifest; and reading manifests."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

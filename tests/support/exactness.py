@@ -1,7 +1,5 @@
 """Training on ranks with random migrations, and the same training in one process with nn.Embedding."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs of ranks: collectives, bytes and sums of a step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Executions over a real coordinator and journal, for tests with ranks in threads; a throttle that counts chunks."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A coordinator without ranks, for the planning of the daemon; the test moves its migrations."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Programs in processes forked from one that has imported torch and flexd, which saves each of them seconds."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Fake sources, messages and an ingestor for the tests of ``flexd.sketch.ingestor``."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time

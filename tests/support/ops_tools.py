@@ -1,7 +1,5 @@
 """helm, kubectl, prometheus, promtool and chromium, as ``make ops-tools`` leaves them or as the machine has them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

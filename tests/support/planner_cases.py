@@ -1,7 +1,5 @@
 """Small planning problems for the planner's tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Planning over a fake coordinator: one table, sketches filled by the test, plans executed by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs of ranks: training with the prefetch pipeline in the scenarios of ``exactness``, and its failures."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

@@ -1,7 +1,5 @@
 """Real gloo ranks for tests: processes that stay up and run one function after another, each with a deadline."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import time

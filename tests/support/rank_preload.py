@@ -3,8 +3,6 @@
 No import becomes garbage, so all are hidden from the garbage collector, which also keeps their pages shared.
 """
 
-from __future__ import annotations
-
 import gc
 
 import hypothesis.strategies  # noqa: F401

@@ -1,7 +1,5 @@
 """Opening Kafka sources, and reading messages of a source until a condition holds."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every number and text of a step report, found by its declared fields, with values inside and outside its bounds."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple

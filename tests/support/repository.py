@@ -1,7 +1,5 @@
 """The repository's root, and the environment of a Python child process that imports flexd, tests and tools from it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

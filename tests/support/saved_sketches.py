@@ -1,7 +1,5 @@
 """Sketches as they were saved."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

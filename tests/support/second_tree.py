@@ -3,8 +3,6 @@
 Processes that start with the folder at the front of their import path run that version (``ROOT`` runs this one).
 """
 
-from __future__ import annotations
-
 import ast
 import shutil
 from collections.abc import Iterable, Mapping

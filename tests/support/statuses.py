@@ -1,7 +1,5 @@
 """Complete statuses of a daemon in typical conditions, without times that change."""
 
-from __future__ import annotations
-
 from flexd.api.plan import PlanReport
 from flexd.api.planning import DriftStatus, PlacementStatus
 from flexd.api.rank import TopologyStatus

@@ -1,7 +1,5 @@
 """Commands on a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pexpect

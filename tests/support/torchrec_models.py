@@ -1,7 +1,5 @@
 """A ranking model of TorchRec's own modules with two pooled and two sequence collections, and jobs that train it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Polling with a deadline, and a clock that a test moves."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Skip tests that need an emulated cluster where this machine cannot emulate one."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Every case of ``tools/bench`` runs quickly and ends with one JSON object; counts and bytes meet their targets."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """Parts of the benchmarks: settled plans and intervals, accesses and samples of traces, bounds, tables larger than
 memory, RecShard's split; figures by path, medians of runs, and the one JSON object at the end."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from itertools import product

@@ -1,7 +1,5 @@
 """The emulated cluster: who reaches whom at which rate, and that nothing of it stays behind."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

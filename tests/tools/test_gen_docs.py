@@ -1,7 +1,5 @@
 """Pages that tools write agree with the configuration models, with the families of metrics and with the packages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

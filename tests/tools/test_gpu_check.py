@@ -1,7 +1,5 @@
 """``tools/gpu_check.py`` without a GPU: its parts on the CPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """``tools/house.py`` finds each fault in a small tree, and none in this one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

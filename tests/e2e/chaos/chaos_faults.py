@@ -1,7 +1,5 @@
 """The faults of a chaos run: each is injected and healed by one function that sees training go on meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

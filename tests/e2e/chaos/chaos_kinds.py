@@ -1,8 +1,6 @@
 """Events of a running job beside faults: rotated secrets, a table for a while, poison on the stream (messages that
 no publisher of flexd writes), and upgrades of daemon and ranks back and forth."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

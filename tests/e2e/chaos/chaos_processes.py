@@ -3,8 +3,6 @@
 python -m tests.e2e.chaos.chaos_processes     reads one JSON order a line, forks a child for it, answers with its pid
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import importlib

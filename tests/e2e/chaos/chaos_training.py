@@ -4,8 +4,6 @@ Popular rows change all the time, so that there is always something to migrate; 
 another place, so that no step is without effect.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import itertools
 import json

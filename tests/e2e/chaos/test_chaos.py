@@ -1,7 +1,5 @@
 """A bounded slice of the chaos soak: every kind of fault strikes a live job, and no invariant breaks."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Iterator

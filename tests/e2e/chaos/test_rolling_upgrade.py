@@ -1,7 +1,5 @@
 """Two versions of flexd in one job: each daemon serves ranks of the other version, and replaces the other one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
