@@ -10,43 +10,12 @@ import pexpect
 import pytest
 
 from flexd.cli.main import main
-from flexd.config.sections import ServerConfig
-from flexd.server.app import Metrics
-from flexd.server.http import DaemonServer
-from tests.support.fake_daemon import FakeDaemon
 from tests.support.repository import ROOT
+from tests.support.served_daemon import daemon, fake, served_daemon, server, url  # noqa: F401
 from tests.support.terminals import Terminal
 
 TIMEOUT_SECONDS = 30
 Flexd = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope="module")
-def _fake() -> FakeDaemon:
-    return FakeDaemon()
-
-
-@pytest.fixture(scope="module")
-def _served(_fake: FakeDaemon) -> Iterator[DaemonServer]:
-    server = DaemonServer(_fake, Metrics(_fake), ServerConfig(port=0))
-    server.start()
-    yield server
-    assert server.stop(10)
-
-
-@pytest.fixture
-def daemon(_fake: FakeDaemon) -> Iterator[FakeDaemon]:
-    # What a test has replaced on it goes too.
-    vars(_fake).clear()
-    _fake.__init__()
-    yield _fake
-    if _fake.hold is not None:
-        _fake.hold.set()
-
-
-@pytest.fixture
-def url(_served: DaemonServer, daemon: FakeDaemon) -> str:
-    return _served.address
 
 
 @pytest.fixture
@@ -96,7 +65,7 @@ def _restore_sigint() -> None:
 
 
 @pytest.fixture
-def terminal(url) -> Iterator[Terminal]:
+def terminal(url) -> Iterator[Terminal]:  # noqa: F811
     """Start ``flexd ARGUMENTS`` on a terminal of its own."""
     made: list[pexpect.spawn] = []
 

@@ -129,12 +129,10 @@ def test_text_from_the_daemon_cannot_style_the_terminal(monkeypatch):
 ANN = "ann@host"
 BY_HAND = "requested by hand"
 CALLS: dict[str, list[tuple[object, ...]]] = {
-    "replan --wait --timeout 7 --reason launch": [("replan", "launch", 7)],
-    "replan --timeout 7 --force": [("replan", BY_HAND, 0, ANN)],
+    "replan --wait --timeout 7 --reason launch": [("replan", "launch", 7, False, ANN)],
+    "replan --timeout 7 --force": [("replan", BY_HAND, 0, True, ANN)],
     "replan --dry-run": [("plan",)],
-    "apply p7 --wait --timeout 7 --reason go --force": [
-        ("proposal", "p7"), ("apply", "p7", "go", 7.0, True, ANN), ("proposal", "p7"),
-    ],
+    "apply p7 --wait --timeout 7 --reason go --force": [("proposal", "p7"), ("apply", "p7", "go", 7.0, True, ANN)],
     "apply latest --dry-run": [("proposal", "latest")],
     "abort --timeout 7 --reason slow": [("abort", False, "slow", 7.0, ANN)],
     "rollback --timeout 0": [("abort", True, "", 0.0, ANN)],

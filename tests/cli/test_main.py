@@ -101,20 +101,6 @@ def test_the_effective_configuration_can_be_fed_back(flexd_command, tmp_path, ou
     assert flexd_command("check-config", "-c", again).returncode == 0
 
 
-def test_secrets_are_left_out(flexd_command):
-    done = flexd_command(
-        "check-config",
-        "-c",
-        ROOT / "configs" / "kafka.yaml",
-        "-o",
-        "yaml",
-        FLEXD__STREAM__SOURCE__CLIENT_OPTIONS__SSL_PASSWORD="hunter2",
-    )
-    assert done.returncode == 0
-    assert "hunter2" not in done.stdout + done.stderr
-    assert "ssl_password: (not shown)" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

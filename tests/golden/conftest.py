@@ -1,3 +1,3 @@
 """Client commands over a fake daemon, as the tests of the command line have them."""
 
-from tests.cli.conftest import _fake, _served, daemon, flexd_command, url  # noqa: F401
+from tests.cli.conftest import daemon, fake, flexd_command, served_daemon, server, url  # noqa: F401

@@ -35,11 +35,6 @@ ERRORS: list[Exception | None] = [
 
 
 @pytest.fixture(scope="module")
-def fake() -> FakeDaemon:
-    return FakeDaemon()
-
-
-@pytest.fixture(scope="module")
 def url(fake: FakeDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("tokens")
     (directory / "read").write_text(READ)

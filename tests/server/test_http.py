@@ -124,11 +124,6 @@ LIMIT = 4
 
 
 @pytest.fixture
-def daemon() -> FakeDaemon:
-    return FakeDaemon()
-
-
-@pytest.fixture
 def served(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonServer]:
     monkeypatch.setattr(http, "HEAD_SECONDS", 0.5)
     monkeypatch.setattr(http, "WRITE_SECONDS", 0.3)

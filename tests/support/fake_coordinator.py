@@ -9,7 +9,6 @@ from flexd.control.daemon.channel_events import ChannelCounters
 from flexd.control.daemon.epoch_manager import ControlStatus, LiveTopology
 from flexd.control.daemon.membership import RankPresence
 from flexd.control.daemon.migration import Migration, MigrationEvent, MigrationRecord, TransitionEvent
-from flexd.core.errors import ControlError
 from flexd.core.placement import Placement, RankLayout
 from flexd.planner.plan import Plan
 
@@ -23,18 +22,15 @@ class FakeCoordinator:
 
     port = 0
     failure = ""
-    outstanding_chunks = 0
     divergence = ""
     priced_exchange = ""
 
-    def __init__(self, generation: int = 1, *, obedient: bool = False, slots: int = 200) -> None:
-        self.topology: LiveTopology | None = LiveTopology(generation, "a", RankLayout(2, 2), (slots,), True, "")
-        self.reason = "no rank is registered"
+    def __init__(self, *, obedient: bool = False) -> None:
+        self.topology: LiveTopology | None = LiveTopology(1, "a", RankLayout(2, 2), (200,), True, "")
         self.now = Placement.empty()
         self.migrations: list[Migration] = []
         self.ended: deque[MigrationEvent] = deque()
         self.on_migration: Callable[[MigrationEvent], None] = self.ended.append
-        self.refuses = False
         self.chunk_rows = 16
         self.obedient = obedient
 
@@ -49,7 +45,10 @@ class FakeCoordinator:
 
     def status(self) -> ControlStatus:
         return ControlStatus(
-            epochs=1, generation=1, presence=RankPresence("a", 4, 4), reason="" if self.topology else self.reason
+            epochs=1,
+            generation=1,
+            presence=RankPresence("a", 4, 4),
+            reason="" if self.topology else "no rank is registered",
         )
 
     def channel_counters(self) -> ChannelCounters:
@@ -65,8 +64,6 @@ class FakeCoordinator:
         return self.ended.popleft() if self.ended else None
 
     def migrate(self, record: MigrationRecord, target: Placement, plan: Plan | None = None) -> Migration:
-        if self.refuses:
-            raise ControlError("the coordinator is stopping")
         migration = Migration(record, target, plan)
         self.migrations.append(migration)
         if self.obedient:

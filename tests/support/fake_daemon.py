@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from flexd.api.base import ProbeResult
@@ -101,8 +102,12 @@ class FakeDaemon:
     kept_throttle: ThrottleStatus = THROTTLE
 
     def call(self, route: Operation[Any], **given: Any) -> Any:
-        """Call its own method: the parts of a daemon are one here."""
-        return getattr(self, route.handler.rpartition(".")[2])(**given)
+        """Call its own method: the parts of a daemon are one here. Recorded with its arguments in their order."""
+        name = route.handler.rpartition(".")[2]
+        method = getattr(self, name)
+        if name != "status":
+            self._enter(name, *(given[each] for each in signature(method).parameters if each in given))
+        return method(**given)
 
     def _enter(self, *call: object) -> None:
         self.calls.append(call)
@@ -110,15 +115,14 @@ class FakeDaemon:
             raise self.error
 
     def status(self) -> DaemonStatus:
+        """Recorded here, as the metrics page calls it too."""
         self._enter("status")
         return self.shown.model_copy(update={"paused": self.paused})
 
     def plan(self) -> PlanReport:
-        self._enter("plan")
         return PlanReport(plan_id="p2", replication=ReplicationReport(messages=("because",)))
 
     def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
-        self._enter("explain", table, row, hottest)
         seconds = {"HOME": 2e-9, "NODE": 1e-9}
         accesses = AccessRange(estimate=3.0)
         rows = (RowReport(row=7 if row is None else row, accesses=accesses, seconds=seconds, planned="NODE"),)
@@ -126,28 +130,23 @@ class FakeDaemon:
         return Explanation(table=table, rows=100, thresholds=(node,), explained=rows if hottest or row else ())
 
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, requested_by: str = "") -> ReplanResult:
-        self._enter("replan", reason, wait_seconds, *((requested_by,) if force else ()))
         if self.hold is not None:
             self.hold.wait(20)
         migration = MigrationRecord(migration_id="m1", plan_id="p2", state="committed")
         return ReplanResult(outcome=self.outcome, plan=PlanReport(plan_id="p2"), migration=migration)
 
     def pause(self, reason: str, requested_by: str = "") -> PauseState:
-        self._enter("pause", reason, requested_by)
         changed, self.paused = not self.paused, True
         return PauseState(paused=True, reason=reason, changed=changed)
 
     def resume(self, reason: str = "", requested_by: str = "") -> PauseState:
-        self._enter("resume", reason, requested_by)
         changed, self.paused = self.paused, False
         return PauseState(paused=False, changed=changed)
 
     def reload(self, reason: str = "", requested_by: str = "") -> ReloadReport:
-        self._enter("reload", reason, requested_by)
         return RELOADED
 
     def preview_reload(self) -> ReloadReport:
-        self._enter("preview_reload")
         return RELOADED.model_copy(update={"dry_run": True})
 
     def health(self) -> ProbeResult:
@@ -159,11 +158,9 @@ class FakeDaemon:
         return self.useful
 
     def config(self) -> ConfigReport:
-        self._enter("config")
         return ConfigReport(version="1.2.3", config={"job": "job", "tables": [{"name": "items", "rows": 100}]})
 
     def tables(self, offset: int, limit: int, order: TableOrder) -> TablePage:
-        self._enter("tables", offset, limit, order)
         items = TableReport(
             table="items", rows=1000, dim=64, dtype="float32", optimizer="rowwise_adagrad", group=0, accesses=900_000,
             share=0.9, placed_rows={"HOME": 980, "NODE": 15, "DEVICE": 5}, counter="dense", counter_bytes=4000,
@@ -177,7 +174,6 @@ class FakeDaemon:
         return TablePage(total=2, offset=offset, tables=(items, other)[offset : offset + limit])
 
     def rows(self, table: str, offset: int, limit: int) -> HotRowPage:
-        self._enter("rows", table, offset, limit)
         tiers = ("DEVICE", "NODE", "HOME")
         hottest = tuple(
             HotRow(place=i + 1, row=10 * i, key=10 * i, share=0.2 / (i + 1), share_lower=0.19 / (i + 1),
@@ -190,7 +186,6 @@ class FakeDaemon:
         )  # fmt: skip
 
     def ranks(self, offset: int, limit: int) -> RankPage:
-        self._enter("ranks", offset, limit)
         ranks = [
             RankReport(
                 rank=rank, node=rank // 2, local_rank=rank % 2, placement_version=7, behind=0, step=120 + rank,
@@ -206,7 +201,6 @@ class FakeDaemon:
         )  # fmt: skip
 
     def timeline(self) -> Timeline:
-        self._enter("timeline")
         samples = tuple(
             TrafficSample(
                 unix_seconds=1_700_000_000.0 + 5 * i, steps=20, accesses={"HOME": 3000 - 40 * i, "NODE": 20 * i,
@@ -224,13 +218,11 @@ class FakeDaemon:
         return Timeline(interval_seconds=5.0, samples=samples, plans=(plan,))
 
     def migrations(self, limit: int, state: MigrationState | None) -> MigrationList:
-        self._enter("migrations", limit, state)
         kept = [entry for entry in (STOPPED, ENDED) if state in (None, entry.state)]
         actions = (FORCED, PAUSED) if state is None else ()
         return MigrationList(migrations=tuple(kept[:limit]), actions=actions[:limit])
 
     def migration(self, migration_id: str) -> MigrationRecord:
-        self._enter("migration", migration_id)
         if migration_id not in ("latest", "p8"):
             raise ApiError(f"no migration {migration_id!r} is kept", status=404, remedy="flexd get history shows those")
         submitted = Transition(number=0, unix_seconds=1_700_000_100.0, after="pending", reason="campaign")
@@ -241,7 +233,6 @@ class FakeDaemon:
         return STOPPED.model_copy(update={"transitions": (submitted, stopped)})
 
     def preview_abort(self, *, rollback: bool) -> AbortPreview:
-        self._enter("preview_abort", rollback)
         running = MigrationRecord(
             migration_id="p8", plan_id="p8", state="pushing", rows=9000, rows_applied=1000,
             rows_pushed=2000, chunks_pushed=2, chunks_applied=1, base_version=16, last_version=18,
@@ -250,7 +241,6 @@ class FakeDaemon:
         return AbortPreview(migration=running, waiting=("p9",), rollback=back if rollback else None)
 
     def abort(self, *, rollback: bool, reason: str, wait_seconds: float, requested_by: str) -> AbortResult:
-        self._enter("abort", rollback, reason, wait_seconds, requested_by)
         outcome = self.outcome
         if outcome == "committed":
             outcome = "rolled_back" if rollback else "stopped"
@@ -265,11 +255,9 @@ class FakeDaemon:
         )  # fmt: skip
 
     def proposals(self) -> ProposalList:
-        self._enter("proposals")
         return ProposalList(proposals=(KEPT, SEEN))
 
     def proposal(self, plan_id: str) -> PlanReport:
-        self._enter("proposal", plan_id)
         if plan_id not in ("latest", "p7"):
             raise ApiError(f"no proposal {plan_id!r}", status=404, remedy="proposals: p6, p7")
         gate = GateReport(
@@ -278,12 +266,10 @@ class FakeDaemon:
         return PlanReport(plan_id="p7", trigger="drift", requested_by="flexd", gates=(gate,))
 
     def apply(self, plan_id: str, reason: str, wait_seconds: float, *, force: bool, requested_by: str) -> ReplanResult:
-        self._enter("apply", plan_id, reason, wait_seconds, force, requested_by)
         return ReplanResult(outcome=self.outcome, plan=self.proposal(plan_id))
 
     def user_nodes(self, offset: int, limit: int) -> UserNodePage:
         """Return three users at most."""
-        self._enter("user_nodes", offset, limit)
         page = slice(offset, offset + min(limit, 3))
         return UserNodePage(
             learnt=1, nodes=2, users=7, ids=USERS[page], nodes_of=tuple(user % 2 for user in USERS[page]),
@@ -291,13 +277,11 @@ class FakeDaemon:
         )  # fmt: skip
 
     def throttle(self) -> ThrottleStatus:
-        self._enter("throttle")
         return self.kept_throttle
 
     def set_throttle(
         self, bytes_per_step: int | None, bytes_per_second: int | None, *, reason: str = "", requested_by: str = ""
     ) -> ThrottleStatus:
-        self._enter("set_throttle", bytes_per_step, bytes_per_second, reason, requested_by)
         asked = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second}
         changes = {name: value or None for name, value in asked.items() if value is not None}
         self.kept_throttle = self.kept_throttle.model_copy(update=changes)

@@ -1,8 +1,6 @@
 """Parts of the benchmarks: settled plans and intervals, accesses and samples of traces, bounds, tables larger than
-memory, RecShard's split; figures by path, medians of runs, and the one JSON object at the end."""
+memory, RecShard's split; figures by path, and medians of runs."""
 
-import json
-from argparse import Namespace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from tools.bench.cases.advise import batch_accesses
 from tools.bench.cases.affinity import trace_samples
 from tools.bench.cases.verify import has_settled, interval
-from tools.bench.harness import Outcome, Skipped, at_least, at_most, flat, in_turns, of_runs, run
+from tools.bench.harness import flat, in_turns, of_runs
 from tools.bench.peers.recshard import place_and_split
 from tools.bench.programs.memory import Flexd, Tensors, batches
 from tools.bench.workloads import Setting, batches_of, bounds, keys_of
@@ -185,21 +183,3 @@ def test_turns_alternate_and_the_first_do_not_count() -> None:
     found = in_turns({"a": lambda: one("a"), "b": lambda: one("b")}, rounds=2, warm_up=1)
     assert order == ["a", "b"] * 3
     assert found == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
-
-
-@pytest.mark.parametrize("met", [True, False])
-def test_a_case_ends_with_one_json_object(capsys: pytest.CaptureFixture[str], met: bool) -> None:
-    def measured(options: Namespace) -> Outcome:
-        return Outcome({"seconds": 2.0}, [at_most("seconds", 2.0, 3.0 if met else 1.0), at_least("seconds", 2.0, 1.0)])
-
-    def skipped(options: Namespace) -> Outcome:
-        raise Skipped("needs root")
-
-    code = run({"one": measured, "two": skipped}, Namespace(quick=True, json=True, only=None))
-    printed = capsys.readouterr()
-    assert code == (0 if met else 1)
-    assert "skipped: two: needs root" in printed.out
-    assert ("not met: seconds: 2 (target <= 1)" in printed.err) is not met
-    last = json.loads(printed.out.splitlines()[-1])
-    assert last["figures"] == {"one/seconds": 2.0}
-    assert last["checks"][0] == {"name": "seconds", "value": 2.0, "target": "<= 3" if met else "<= 1", "ok": met}

@@ -78,6 +78,9 @@ class ChaosRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.world.__exit__(kind, error, trace)
+        # A soak of hours keeps the results alone.
+        self.world.attempts.clear()
+        del self.checker
 
     def strike(self, kind: str, injection: Injection) -> Outcome:
         """Inject a fault, heal it, wait for recovery and check. Raises AssertionError if a process does not recover."""

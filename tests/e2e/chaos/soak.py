@@ -142,16 +142,18 @@ def resource_table(maxima: dict[str, int]) -> str:
 class Turns:
     """Selects the next fault: every kind once a turn, at the points that were struck least so far.
 
-    Attributes:
-        struck: times that the daemon was killed or stopped, by (kind, point).
+    Args:
+        struck: times that the daemon was killed or stopped so far, by (kind, point).
     """
 
-    def __init__(self, chance: random.Random, only: str, minutes: float, every_kind: bool) -> None:
+    def __init__(
+        self, chance: random.Random, only: str, minutes: float, every_kind: bool, struck: Counter[tuple[str, str]]
+    ) -> None:
         self._chance = chance
         self._only = only
         self._every_kind = every_kind
         self._long = dict(LONG) if minutes >= _LONG_MINUTES or only else {}
-        self.struck: Counter[tuple[str, str]] = Counter()
+        self._struck = struck
 
     def of_world(self, world: ChaosWorld) -> Iterator[tuple[str, str, Injection]]:
         """(kind, point or nothing, injection) without end; none if no kind is wanted."""
@@ -167,7 +169,7 @@ class Turns:
                     chosen.remove(kind)
                     yield kind, "", self._long.pop(kind)
                 elif kind in AT_A_POINT:
-                    times = {point: sum(self.struck[way, point] for way in AT_A_POINT) for point in POINTS}
+                    times = {point: sum(self._struck[way, point] for way in AT_A_POINT) for point in POINTS}
                     point = chance.choice([point for point in POINTS if times[point] == min(times.values())])
                     yield kind, point, AT_A_POINT[kind](point, chance.choice((1, 2)))
                 else:
@@ -182,49 +184,49 @@ class Turns:
 
 
 class Soak:
-    """The results of all worlds of a soak, or of one of the jobs that run worlds beside each other."""
+    """The runs of all worlds of a soak, or of one of the jobs that run worlds beside each other.
+
+    Attributes:
+        struck: times that the daemon was killed or stopped, by (kind, point).
+        broken: violations at the end of worlds, one line each.
+        maxima: the largest values of ``LIMITS`` that were seen.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self.struck: Counter[tuple[str, str]] = Counter()
-        """Times that the daemon was killed or stopped, by (kind, point)."""
-        self.outcomes: list[Outcome] = []
+        self.runs: list[ChaosRun] = []
         self.broken: list[str] = []
         self.maxima = dict.fromkeys(LIMITS, -1)
-        self.worlds = self.steps = 0
-        self.largest_loss_difference = 0.0
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [outcome for run in self.runs for outcome in run.outcomes]
 
     def add(self, other: Soak) -> None:
         self.struck += other.struck
-        self.outcomes += other.outcomes
+        self.runs += other.runs
         self.broken += other.broken
         raise_to(self.maxima, other.maxima)
-        self.worlds += other.worlds
-        self.steps += other.steps
-        self.largest_loss_difference = max(self.largest_loss_difference, other.largest_loss_difference)
 
     def run_world(self, run: ChaosRun, turns: Turns, end: float, *, lose_broker: bool) -> None:
         """Inject faults until ``end``; add the results."""
-        self.worlds += 1
+        self.runs.append(run)
         try:
             with run, contextlib.closing(ResourceSampler(run.world)) as sampler:
                 self._strike(run, turns, end, lose_broker=lose_broker)
                 raise_to(self.maxima, sampler.maxima)
         except Exception as error:
             # A world that breaks in any way is a violation; the others and the report go on.
-            self.broken.append(f"world {self.worlds} (seed {run.world.seed}, {run.world.directory}): {error!r}")
+            self.broken.append(f"world {len(self.runs)} (seed {run.world.seed}, {run.world.directory}): {error!r}")
             traceback.print_exc()
         self.broken += run.end_violations
-        self.outcomes += run.outcomes
-        self.steps += run.steps
-        self.largest_loss_difference = max(self.largest_loss_difference, run.largest_loss_difference)
 
     def _strike(self, run: ChaosRun, turns: Turns, end: float, *, lose_broker: bool) -> None:
         for number, (kind, point, injection) in enumerate(turns.of_world(run.world), 1):
             print(f"{kind} {point}...", file=sys.stderr, flush=True)
             outcome = run.strike(kind, injection)
             if point and "not reached" not in outcome.detail:
-                turns.struck[kind, point] += 1
                 self.struck[kind, point] += 1
             print(
                 f"    {kind} ({outcome.detail}): recovered in {outcome.recovery_seconds:.1f} s, longest added step "
@@ -237,44 +239,39 @@ class Soak:
                 run.count()
         run.finish(lose_broker=lose_broker)
 
-    @property
-    def violations(self) -> int:
-        return len(self.broken) + sum(len(outcome.violations) for outcome in self.outcomes)
-
-    @property
-    def points_struck(self) -> int:
-        return len({point for _, point in self.struck})
+    def figures(self) -> dict[str, Any]:
+        return {
+            "seed": self._seed,
+            "faults": len(self.outcomes),
+            "points_struck": len({point for _, point in self.struck}),
+            "worlds": len(self.runs),
+            "steps_checked": sum(run.steps for run in self.runs),
+            "largest_loss_difference": max((run.largest_loss_difference for run in self.runs), default=0.0),
+            "maxima": self.maxima,
+            "violations": len(self.broken) + sum(len(outcome.violations) for outcome in self.outcomes),
+            "kinds": {row["kind"]: row for row in figures(self.outcomes)},
+        }
 
     def report(self) -> str:
         """Return all tables as Markdown."""
         struck = self.struck
         by_point = [f"| {' | '.join(['point', *AT_A_POINT])} |", "|---" * (1 + len(AT_A_POINT)) + "|"]
         by_point += [f"| {point} | {' | '.join(str(struck[kind, point]) for kind in AT_A_POINT)} |" for point in POINTS]
+        found = self.figures()
         line = (
-            f"seed {self._seed}: {len(self.outcomes)} faults in {self.worlds} worlds, at {self.points_struck} of "
-            f"{len(POINTS)} points; {self.violations} violations; {self.steps} rank steps compared, losses differ by "
-            f"at most {self.largest_loss_difference:.2g}"
+            f"seed {self._seed}: {found['faults']} faults in {found['worlds']} worlds, at {found['points_struck']} of "
+            f"{len(POINTS)} points; {found['violations']} violations; {found['steps_checked']} rank steps compared, "
+            f"losses differ by at most {found['largest_loss_difference']:.2g}"
         )
         return "\n\n".join([line, table(figures(self.outcomes)), "\n".join(by_point), resource_table(self.maxima)])
 
     def checks(self) -> list[dict[str, Any]]:
-        found = [check("invariant violations", self.violations, "0", self.violations == 0)]
+        violations = self.figures()["violations"]
+        found = [check("invariant violations", violations, "0", violations == 0)]
         for name, limit in LIMITS.items():
             seen = self.maxima[name]
             found.append(check(f"largest {name}", seen, f"0 to {limit}", 0 <= seen <= limit))
         return found
-
-    def figures(self) -> dict[str, Any]:
-        return {
-            "seed": self._seed,
-            "faults": len(self.outcomes),
-            "points_struck": self.points_struck,
-            "worlds": self.worlds,
-            "steps_checked": self.steps,
-            "largest_loss_difference": self.largest_loss_difference,
-            "maxima": self.maxima,
-            "kinds": {row["kind"]: row for row in figures(self.outcomes)},
-        }
 
 
 def main() -> int:
@@ -316,7 +313,7 @@ def _job(
 ) -> Soak:  # fmt: skip
     """Run one world after the other; the seed selects the faults."""
     soak, chance = Soak(seed), random.Random(seed)
-    turns = Turns(chance, arguments.only, (end - time.monotonic()) / 60, arguments.all)
+    turns = Turns(chance, arguments.only, (end - time.monotonic()) / 60, arguments.all, soak.struck)
     while time.monotonic() < end:
         directory = Path(tempfile.mkdtemp(prefix="flexd-chaos-"))
         run = ChaosRun(directory, chance.randrange(2**31), versions[0], next_server=versions[1])

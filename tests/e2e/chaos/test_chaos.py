@@ -56,7 +56,7 @@ def test_a_job_outlives_every_kind_of_fault(tmp_path: Path, server: ProcessServe
         assert run.checker.versions_checked > 0
         assert_violations_are_seen(run)
     soak = Soak(SEED)
-    soak.outcomes += run.outcomes
+    soak.runs.append(run)
     print(soak.report())
 
 
