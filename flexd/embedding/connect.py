@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,9 +35,6 @@ from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import StepMoments
 from flexd.embedding.tap import Tap
 
-if TYPE_CHECKING:
-    from flexd.embedding.store.slow.tiered_storage import SlowMemoryMeter
-
 logger = logging.getLogger(__name__)
 
 _TAP_SHARE = 0.8
@@ -59,11 +58,12 @@ class Connection(StepMoments):
         self._last_totals = self._totals()
         self._last_step_at = time.monotonic()
         self._phase_steps = 0
-        self._slow_memory: SlowMemoryMeter | None = None
+        self._slow_memory: Callable[[], SlowMemoryReport] | None = None
         if any(store.tier is not None for store in collection.engine.stores):
-            from flexd.embedding.store.slow.tiered_storage import SlowMemoryMeter  # loaded where a job has cold rows
+            from flexd.embedding.store.slow.tiered_storage import slow_memory_report  # loaded where a job has cold rows
 
-            self._slow_memory = SlowMemoryMeter(collection.engine.stores)
+            self._slow_memory = partial(slow_memory_report, collection.engine.stores)
+            self._slow_memory()
         self._slow_memory_at = self._last_step_at
         collection.phases.drain()
         collection.engine.joined.append(self)
@@ -117,7 +117,7 @@ class Connection(StepMoments):
             phases, self._phase_steps = PhasesReport(by_phase, self._phase_steps, cover_seconds), 0
         slow_memory: SlowMemoryReport | None = None
         if self._slow_memory is not None and now - self._slow_memory_at >= SLOW_MEMORY_SECONDS:
-            self._slow_memory_at, slow_memory = now, self._slow_memory.drain()
+            self._slow_memory_at, slow_memory = now, self._slow_memory()
         self.agent.report(
             StepReport(
                 step=collection.steps,

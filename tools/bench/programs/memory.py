@@ -173,7 +173,7 @@ class Flexd:
         traffic = self._tier.cold.traffic
         return {
             "cache_slots": self._tier.cache_slots, "used": used, "missed": missed, "bytes_read": traffic.bytes_read,
-            "bytes_written": traffic.bytes_written, "slow_seconds": traffic.seconds, "calls": traffic.operations,
+            "bytes_written": traffic.bytes_written, "slow_seconds": traffic.seconds,
         }  # fmt: skip
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:

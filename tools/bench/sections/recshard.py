@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 
 from flexd.embedding.devices import packed
+from flexd.embedding.row_optimizers import SGD
 from flexd.embedding.store.slow.cold_rows import FreshRows, HostRows
 from flexd.embedding.store.slow.fast_memory import CACHE_SLOT_BYTES
 from flexd.embedding.store.slow.tiered_rows import COUNT_BYTES, TieredRows, with_counts
@@ -102,7 +103,7 @@ class CacheSlots:
                     pass
                 missed[at] = np.isin(slots, tier.cold.drain())
         for division in self._divisions:
-            division.divide()
+            division.updated(SGD(), 0)
         return self._rank[rows], missed, missed
 
 

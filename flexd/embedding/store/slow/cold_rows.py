@@ -16,18 +16,16 @@ FreshRows = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass
 class SlowTraffic:
-    """Bytes, calls and seconds of a slow memory since it was made.
+    """Bytes and seconds of a slow memory since it was made.
 
     Attributes:
         bytes_read, bytes_written: moved to and from the medium, whole blocks where it has blocks; what a write must
             read before is in ``bytes_read``.
-        operations: calls of the medium, each for one block or several adjoining ones.
         seconds: that callers waited.
     """
 
     bytes_read: int = 0
     bytes_written: int = 0
-    operations: int = 0
     seconds: float = 0.0
 
 
@@ -64,8 +62,7 @@ class ColdRows(ABC):
         """Keep uint8 [n, row_bytes] rows at int64 [n] distinct slots.
 
         Raises:
-            SlowMemoryError: the medium failed; rows of this call may be written or not. A medium that writes behind
-                raises it from a later call.
+            SlowMemoryError: the medium failed; rows of this call may be written or not.
         """
         began = time.perf_counter()
         self._write(slots, packed)
@@ -107,14 +104,12 @@ class HostRows(ColdRows):
         torch.index_select(self._packed, 0, slots, out=packed)
         unwritten = (~self._written.index_select(0, slots)).nonzero().view(-1)
         self.traffic.bytes_read += (len(slots) - len(unwritten)) * self._packed.shape[1]
-        self.traffic.operations += 1
         return packed, unwritten
 
     def _write(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
         self._packed.index_copy_(0, slots, packed)
         self._written[slots] = True
         self.traffic.bytes_written += packed.numel()
-        self.traffic.operations += 1
 
     def close(self) -> None:
         self._packed, self._written = self._packed[:0].clone(), self._written[:0].clone()

@@ -19,7 +19,7 @@ from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.devices import packed, unpacked
 from flexd.embedding.store.slow.cache_slot_table import CacheSlotTable, Leaving, LookAhead
-from flexd.embedding.store.slow.cold_rows import ColdRows
+from flexd.embedding.store.slow.cold_rows import ColdRows, SlowTraffic
 from flexd.embedding.store.slow.fast_memory import CacheSlotCurve, HalfLife
 
 USED, MISSED, EVICTED, WRITTEN = range(len(SLOW_TABLE_QUANTITIES))
@@ -48,6 +48,9 @@ class CacheSlotCounts:
     def by_table(self) -> torch.Tensor:
         """Return int64 [t, quantities] so far, in host memory."""
         return self._counted.t().to("cpu", copy=True)
+
+    def clear(self) -> None:
+        self._counted.zero_()
 
     def add(self, quantity: int, slots: torch.Tensor) -> None:
         """Count int64 [n] distinct home slots: ``USED`` by a look-up, ``MISSED`` of those in no cache slot,
@@ -200,6 +203,15 @@ class TieredRows:
                 self._failure = error
                 raise
 
+    def drain(self) -> tuple[torch.Tensor, SlowTraffic]:
+        """Return int64 [t, quantities] of what look-ups found, and the traffic of slow memory, since the call before
+        or ``begin``."""
+        with self._lock:
+            counted, traffic = self.counts.by_table(), self.cold.traffic
+            self.counts.clear()
+            self.cold.traffic = SlowTraffic()
+            return counted, traffic
+
     def miss_curve(self, steps: int, kept: float, cache_slot_bytes: int) -> CacheSlotCurve:
         """Return the misses of a step by cache slots; arguments as ``UseRanks.curve``."""
         with self._lock:
@@ -348,8 +360,7 @@ class TieredColumn:
 
     def index_select(self, dim: int, slots: torch.Tensor, *, counts: bool = False) -> torch.Tensor:
         """Return [n, width] of int64 [n] slots, repeats allowed; ``counts`` as in ``TieredRows.visit``."""
-        if dim != 0:
-            raise AssertionError("rows are selected along dimension 0")
+        del dim
         # Without dedup a station holds a row as often as it was requested.
         distinct, places = torch.unique(slots, return_inverse=True)
         if len(distinct) == len(slots):
@@ -358,8 +369,7 @@ class TieredColumn:
 
     def index_copy_(self, dim: int, slots: torch.Tensor, values: torch.Tensor) -> None:
         """Write [n, width] to int64 [n] distinct slots."""
-        if dim != 0:
-            raise AssertionError("rows are written along dimension 0")
+        del dim
         for block, places in self._tier.visit(slots, changes=True):
             self._column[places, self._part] = values[block].to(self._column)
 

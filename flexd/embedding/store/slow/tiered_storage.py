@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -87,8 +87,8 @@ class TieredStorage:
 
     def division(self, stores: Sequence[GroupStore]) -> list[CacheSlotDivision]:
         """Return what divides the cache slots between dim-groups step by step; none where fewer than two have some."""
-        division = CacheSlotDivision.of(stores)
-        return [] if division is None else [division]
+        slow = [(store.tier, cache_slot_bytes(store)) for store in stores if store.tier is not None]
+        return [CacheSlotDivision([tier for tier, _ in slow], [size for _, size in slow])] if len(slow) > 1 else []
 
     def _has_index(self, home_rows: Sequence[int]) -> bool:
         """Return whether cold rows of a file are found by an index: where it takes a quarter of fast memory at most."""
@@ -164,44 +164,19 @@ def _row_bytes(group: DimGroup) -> int:
     return group.dim * dtype.itemsize + floats * (8 if dtype == torch.float64 else 4)
 
 
-class SlowMemoryMeter:
-    """Counts of the tiered storage of a rank between two reports.
-
-    Args:
-        stores: of all dim-groups.
-    """
-
-    def __init__(self, stores: Sequence[GroupStore]) -> None:
-        self._tiers = [(store.group.tables, store.tier) for store in stores if store.tier is not None]
-        self._last = [_Totals.of(tier) for _, tier in self._tiers]
-
-    def drain(self) -> SlowMemoryReport:
-        """Return what happened since the call before."""
-        found: list[SlowTableReport] = []
-        sums = SlowTraffic()
-        for number, (tables, tier) in enumerate(self._tiers):
-            now, before = _Totals.of(tier), self._last[number]
-            self._last[number] = now
-            if now.counts is not before.counts:  # made anew
-                before = _Totals(now.counts, torch.zeros_like(now.by_table), SlowTraffic())
-            since = now.by_table - before.by_table
-            for at in since.any(dim=1).nonzero().view(-1).tolist():
-                found.append(SlowTableReport(tables[at], *since[at].tolist()))
-            sums.bytes_read += now.traffic.bytes_read - before.traffic.bytes_read
-            sums.bytes_written += now.traffic.bytes_written - before.traffic.bytes_written
-            sums.seconds += now.traffic.seconds - before.traffic.seconds
-        return SlowMemoryReport(named_tables(found), sums.bytes_read, sums.bytes_written, sums.seconds)
-
-
-@dataclass(frozen=True)
-class _Totals:
-    counts: CacheSlotCounts
-    by_table: torch.Tensor
-    traffic: SlowTraffic
-
-    @classmethod
-    def of(cls, tier: TieredRows) -> _Totals:
-        return cls(tier.counts, tier.counts.by_table(), replace(tier.cold.traffic))
+def slow_memory_report(stores: Sequence[GroupStore]) -> SlowMemoryReport:
+    """Return what happened in the tiered storage of all dim-groups since the call before."""
+    found: list[SlowTableReport] = []
+    sums = SlowTraffic()
+    for store in stores:
+        if store.tier is not None:
+            counted, traffic = store.tier.drain()
+            used = counted.any(dim=1).nonzero().view(-1).tolist()
+            found += [SlowTableReport(store.group.tables[at], *counted[at].tolist()) for at in used]
+            sums.bytes_read += traffic.bytes_read
+            sums.bytes_written += traffic.bytes_written
+            sums.seconds += traffic.seconds
+    return SlowMemoryReport(named_tables(found), sums.bytes_read, sums.bytes_written, sums.seconds)
 
 
 LEAST_GAIN = 0.03
@@ -240,38 +215,23 @@ class CacheSlotDivision(StepMoments):
         self._used = self._used_bytes()
         self._steps = self.changes = 0
 
-    @classmethod
-    def of(cls, stores: Sequence[GroupStore]) -> CacheSlotDivision | None:
-        """Return None where there is nothing to divide: fewer than two dim-groups are in tiered storage."""
-        slow = [(store.tier, cache_slot_bytes(store)) for store in stores if store.tier is not None]
-        return cls([tier for tier, _ in slow], [size for _, size in slow]) if len(slow) > 1 else None
-
     def updated(self, optimizer: RowUpdate, step: int) -> None:
-        """Divide anew when it is time and pays.
+        """Count a step, and divide anew when it is time and pays.
 
         Raises:
             SlowMemoryError: as ``TieredRows.resize``.
         """
         del optimizer, step
-        self.divide()
-
-    def divide(self) -> bool:
-        """Count a step, and divide anew when it is time and pays; return whether cache slots changed.
-
-        Raises:
-            SlowMemoryError: as ``TieredRows.resize``.
-        """
         self._steps += 1
         used = self._used_bytes()
         if self._steps < LEAST_STEPS or used - self._used < EVERY * self._budget:
-            return False
+            return
         steps, self._steps, self._used = self._steps, 0, used
         curves = [tier.miss_curve(steps, KEPT, size) for tier, size in zip(self._tiers, self._sizes, strict=True)]
         cache_slots = divide_cache_slots(curves, self._budget)
         now = total_misses(curves, [tier.cache_slots for tier in self._tiers])
-        if now - total_misses(curves, cache_slots) < LEAST_GAIN * now or not now:
-            return False
-        return self.change(cache_slots)
+        if now and now - total_misses(curves, cache_slots) >= LEAST_GAIN * now:
+            self.change(cache_slots)
 
     @torch.no_grad()
     def change(self, cache_slots: Sequence[int]) -> bool:
