@@ -38,30 +38,15 @@ _HALF_BITS = 32
 """Of an int64 that holds the prices of two nodes; a sum of a sample's has one bit less."""
 
 
-@dataclass(frozen=True)
-class Dealt:
-    """Where the samples of a batch are trained.
-
-    Attributes:
-        to: int64 [samples], nodes.
-        bytes_before: of rows between nodes if each sample is trained where it was read.
-        bytes_after: of rows between nodes as dealt.
-    """
-
-    to: Int64Array
-    bytes_before: int
-    bytes_after: int
-
-
-def deal_batch(batch: BatchRows, nodes: int) -> Dealt:
-    """Return the node of each sample. Every pair of node and group keeps its number of samples.
+def deal_batch(batch: BatchRows, nodes: int) -> Int64Array:
+    """Return int64 [samples], the node that trains each. Every pair of node and group keeps its number of samples, and
+    no more bytes of rows cross between nodes than where each sample is trained where it was read.
 
     Args:
         nodes: number of nodes; ``batch`` has no other.
     """
     prices, places = BatchPrices.of(batch, nodes), _Places(batch, nodes)
-    before = prices.bytes_of(places.to)
-    best = Dealt(places.to.copy(), before, before)
+    best, fewest = places.to.copy(), prices.bytes_of(places.to)
     rounds = max(1, nodes - 1 + nodes % 2)
     stride = -(-rounds // _PRICINGS)
     turn = 0
@@ -73,10 +58,8 @@ def deal_batch(batch: BatchRows, nodes: int) -> Dealt:
                     losses = priced.losses(places.to)
                 places.exchange(_partners(nodes, turn), losses)
                 turn += 1
-            if share == 0.0:
-                after = prices.bytes_of(places.to)
-                if after < best.bytes_after:
-                    best = Dealt(places.to.copy(), before, after)
+            if share == 0.0 and prices.bytes_of(places.to) < fewest:
+                best, fewest = places.to.copy(), prices.bytes_of(places.to)
     return best
 
 
@@ -390,7 +373,7 @@ class NodeSampler(Sampler[list[int]]):
         mine = group == layout.local_rank_of(self._rank)
         for number in range(len(self)):
             chosen = order[number * size : (number + 1) * size]
-            to = deal_batch(self._rows(chosen, nodes, node, group), layout.nodes).to
+            to = deal_batch(self._rows(chosen, nodes, node, group), layout.nodes)
             yield chosen[mine & (to == layout.node_of(self._rank))].tolist()
 
     def _rows(self, chosen: Int64Array, nodes: Int64Array, node: Int64Array, group: Int64Array) -> BatchRows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -131,17 +131,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         rules = [_with_settings(rule, group) for rule, group in zip(self._rules, self.param_groups, strict=True)]
         if len(rules) == 1:
             return rules[0]
-
         by_kind: dict[str, list[tuple[RowOptimizer, list[str]]]] = {}
         for rule, group in zip(rules, self.param_groups, strict=True):
             if group["tables"]:
                 by_kind.setdefault(rule.name, []).append((rule, group["tables"]))
-        made = [self._of_kind(groups) for groups in by_kind.values()]
-        return made[0] if len(made) == 1 else OptimizersByGroup(tuple(by_kind), tuple(made))
+        made = tuple(self._of_kind(groups) for groups in by_kind.values())
+        return made[0].rule if len(made) == 1 and not made[0].rates else OptimizersByGroup(made)
 
-    def _of_kind(self, groups: Sequence[tuple[RowOptimizer, list[str]]]) -> RowUpdate:
-        """Return one optimizer for tables of one kind."""
-
+    def _of_kind(self, groups: Sequence[tuple[RowOptimizer, list[str]]]) -> RatedTables:
         first = groups[0][0]
         rates: dict[str, float] = {}
         for rule, tables in groups:
@@ -158,12 +155,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                         f"tables {', '.join(tables)}: {name}={value}, the first group has {getattr(first, name)}",
                         remedy="tables with one kind of optimizer may differ in lr alone; make other settings equal",
                     )
-        own = [table for table in self._tables if table.name in rates]
-        return TableRates.of(first, [rates[table.name] for table in own], [table.first_key for table in own])
+        return RatedTables.of(
+            first, {table.first_key: rates[table.name] for table in self._tables if table.name in rates}
+        )
 
 
 def _settings_of(rule: RowOptimizer) -> dict[str, Any]:
-    return {entry.name: getattr(rule, entry.name) for entry in fields(rule) if entry.init}  # type: ignore[arg-type]
+    return {entry.name: getattr(rule, entry.name) for entry in fields(rule)}
 
 
 def _with_settings(rule: RowOptimizer, group: dict[str, Any]) -> RowOptimizer:
@@ -175,8 +173,7 @@ def _with_settings(rule: RowOptimizer, group: dict[str, Any]) -> RowOptimizer:
         name: tuple(value) if isinstance(value, list) else value.item() if isinstance(value, torch.Tensor) else value
         for name, value in given.items()
     }
-    changed: RowOptimizer = replace(rule, **settings)  # type: ignore[type-var]
-    return changed
+    return replace(rule, **settings)
 
 
 class JoinedOptimizer(torch.optim.Optimizer):
@@ -314,62 +311,6 @@ def _parameters_of(groups: Sequence[dict[str, Any]]) -> int:
     return sum(len(group["params"]) for group in groups)
 
 
-@dataclass(frozen=True)
-class TableRates:
-    """The update of tables with learning rates of their own.
-
-    Changes of all optimizers are proportional to the rate, so the rule runs with a rate of 1.
-
-    Attributes:
-        rule: with ``lr=1``.
-        rates: of each table, in the order of their keys.
-        first_keys: the first key of each of them, ascending.
-    """
-
-    rule: RowOptimizer
-    rates: tuple[float, ...]
-    first_keys: tuple[int, ...] = field(repr=False)
-
-    @staticmethod
-    def of(rule: RowOptimizer, rates: Sequence[float], first_keys: Sequence[int]) -> RowUpdate:
-        """Return the rule itself where all tables have its rate.
-
-        Args:
-            rates, first_keys: of each table, in any order.
-
-        Raises:
-            EmbeddingError: a rate is below 0, or the rule is one that updates no dim-groups.
-        """
-        if all(rate == rule.lr for rate in rates):
-            return rule
-        if not all(rate >= 0.0 for rate in rates):
-            raise EmbeddingError(f"learning rates by table: {list(rates)}", remedy="at least 0")
-        order = sorted(range(len(first_keys)), key=first_keys.__getitem__)
-        return TableRates(
-            replace(rule, lr=1.0),  # type: ignore[type-var]
-            tuple(rates[at] for at in order),
-            tuple(first_keys[at] for at in order),
-        )
-
-    @property
-    def moves_all_rows(self) -> bool:
-        return self.rule.moves_all_rows
-
-    @property
-    def moves_at_zero(self) -> bool:
-        return self.rule.moves_at_zero
-
-    def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
-        if not groups:
-            return
-        device = groups[0].rows.device
-        later_keys = torch.tensor(self.first_keys[1:], dtype=torch.int64, device=device)
-        rates = torch.tensor(self.rates, dtype=torch.float64, device=device)
-        self.rule.update_groups(
-            [replace(group, rates_of=partial(_rates_at, later_keys, rates, group.keys_of)) for group in groups], step
-        )
-
-
 def _rates_at(
     later_keys: torch.Tensor, rates: torch.Tensor, keys_of: KeysOf | None, slots: torch.Tensor
 ) -> torch.Tensor:
@@ -380,26 +321,54 @@ def _rates_at(
 
 
 @dataclass(frozen=True)
-class OptimizersByGroup:
-    """The update of tables with several kinds of optimizers.
+class RatedTables:
+    """Tables with one kind of optimizer.
 
     Attributes:
-        names: of the kinds, as in ``GroupUpdate.optimizer``.
-        rules: one of each kind.
+        rule: with ``lr=1`` where there are rates: changes of all optimizers are proportional to the rate.
+        rates: of each table, in the order of their keys; empty if all have the rule's.
+        first_keys: the first key of each of them, ascending.
     """
 
-    names: tuple[str, ...]
-    rules: tuple[RowUpdate, ...]
+    rule: RowOptimizer
+    rates: tuple[float, ...] = ()
+    first_keys: tuple[int, ...] = field(default=(), repr=False)
+
+    @staticmethod
+    def of(rule: RowOptimizer, rates: Mapping[int, float]) -> RatedTables:
+        """Return the tables of rates by first key.
+
+        Raises:
+            EmbeddingError: a rate is below 0.
+        """
+        if all(rate == rule.lr for rate in rates.values()):
+            return RatedTables(rule)
+        if not all(rate >= 0.0 for rate in rates.values()):
+            raise EmbeddingError(f"learning rates by table: {list(rates.values())}", remedy="at least 0")
+        first_keys = sorted(rates)
+        return RatedTables(replace(rule, lr=1.0), tuple(rates[key] for key in first_keys), tuple(first_keys))
+
+
+@dataclass(frozen=True)
+class OptimizersByGroup:
+    """The update of tables with several kinds of optimizers or learning rates."""
+
+    kinds: tuple[RatedTables, ...]
 
     @property
     def moves_all_rows(self) -> bool:
-        return any(rule.moves_all_rows for rule in self.rules)
+        return any(kind.rule.moves_all_rows for kind in self.kinds)
 
     @property
     def moves_at_zero(self) -> bool:
-        return any(rule.moves_at_zero for rule in self.rules)
+        return any(kind.rule.moves_at_zero for kind in self.kinds)
 
     def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
-        for rule, name in zip(self.rules, self.names, strict=True):
-            if own := [group for group in groups if group.optimizer == name]:
-                rule.update_groups(own, step)
+        for kind in self.kinds:
+            own = [group for group in groups if group.optimizer == kind.rule.name]
+            if own and kind.rates:
+                later_keys = torch.tensor(kind.first_keys[1:], dtype=torch.int64, device=own[0].rows.device)
+                rates = torch.tensor(kind.rates, dtype=torch.float64, device=own[0].rows.device)
+                own = [replace(group, rates_of=partial(_rates_at, later_keys, rates, group.keys_of)) for group in own]
+            if own:
+                kind.rule.update_groups(own, step)

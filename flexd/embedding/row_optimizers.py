@@ -7,7 +7,7 @@ There is no SGD with momentum: momentum moves every row at every step, so a lazy
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, Protocol
 
@@ -24,69 +24,6 @@ _BLOCK_NUMBERS = 1 << 18
 """Numbers in a block of rows, for each thread: calls have a fixed cost, and temporaries are to stay in the cache."""
 _ADDED_BLOCK_NUMBERS = 1 << 20
 """The same of an update that only adds a change to the rows: each call has a fixed cost, and there is one temporary."""
-
-
-class RowUpdate(Protocol):
-    """Updates given rows in place by the settings of one step."""
-
-    @property
-    def moves_all_rows(self) -> bool:
-        """True if a step also changes rows that it did not look up."""
-
-    @property
-    def moves_at_zero(self) -> bool:
-        """True if a gradient of zero changes a row: by momentum, or by weight decay."""
-
-    def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
-        """Apply one step to the rows of several dim-groups.
-
-        Args:
-            step: number of this optimizer step of the job, from 1, for bias correction.
-        """
-
-
-class RowOptimizer(RowUpdate, Protocol):
-    """The optimizer of a table's rows.
-
-    The same call with the same gradients must give bit-equal rows on every holder, so an implementation may use
-    only its settings and arguments (no generator of random numbers, no position of the row in the table). An
-    implementation is a frozen dataclass: ranks compare its ``repr``, which contains its settings, and ``param_groups``
-    has its fields.
-    """
-
-    @property
-    def name(self) -> str:
-        """Name in ``TableSpec.optimizer``; ``flexd.core.keyspace.state_columns`` defines its state."""
-
-    @property
-    def lr(self) -> float: ...
-
-    @property
-    def initial_state(self) -> float:
-        """Initial value of every number of the state."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _CommonSettings:
-    """Settings of every optimizer. Weight decay applies to the rows that a step looks up.
-
-    Attributes:
-        weight_decay: lambda. Coupled (L2, torch's ``weight_decay``, FBGEMM's ``WeightDecayMode.L2``):
-            g += lambda * w before anything else.
-        decoupled_weight_decay: use w *= 1 - lr * lambda instead (Loshchilov and Hutter, Decoupled Weight Decay
-            Regularization, arXiv 1711.05101, algorithm 2; FBGEMM's ``WeightDecayMode.DECOUPLE``).
-        stochastic_rounding: rows of float16 and bfloat16 tables are rounded up or down at random, so that updates
-            below their precision count on average; else to the nearest, which loses them. Other tables do not differ.
-    """
-
-    moves_all_rows: ClassVar[bool] = False
-    weight_decay: float = 0.0
-    decoupled_weight_decay: bool = False
-    stochastic_rounding: bool = True
-
-    @property
-    def moves_at_zero(self) -> bool:
-        return self.weight_decay > 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +46,25 @@ class GroupUpdate:
     keys_of: KeysOf | None = None
     rates_of: Callable[[torch.Tensor], torch.Tensor] | None = None
     optimizer: str = ""
+
+
+class RowUpdate(Protocol):
+    """Updates given rows in place by the settings of one step."""
+
+    @property
+    def moves_all_rows(self) -> bool:
+        """True if a step also changes rows that it did not look up."""
+
+    @property
+    def moves_at_zero(self) -> bool:
+        """True if a gradient of zero changes a row: by momentum, or by weight decay."""
+
+    def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
+        """Apply one step to the rows of several dim-groups.
+
+        Args:
+            step: number of this optimizer step of the job, from 1, for bias correction.
+        """
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -160,13 +116,41 @@ class _Gathered:
     step: int
 
 
-class _FusedRowOptimizer(_CommonSettings):
-    """Shared part of all optimizers: widening, weight decay, reading and writing of the given rows."""
+@dataclass(frozen=True, kw_only=True)
+class RowOptimizer:
+    """The optimizer of a table's rows. Weight decay applies to the rows that a step looks up.
 
-    lr: float
+    The same call with the same gradients gives bit-equal rows on every holder, so an optimizer uses only its settings
+    and arguments (no generator of random numbers, no position of the row in the table). Ranks compare its ``repr``,
+    which has its settings, and ``param_groups`` has its fields.
 
+    Attributes:
+        weight_decay: lambda. Coupled (L2, torch's ``weight_decay``, FBGEMM's ``WeightDecayMode.L2``):
+            g += lambda * w before anything else.
+        decoupled_weight_decay: use w *= 1 - lr * lambda instead (Loshchilov and Hutter, Decoupled Weight Decay
+            Regularization, arXiv 1711.05101, algorithm 2; FBGEMM's ``WeightDecayMode.DECOUPLE``).
+        stochastic_rounding: rows of float16 and bfloat16 tables are rounded up or down at random, so that updates
+            below their precision count on average; else to the nearest, which loses them. Other tables do not differ.
+    """
+
+    name: ClassVar[str]
+    """Name in ``TableSpec.optimizer``; ``flexd.core.keyspace.state_columns`` defines its state."""
+    moves_all_rows: ClassVar[bool] = False
     row_wise: ClassVar[bool] = False
     """True if squares of gradients are averaged over each row."""
+    weight_decay: float = 0.0
+    decoupled_weight_decay: bool = False
+    stochastic_rounding: bool = True
+    lr: float = 0.01
+
+    @property
+    def moves_at_zero(self) -> bool:
+        return self.weight_decay > 0
+
+    @property
+    def initial_state(self) -> float:
+        """Initial value of every number of the state."""
+        return 0.0
 
     def _changes(self, rows: _Gathered) -> list[torch.Tensor]:
         """Return for each dim-group [n, dim] to add to its rows."""
@@ -254,16 +238,15 @@ class _FusedRowOptimizer(_CommonSettings):
 
 
 @dataclass(frozen=True)
-class SGD(_FusedRowOptimizer):
+class SGD(RowOptimizer):
     """w -= lr * g; equal to ``torch.optim.SGD`` without momentum.
 
     Raises:
         EmbeddingError: a setting below 0.
     """
 
+    name = "sgd"
     lr: float = 0.01
-    name: str = field(default="sgd", init=False)
-    initial_state: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._check()
@@ -272,9 +255,20 @@ class SGD(_FusedRowOptimizer):
         return list(torch._foreach_mul(rows.grads, -self.lr))
 
 
-class _AdagradLike(_FusedRowOptimizer):
-    eps: float
-    initial_accumulator_value: float
+@dataclass(frozen=True)
+class Adagrad(RowOptimizer):
+    """s += g^2; w -= lr * g / (sqrt(s) + eps), one accumulator a number (Duchi et al., JMLR 12, 2011, section 1.3).
+
+    Equal to ``torch.optim.Adagrad`` with ``lr_decay=0`` and FBGEMM's EXACT_ADAGRAD.
+
+    Raises:
+        EmbeddingError: a setting below 0.
+    """
+
+    name = "adagrad"
+    lr: float = 0.01
+    eps: float = 1e-10
+    initial_accumulator_value: float = 0.0
 
     def __post_init__(self) -> None:
         self._check(eps=self.eps, initial_accumulator_value=self.initial_accumulator_value)
@@ -298,23 +292,7 @@ class _AdagradLike(_FusedRowOptimizer):
 
 
 @dataclass(frozen=True)
-class Adagrad(_AdagradLike):
-    """s += g^2; w -= lr * g / (sqrt(s) + eps), one accumulator a number (Duchi et al., JMLR 12, 2011, section 1.3).
-
-    Equal to ``torch.optim.Adagrad`` with ``lr_decay=0`` and FBGEMM's EXACT_ADAGRAD.
-
-    Raises:
-        EmbeddingError: a setting below 0.
-    """
-
-    lr: float = 0.01
-    eps: float = 1e-10
-    initial_accumulator_value: float = 0.0
-    name: str = field(default="adagrad", init=False)
-
-
-@dataclass(frozen=True)
-class RowWiseAdagrad(_AdagradLike):
+class RowWiseAdagrad(Adagrad):
     """s += mean(g^2); w -= lr * g / (sqrt(s) + eps), one accumulator per row.
 
     Equal to FBGEMM's EXACT_ROWWISE_ADAGRAD.
@@ -323,11 +301,9 @@ class RowWiseAdagrad(_AdagradLike):
         EmbeddingError: a setting below 0.
     """
 
-    lr: float = 0.01
+    name = "rowwise_adagrad"
+    row_wise = True
     eps: float = 1e-8
-    initial_accumulator_value: float = 0.0
-    name: str = field(default="rowwise_adagrad", init=False)
-    row_wise: ClassVar[bool] = True
 
     def _divided(self, grads: list[torch.Tensor], divisors: list[torch.Tensor]) -> list[torch.Tensor]:
         """One factor per row, as FBGEMM's, so that the gradients are read and the changes written once."""
@@ -337,9 +313,23 @@ class RowWiseAdagrad(_AdagradLike):
         return [of_group.mul(factor) for of_group, factor in zip(grads, divisors, strict=True)]
 
 
-class _AdamLike(_FusedRowOptimizer):
-    betas: tuple[float, float]
-    eps: float
+@dataclass(frozen=True)
+class Adam(RowOptimizer):
+    """m += (1-b1)(g-m); v += (1-b2)(g^2-v); w -= lr * m/(1-b1^t) / (sqrt(v/(1-b2^t)) + eps) (Kingma and Ba, arXiv
+    1412.6980, algorithm 1); t counts the optimizer steps of the job, not those of the row.
+
+    Equal to ``torch.optim.Adam`` and FBGEMM's ADAM on the rows looked up. Lazy like ``torch.optim.SparseAdam``, which
+    adds eps before the correction of v: its eps is ours times sqrt(1-b2^t). ``decoupled_weight_decay=True`` is AdamW,
+    which FBGEMM's ADAM implements.
+
+    Raises:
+        EmbeddingError: a setting below 0, or betas outside [0, 1).
+    """
+
+    name = "adam"
+    lr: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
 
     @property
     def moves_at_zero(self) -> bool:
@@ -368,27 +358,7 @@ class _AdamLike(_FusedRowOptimizer):
 
 
 @dataclass(frozen=True)
-class Adam(_AdamLike):
-    """m += (1-b1)(g-m); v += (1-b2)(g^2-v); w -= lr * m/(1-b1^t) / (sqrt(v/(1-b2^t)) + eps) (Kingma and Ba, arXiv
-    1412.6980, algorithm 1); t counts the optimizer steps of the job, not those of the row.
-
-    Equal to ``torch.optim.Adam`` and FBGEMM's ADAM on the rows looked up. Lazy like ``torch.optim.SparseAdam``, which
-    adds eps before the correction of v: its eps is ours times sqrt(1-b2^t). ``decoupled_weight_decay=True`` is AdamW,
-    which FBGEMM's ADAM implements.
-
-    Raises:
-        EmbeddingError: a setting below 0, or betas outside [0, 1).
-    """
-
-    lr: float = 0.001
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    name: str = field(default="adam", init=False)
-    initial_state: float = field(default=0.0, init=False, repr=False)
-
-
-@dataclass(frozen=True)
-class RowWiseAdam(_AdamLike):
+class RowWiseAdam(Adam):
     """``Adam`` with one second moment a row, of mean(g^2): dim + 1 instead of 2 dim numbers of state.
 
     Equal to FBGEMM's PARTIAL_ROWWISE_ADAM (with ``decoupled_weight_decay=True`` if there is weight decay).
@@ -397,12 +367,8 @@ class RowWiseAdam(_AdamLike):
         EmbeddingError: a setting below 0, or betas outside [0, 1).
     """
 
-    lr: float = 0.001
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    name: str = field(default="rowwise_adam", init=False)
-    initial_state: float = field(default=0.0, init=False, repr=False)
-    row_wise: ClassVar[bool] = True
+    name = "rowwise_adam"
+    row_wise = True
 
 
 _DENSE_BLOCK, _DENSE_BLOCK_OF_ACCELERATOR = 1 << 16, 1 << 24
@@ -425,7 +391,7 @@ class DenseAdam(Adam):
         EmbeddingError: a setting below 0, or betas outside [0, 1).
     """
 
-    moves_all_rows: ClassVar[bool] = True
+    moves_all_rows = True
 
     def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
         """Apply one step to all rows of the dim-groups; ``gradients`` are those of the rows that were looked up.

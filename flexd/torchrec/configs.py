@@ -201,7 +201,7 @@ def attached_optimizers(weights: Mapping[str, nn.Parameter]) -> dict[str, RowOpt
     kinds: dict[str, tuple[str, RowOptimizer]] = {}
     for name, rule in found.items():
         first, expected = kinds.setdefault(rule.name, (name, rule))
-        if replace(rule, lr=expected.lr) != expected:  # type: ignore[type-var]
+        if replace(rule, lr=expected.lr) != expected:
             raise EmbeddingError(
                 f"tables {first!r} and {name!r} have different settings: {expected} and {rule}",
                 remedy="tables with one kind of optimizer may differ in lr alone: pass optimizer= for all",

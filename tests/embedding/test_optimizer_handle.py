@@ -12,7 +12,7 @@ from torch import nn
 
 import flexd
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.optimizer_handle import TableRates
+from flexd.embedding.optimizer_handle import RatedTables
 from flexd.embedding.row_optimizers import Adam, RowOptimizer
 
 
@@ -93,7 +93,7 @@ def test_other_settings_by_table_are_refused() -> None:
     ):
         collection.optimizer.step()
     with pytest.raises(EmbeddingError, match=r"learning rates by table: \[0.1, -1\] - at least 0"):
-        TableRates.of(flexd.SGD(lr=0.1), [0.1, -1], [0, 9])
+        RatedTables.of(flexd.SGD(lr=0.1), {0: 0.1, 9: -1})
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
