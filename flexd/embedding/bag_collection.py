@@ -64,25 +64,6 @@ class EmbeddingBagTable(EmbeddingTable):
             )
 
 
-@dataclass(frozen=True)
-class _Pooling:
-    """Features of a dim-group that one kernel pools.
-
-    Attributes:
-        indices: int64 [ids] rows of ``rows`` [n, dim].
-        lengths: of each feature, integers that sum to ``ids`` over all features.
-        factors: [ids] factor of each id; None: 1.
-    """
-
-    names: list[str]
-    pooling: str
-    indices: torch.Tensor
-    rows: torch.Tensor
-    ids: int
-    lengths: list[torch.Tensor]
-    factors: torch.Tensor | None
-
-
 def _with_pooling(tables: Sequence[EmbeddingTable], pooling_at: Mapping[str, str]) -> list[EmbeddingTable]:
     """Return the tables with the pooling places that are given by name."""
     pooled = {table.name for table in tables if isinstance(table, EmbeddingBagTable)}
@@ -157,49 +138,40 @@ class EmbeddingBagCollection(EmbeddingCollection):
         self, routed: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
     ) -> dict[str, Any]:
         """Pool with one kernel for all features of a dim-group with equal pooling, and expand those with none."""
-        with self.engine.guard.publishing():
-            return self._pooled(routed, rows, weights)
-
-    def _pooled(
-        self, routed: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
-    ) -> dict[str, Any]:
         groups = len(self.keyspace.groups)
         of_rows, of_bags = rows[:groups], rows[groups:]
-        pooled: dict[str, Any] = self._pooled_at_owner(routed, of_bags) if of_bags else {}
-        calls: list[_Pooling] = []
-        for names, distinct, indices in zip(
-            self._features.by_group(routed.order), of_rows, routed.places(of_rows), strict=True
-        ):
-            sizes = [routed.features[name].values.numel() for name in names]
-            # The requests after them are those of bags of any rank that are added up here.
-            own = indices[: sum(sizes)] if of_bags else indices
-            index_of = dict(zip(names, own.split_with_sizes(sizes), strict=True))
-            size_of = dict(zip(names, sizes, strict=True))
-            if expanded := [name for name in names if self._pooling[name] == UNPOOLED]:
-                chosen = own if expanded == names else torch.cat([index_of[name] for name in expanded])
-                parts = distinct.index_select(0, chosen).split_with_sizes([size_of[name] for name in expanded])
-                lengths = [routed.features[name].lengths for name in expanded]
-                pooled |= zip(expanded, map(Jagged.checked, parts, lengths), strict=True)
-            for pooling, weighted in (("sum", False), ("mean", False), ("sum", True)):
-                alike = [n for n in names if self._pooling[n] == pooling and (n in weights) == weighted]
-                if alike:
+        calls: list[tuple[list[str], str, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        """Features, pooling, places of their rows, the rows, and the factor of each id."""
+        with self.engine.guard.publishing():
+            pooled: dict[str, Any] = self._pooled_at_owner(routed, of_bags) if of_bags else {}
+            for names, distinct, indices in zip(
+                self._features.by_group(routed.order), of_rows, routed.places(of_rows), strict=True
+            ):
+                sizes = [routed.features[name].values.numel() for name in names]
+                # The requests after them are those of bags of any rank that are added up here.
+                own = indices[: sum(sizes)] if of_bags else indices
+                index_of = dict(zip(names, own.split_with_sizes(sizes), strict=True))
+                kinds: dict[tuple[str, bool], list[str]] = {}
+                for name in names:
+                    kinds.setdefault((self._pooling[name], name in weights), []).append(name)
+                for (pooling, weighted), alike in kinds.items():
                     chosen = own if alike == names else torch.cat([index_of[name] for name in alike])
-                    factors = torch.cat([weights[n].to(distinct.dtype) for n in alike]) if weighted else None
-                    ids = sum(size_of[name] for name in alike)
-                    lengths = [routed.features[name].lengths for name in alike]
-                    calls.append(_Pooling(alike, pooling, chosen, distinct, ids, lengths, factors))
-        for call, offsets in zip(
-            calls, joined_offsets([call.lengths for call in calls], [call.ids for call in calls]), strict=True
-        ):
-            bags = functional.embedding_bag(
-                call.indices,
-                call.rows,
-                offsets,
-                mode=call.pooling,
-                include_last_offset=True,
-                per_sample_weights=call.factors,
-            )
-            pooled |= zip(call.names, bags.split_with_sizes([part.shape[0] for part in call.lengths]), strict=True)
+                    if pooling == UNPOOLED:
+                        parts = distinct.index_select(0, chosen).split_with_sizes([len(index_of[n]) for n in alike])
+                        lengths = [routed.features[name].lengths for name in alike]
+                        pooled |= zip(alike, map(Jagged.checked, parts, lengths), strict=True)
+                    else:
+                        factors = torch.cat([weights[n].to(distinct.dtype) for n in alike]) if weighted else None
+                        calls.append((alike, pooling, chosen, distinct, factors))
+            of_calls = [[routed.features[name].lengths for name in names] for names, *_ in calls]
+            offsets = joined_offsets(of_calls, [len(chosen) for _, _, chosen, *_ in calls])
+            for (names, pooling, chosen, distinct, factors), lengths, ends in zip(
+                calls, of_calls, offsets, strict=True
+            ):
+                bags = functional.embedding_bag(
+                    chosen, distinct, ends, mode=pooling, include_last_offset=True, per_sample_weights=factors
+                )
+                pooled |= zip(names, bags.split_with_sizes([len(part) for part in lengths]), strict=True)
         return {name: pooled[name] for name in routed.features}
 
     def _pooled_at_owner(self, routed: RoutedInput, sums: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -360,15 +360,6 @@ class EmbeddingCollection(TableAccess):
                 remedy=f"see the error of rank {route.agreement.fault - 1}",
             )
 
-    def resolve(self, given: Any) -> tuple[dict[str, Jagged], FeatureKeys]:
-        """Local. Return the features of the input of a forward pass and their keys.
-
-        Raises:
-            EmbeddingError: the input cannot be looked up.
-        """
-        features = self.as_features(given)
-        return features, self._keys_of(given, features)
-
     def read(self, given: Any) -> InputValues:
         """Local. Return what of the input of a forward pass its look-up needs.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,7 @@ def allocated_device(device: torch.device | str | None) -> torch.device:
     return torch.empty(0, device=device).device
 
 
-class _OnDevice(Protocol):
-    @property
-    def device(self) -> torch.device: ...
-
-
-def in_host_memory(tensor: _OnDevice) -> bool:
+def in_host_memory(tensor: RowColumn) -> bool:
     """Return whether numpy reads the tensor without a copy; its loops over bits and masks are then the faster ones."""
     return tensor.device.type == "cpu"
 

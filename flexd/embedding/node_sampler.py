@@ -326,7 +326,8 @@ class NodeSampler(Sampler[list[int]]):
     ) -> None:
         if batch_size < 1:
             raise EmbeddingError(f"batches of {batch_size} samples", remedy="give a positive batch_size")
-        by_name, found = collection.resolve(features)
+        values = collection.read(features)
+        by_name, found = values.features, collection.keys_of(values)
         order = found.order
         sizes = {name: by_name[name].lengths.shape[0] for name in order}
         if len(set(sizes.values())) > 1:

@@ -245,7 +245,8 @@ class ReplacedTables(EmbeddingBagCollection):
         **arguments: Any,
     ) -> None:
         # Before the constructor, which makes the initial values.
-        self._modules_of_model = tuple(modules)
+        self.replaced = tuple(modules)
+        """The TorchRec modules that were replaced, in the order of the model."""
         self._loaded = loaded
         super().__init__([table for module in modules for table in module.tables], seed=seed, **arguments)
         self._one_lookup = one_lookup
@@ -254,14 +255,9 @@ class ReplacedTables(EmbeddingBagCollection):
 
     def _fill_initial_values(self) -> None:
         super()._fill_initial_values()
-        configs = [config for module in self._modules_of_model for config in module.configs]
+        configs = [config for module in self.replaced for config in module.configs]
         initialise(self, configs, self._seed, skipped=self._loaded)
         self._loaded = frozenset()
-
-    @property
-    def replaced(self) -> tuple[ReplacedModule, ...]:
-        """The TorchRec modules that were replaced, in the order of the model."""
-        return self._modules_of_model
 
     def forward(self, features: Any) -> dict[str, Output]:
         """Return the result of every replaced module for one ``KeyedJaggedTensor``, by path.
@@ -269,7 +265,7 @@ class ReplacedTables(EmbeddingBagCollection):
         Raises:
             EmbeddingError: see ``FlexEmbeddingCollection.forward``.
         """
-        return self._look_up(self._modules_of_model, features, features)
+        return self._look_up(self.replaced, features, features)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def look_up(self, module: ReplacedModule, given: Any, *, training: bool) -> Output:
@@ -280,14 +276,14 @@ class ReplacedTables(EmbeddingBagCollection):
                 not at all; or see ``FlexEmbeddingCollection.forward``.
         """
         self.training = training
-        if len(self._modules_of_model) == 1:
+        if len(self.replaced) == 1:
             return self._look_up([module], given, given)[module.path]
         if not self._one_lookup:
             return self._look_up([module], _ModuleInput(module, given), given)[module.path]
         mode = (torch.is_grad_enabled(), training, self.steps)
         if self._shared is None or not self._shared.serves(module, given, mode):
             self._check_all_taken(module)
-            self._shared = _SharedLookup(given, mode, self._look_up(self._modules_of_model, given, given))
+            self._shared = _SharedLookup(given, mode, self._look_up(self.replaced, given, given))
         output = self._shared.outputs.pop(module.path)
         if not self._shared.outputs:
             self._shared = None
@@ -321,7 +317,7 @@ class ReplacedTables(EmbeddingBagCollection):
 
     def as_features(self, given: Any) -> dict[str, Jagged]:
         """Convert a ``KeyedJaggedTensor`` to ids by feature, of one module or of all."""
-        modules = self._modules_of_model
+        modules = self.replaced
         if isinstance(given, _ModuleInput):
             modules, given = (given.module,), given.given
         kjt = as_keyed_jagged(given, [one.feature for module in modules for one in module.lookups], self.rank)
@@ -334,7 +330,7 @@ class ReplacedTables(EmbeddingBagCollection):
         return features
 
     def weighted_features(self, given: Any) -> frozenset[str]:
-        modules = (given.module,) if isinstance(given, _ModuleInput) else self._modules_of_model
+        modules = (given.module,) if isinstance(given, _ModuleInput) else self.replaced
         return frozenset(one.name for module in modules if module.is_weighted for one in module.lookups)
 
     def _weights(self, modules: Sequence[ReplacedModule], kjt: Any) -> dict[str, torch.Tensor]:

@@ -45,11 +45,8 @@ FORMAT = 1
 """Of a save: of its manifest and of its files of rows."""
 _MANIFEST = "manifest.json"
 _PARTIAL, _REMOVING = ".partial", ".removing"
+_OTHER_DIRECTORY = "load a checkpoint of another directory"
 _NAMED = re.compile(r"save-(\d{8,})")
-
-
-class _BrokenSave(Exception):
-    """A save that cannot be loaded, and why."""
 
 
 def save_name(number: int) -> str:
@@ -136,14 +133,15 @@ class SeriesDirectory:
         """
         try:
             return self._chain(number)
-        except _BrokenSave as broken:
+        except CheckpointError as broken:
             whole = []
             for other in self.numbers():
-                with suppress(_BrokenSave):
+                with suppress(CheckpointError):
                     self._chain(other)
                     whole.append(save_name(other))
-            remedy = f"load one of {', '.join(whole)}" if whole else "load a checkpoint of another directory"
-            raise CheckpointError(str(broken), remedy=remedy) from broken.__cause__
+            if whole:
+                broken.remedy = f"load one of {', '.join(whole)}"
+            raise
 
     def begin(self, number: int) -> Path:
         """Make the directory of a save that is to be written, and remove what ended jobs have left."""
@@ -186,22 +184,26 @@ class SeriesDirectory:
         try:
             return Manifest.from_json(path.read_text())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _BrokenSave(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+            raise CheckpointError(
+                f"{path} cannot be read ({type(error).__name__}: {error})", remedy=_OTHER_DIRECTORY
+            ) from error
 
     def _chain(self, number: int | None) -> list[Manifest]:
         present = self.numbers()
         if not present or (number is not None and number not in present):
             wanted = "complete checkpoint" if number is None else f"complete {save_name(number)}"
             began = "".join(f"; {save_name(n)} was being written when its job ended" for n in self.interrupted())
-            raise _BrokenSave(f"{self.path} has no {wanted}{began}")
+            raise CheckpointError(f"{self.path} has no {wanted}{began}", remedy=_OTHER_DIRECTORY)
         found = [self._manifest(present[-1] if number is None else number)]
         while (base := found[-1].base) is not None:
             needs = f"{self.path / found[0].name} needs {save_name(base)}"
             if base not in present:
-                raise _BrokenSave(f"{needs}, which is not there: it was rotated away or removed")
+                raise CheckpointError(
+                    f"{needs}, which is not there: it was rotated away or removed", remedy=_OTHER_DIRECTORY
+                )
             below = self._manifest(base)
             if below.identity != found[-1].base_identity:
-                raise _BrokenSave(f"{needs}, and the one that is there is another")
+                raise CheckpointError(f"{needs}, and the one that is there is another", remedy=_OTHER_DIRECTORY)
             found.append(below)
         return found[::-1]
 

@@ -175,6 +175,10 @@ NOT_REHOMED = 2**31 - 1
 """The place of a row that has not moved."""
 
 
+def _on_device(column: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(column)).to(device)
+
+
 class RehomedRows:
     """Places of re-homed rows: the slot of one that lives here, -1 - its node of one that lives elsewhere.
 
@@ -207,7 +211,7 @@ class RehomedRows:
     def read(self, addresses: Int64Array) -> tuple[Int64Array, Int32Array]:
         """int64 [n] addresses -> (int64 [n] nodes in which re-homed rows live, -1 for all others; int32 [n] slots of
         those that live on this rank, else -1)."""
-        places = self.find(self._to_device(addresses)).cpu().numpy()
+        places = self.find(_on_device(addresses, self._device)).cpu().numpy()
         here = (places >= 0) & (places != NOT_REHOMED)
         nodes = np.where(places < 0, -1 - places.astype(np.int64), np.where(here, self._node, -1))
         return nodes, np.where(here, places, np.int32(-1)).astype(np.int32)
@@ -235,13 +239,10 @@ class RehomedRows:
             nodes: int64 [m], where the others live.
         """
         if len(removed):
-            self._table.remove(self._table.find(self._to_device(removed))[1])
+            self._table.remove(self._table.find(_on_device(removed, self._device))[1])
         if len(addresses):
             places = np.where(slots >= 0, slots, -1 - nodes).astype(np.int32)
-            self._table.insert(self._to_device(addresses), self._to_device(places))
-
-    def _to_device(self, column: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(column)).to(self._device)
+            self._table.insert(_on_device(addresses, self._device), _on_device(places, self._device))
 
 
 class Directory:
@@ -401,8 +402,8 @@ class Directory:
             entries = np.array(self.starts, dtype=np.int64)[of_pools] + numbers
             on_device = of_pools % 2 == 1
             places = np.where(on_device, -1 - slots, slots).astype(np.int32)
-            self._table.insert(self._to_device(keys), self._to_device(entries.astype(np.int32)))
-            self._places.index_copy_(0, self._to_device(entries), self._to_device(places))
+            self._table.insert(_on_device(keys, self.device), _on_device(entries.astype(np.int32), self.device))
+            self._places.index_copy_(0, _on_device(entries, self.device), _on_device(places, self.device))
             self._compact()
             if self.device.type == "cuda":
                 self._changed = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -426,7 +427,7 @@ class Directory:
     def _unlist(self, removed: Int64Array) -> None:
         if len(removed) == 0:
             return
-        cells = self._table.find(self._to_device(removed))[1]
+        cells = self._table.find(_on_device(removed, self.device))[1]
         of_pools, numbers = self._numbers_of(self._table.values_at(cells).cpu().numpy())
         for pool in np.unique(of_pools).tolist():
             self.pools[pool].release(numbers[of_pools == pool])
@@ -472,12 +473,14 @@ class Directory:
             before = numbers[mine]
             after = moved[before]
             cells = self._table.find(keys[torch.from_numpy(mine).to(self.device)])[1]
-            self._table.set_values(cells, self._to_device((self.starts[number] + after).astype(np.int32)))
+            self._table.set_values(cells, _on_device((self.starts[number] + after).astype(np.int32), self.device))
             sizes = [end - first for first, end in zip(self.starts, self.starts[1:], strict=False)]
             parts = list(torch.split(self._places[:-1], sizes))
             sizes[number] = pool.blocks * BLOCK
             own = parts[number].new_zeros(sizes[number])
-            own[self._to_device(after.astype(np.int64))] = parts[number][self._to_device(before.astype(np.int64))]
+            own[_on_device(after.astype(np.int64), self.device)] = parts[number][
+                _on_device(before.astype(np.int64), self.device)
+            ]
             parts[number] = own
             self._lay_out(sizes, parts)
 
@@ -490,9 +493,6 @@ class Directory:
     def _groups_of(self, keys: Int64Array) -> Int64Array:
         groups: Int64Array = np.searchsorted(self._first_keys, keys, side="right") - 1
         return groups
-
-    def _to_device(self, column: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(column)).to(self.device)
 
 
 def max_listed_rows(group: DimGroup, layout: RankLayout, replica_slots: int) -> int:
