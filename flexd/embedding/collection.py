@@ -31,7 +31,7 @@ from flexd.embedding.exchange.process_groups import (
 )
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.features import FeatureMap, Jagged, as_jagged
-from flexd.embedding.optimizer_handle import FusedOptimizer, TableRate
+from flexd.embedding.optimizer_handle import FusedOptimizer
 from flexd.embedding.row_hashes import initial_rows
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.step import AnchorParameter, ForwardPass, LookupFunction, RoutedInput, clip_grad_norm_
@@ -231,11 +231,7 @@ class EmbeddingCollection(TableAccess):
         # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from
         # named_parameters(), because DDP and dense optimizers must not use it.
         self.__dict__["_anchor"] = AnchorParameter.of(self.device, self.engine.gradients, self.engine.drop_gradients)
-        rates = [
-            TableRate(table.name, table.lr, int(first), table.optimizer)
-            for table, first in zip(self.tables, self.keyspace.first_key, strict=True)
-        ]
-        self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine, rates)
+        self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine, self.tables)
         self._fill_initial_values()
 
     def _fill_initial_values(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,19 +14,8 @@ from flexd.embedding.engine import RowEngine
 from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowOptimizer, RowUpdate
 from flexd.embedding.step import StepGradients, clip_grad_norm_
 
-
-@dataclass(frozen=True)
-class TableRate:
-    """A table with the optimizer and the learning rate that it was given; None: those of the collection.
-
-    Attributes:
-        first_key: of its rows.
-    """
-
-    name: str
-    lr: float | None
-    first_key: int
-    optimizer: RowOptimizer | None = None
+if TYPE_CHECKING:
+    from flexd.embedding.collection import EmbeddingTable
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -51,10 +40,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         anchor: torch.nn.Parameter,
         optimizer: RowOptimizer,
         rows: RowEngine,
-        tables: Sequence[TableRate] = (),
+        tables: Sequence[EmbeddingTable],
     ) -> None:
         self._rows = rows
-        self._tables = tables
         plain: list[str] = []
         own: dict[tuple[RowOptimizer, float], list[str]] = {}
         for table in tables:
@@ -155,9 +143,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                         f"tables {', '.join(tables)}: {name}={value}, the first group has {getattr(first, name)}",
                         remedy="tables with one kind of optimizer may differ in lr alone; make other settings equal",
                     )
-        return RatedTables.of(
-            first, {table.first_key: rates[table.name] for table in self._tables if table.name in rates}
-        )
+        keyspace = self._rows.keyspace
+        return RatedTables.of(first, {int(keyspace.first_key[keyspace.index[name]]): rates[name] for name in rates})
 
 
 def _settings_of(rule: RowOptimizer) -> dict[str, Any]:

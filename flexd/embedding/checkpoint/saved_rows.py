@@ -69,9 +69,10 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A save.
+    """A save, with all of its ranks' files.
 
     Attributes:
+        number: from 1; ``CheckpointSeries.load(number)`` loads it.
         identity: random, so that a base is not taken for another save of its number.
         base, base_identity: the save whose changes this one has; None: it has all rows.
         steps: optimizer steps.
@@ -91,6 +92,14 @@ class Manifest:
     @property
     def name(self) -> str:
         return save_name(self.number)
+
+    @property
+    def rows(self) -> int:
+        return sum(file.rows for file in self.files)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)})
@@ -139,9 +148,9 @@ class SeriesDirectory:
                 with suppress(CheckpointError):
                     self._chain(other)
                     whole.append(save_name(other))
-            if whole:
-                broken.remedy = f"load one of {', '.join(whole)}"
-            raise
+            if not whole:
+                raise
+            raise CheckpointError(broken.message, remedy=f"load one of {', '.join(whole)}") from broken
 
     def begin(self, number: int) -> Path:
         """Make the directory of a save that is to be written, and remove what ended jobs have left."""

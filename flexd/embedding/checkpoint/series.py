@@ -46,23 +46,6 @@ _WRITE_REMEDY = "make room or give another directory; the checkpoints before it 
 
 
 @dataclass(frozen=True)
-class SavedCheckpoint:
-    """A checkpoint of a series.
-
-    Attributes:
-        number: of the save, from 1; ``load(number)`` loads it.
-        base: number of the checkpoint whose changes it has; None: it has all rows.
-        rows, nbytes: written by all ranks.
-    """
-
-    number: int
-    path: Path
-    base: int | None
-    rows: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class LoadedCheckpoint:
     """The checkpoint that ``CheckpointSeries.load`` has loaded.
 
@@ -126,7 +109,7 @@ class CheckpointSeries:
             self._marks.begin()
 
     @torch.no_grad()
-    def save(self, state: Any = None) -> SavedCheckpoint:
+    def save(self, state: Any = None) -> Manifest:
         """Collective. Write a checkpoint, and remove those that are not kept any more.
 
         Args:
@@ -154,8 +137,7 @@ class CheckpointSeries:
                 self._directory.rotate(self._keep)
             except (OSError, CheckpointError) as error:
                 logger.warning("old checkpoints of %s stay: %s", self._directory.path, error)
-        written, nbytes = (sum(getattr(file, name) for file in saved.files) for name in ("rows", "nbytes"))
-        return SavedCheckpoint(number, self._directory.path / saved.name, saved.base, written, nbytes)
+        return saved
 
     @torch.no_grad()
     def load(self, number: int | None = None) -> LoadedCheckpoint:
