@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import numpy as np
 import torch
 
 from flexd.control.protocol.report import StepPhase
@@ -32,7 +31,7 @@ from flexd.embedding.exchange.process_groups import (
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.features import FeatureMap, Jagged, as_jagged
 from flexd.embedding.optimizer_handle import FusedOptimizer
-from flexd.embedding.row_hashes import initial_rows
+from flexd.embedding.row_hashes import fill_initial_rows
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.step import AnchorParameter, ForwardPass, LookupFunction, RoutedInput, clip_grad_norm_
 from flexd.embedding.store.store import TORCH_DTYPES
@@ -451,8 +450,9 @@ class EmbeddingCollection(TableAccess):
     def initial_table(self, name: str) -> torch.Tensor:
         """Return [rows, dim], the initial values of a whole table, equal for any number of ranks."""
         spec = self.tables[self.keyspace.index[name]]
-        dtype = TORCH_DTYPES[spec.dtype]
-        return initial_rows(spec.name, np.arange(spec.rows), spec.dim, dtype, scale=spec.scale, seed=self._seed)
+        table = torch.empty((spec.rows, spec.dim), dtype=TORCH_DTYPES[spec.dtype])
+        fill_initial_rows(table, spec.name, range(spec.rows), scale=spec.scale, seed=self._seed)
+        return table
 
     def close(self) -> None:
         """Collective. End the prefetch pipeline and give the process groups back; the last collection of a job

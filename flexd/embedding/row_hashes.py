@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import zlib
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from flexd.embedding import devices
@@ -66,15 +64,6 @@ def fill_initial_rows(out: torch.Tensor, table: str, rows: range | torch.Tensor,
         bits = _splitmix64(_splitmix64(part + salt).unsqueeze(1) + columns)
         bits.bitwise_right_shift_(11).bitwise_and_(2**53 - 1)
         out[start : start + len(part)] = bits.to(torch.float64).mul_(2.0**-52).sub_(1.0).mul_(scale)
-
-
-def initial_rows(
-    table: str, rows: npt.NDArray[np.int64], dim: int, dtype: torch.dtype, *, scale: float, seed: int
-) -> torch.Tensor:
-    """Return [n, dim] values of the given rows of a table, in host memory."""
-    out = torch.empty((len(rows), dim), dtype=dtype)
-    fill_initial_rows(out, table, torch.from_numpy(rows), scale=scale, seed=seed)
-    return out
 
 
 _SMALLEST_NORMAL, _LARGEST = 2.0**-14, 65504.0

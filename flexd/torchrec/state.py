@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flexd.core.errors import CheckpointError
-from flexd.embedding.checkpoint.sharded_state import as_dtensor, block_of, raise_if_any_rank_refuses, saved_tables
+from flexd.embedding.checkpoint.sharded_state import CPU, as_dtensor, block_of, raise_if_any_rank_refuses, saved_tables
 from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute
 from flexd.embedding.store.slow.tiered_rows import RowColumn
 from flexd.torchrec.replaced_tables import ReplacedTables
 
-_CPU = torch.device("cpu")
 _NAMES_OF_STATE: dict[str, tuple[tuple[str, bool], ...]] = {
     "sgd": (),
     "adagrad": (("momentum1", False),),
@@ -48,7 +47,7 @@ class ModelState:
         device: of the copies that are saved and loaded.
     """
 
-    def __init__(self, model: nn.Module, tables: ReplacedTables, device: torch.device = _CPU) -> None:
+    def __init__(self, model: nn.Module, tables: ReplacedTables, device: torch.device = CPU) -> None:
         self._model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._tables = tables
         self._device = device
@@ -82,7 +81,7 @@ class FusedOptimizerState:
         device: of the copies that are saved and loaded.
     """
 
-    def __init__(self, tables: ReplacedTables, *, steps: int | None = None, device: torch.device = _CPU) -> None:
+    def __init__(self, tables: ReplacedTables, *, steps: int | None = None, device: torch.device = CPU) -> None:
         self._tables = tables
         self._steps = steps
         self._device = device

@@ -212,16 +212,6 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 _NONE_GIVEN, _DOES_NOT_FIT = -1, -2
 
 
-def fault_of(spec: TableSpec, first_row: int, values: torch.Tensor) -> str:
-    """Return why values do not fit a table; empty if they do."""
-    if values.dim() == 2 and values.shape[1] == spec.dim and 0 <= first_row <= spec.rows - values.shape[0]:
-        return ""
-    return (
-        f"table {spec.name!r}: values of shape {tuple(values.shape)} from row {first_row} on, in {spec.rows} rows of "
-        f"{spec.dim}"
-    )
-
-
 def agree_on_rows(
     world: Peers, table: int, spec: TableSpec, first_row: int, values: torch.Tensor | None, source: int | None,
     held: RowColumn,
@@ -235,7 +225,14 @@ def agree_on_rows(
     Raises:
         EmbeddingError: on every rank, if values do not fit the table on any, or they or the arguments differ.
     """
-    fault = "" if values is None else fault_of(spec, first_row, values)
+    fault = ""
+    if values is not None and not (
+        values.dim() == 2 and values.shape[1] == spec.dim and 0 <= first_row <= spec.rows - values.shape[0]
+    ):
+        fault = (
+            f"table {spec.name!r}: values of shape {tuple(values.shape)} from row {first_row} on, in {spec.rows} rows "
+            f"of {spec.dim}"
+        )
     count, digest = _NONE_GIVEN, 0
     if fault:
         count = _DOES_NOT_FIT

@@ -129,7 +129,7 @@ def rank_memory(
     blocks = 2 * (max_rows // BLOCK + 2 * groups * (world + 17))
     # One list upwards and one across a hop has a row once, one downwards once per peer.
     lists = _LIST_BYTES_PER_BLOCK * blocks * (4 + layout.nodes + layout.local_ranks) if max_rows else 0
-    given = sum(4 * store.replica_slots for store in stores)
+    free_list_bytes = sum(4 * store.replica_slots for store in stores)
     widest = max(store.row_bytes for store in stores)
     block = max(buffer_bytes, 2 * widest)
     # One rank's part of an all-gather and the parts of all ranks; a world of one rank copies nothing.
@@ -144,12 +144,12 @@ def rank_memory(
             for store in stores
         ),
         replica_bytes=sum(store.replica_slots * store.row_bytes for store in stores),
-        free_list_bytes=sum(4 * store.replica_slots for store in stores),
+        free_list_bytes=free_list_bytes,
         directory_bytes=stores[0].directory.nbytes,
         max_directory_bytes=at_most + lists + stores[0].directory.rehomed.nbytes,
         working_bytes=working_bytes,
         prepared_bytes=prepared_bytes,
-        max_prepared_bytes=max(PREPARED_CHUNKS * given, PREPARED_BYTES)
+        max_prepared_bytes=max(PREPARED_CHUNKS * free_list_bytes, PREPARED_BYTES)
         + (PREPARED_CHUNKS + 1) * chunk_rows * _SLOT_BYTES_PER_ROW,
         pending_bytes=sum(storages_of(pending).values()),
         waiting_bytes=waiting_bytes,

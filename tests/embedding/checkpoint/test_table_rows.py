@@ -29,32 +29,31 @@ def load_from(rank: int, layout: RankLayout, source: int, given: str, window_byt
     return torch.equal(collection.gather_table("item"), expected)
 
 
+def mistaken(mistake: str) -> tuple[str, int, torch.Tensor | None, int | None]:
+    """Return arguments of ``load_rows`` with a mistake."""
+    values = values_of(20)
+    one_bit = values.clone()
+    one_bit.view(torch.int64)[7, 3] ^= 1
+    return {
+        "seed": ("item", 3, values_of(20, seed=1), None),
+        "one bit": ("item", 3, one_bit, None),
+        "order": ("item", 3, values[[0, 1, 2, 4, 3, *range(5, 20)]], None),
+        "rows": ("item", 4, values, None),
+        "count": ("item", 3, values[:19], None),
+        "shape": ("item", 3, values[:, :5], None),
+        "table": ("odd", 3, torch.ones(20, 3), None),
+        "none": ("item", 3, None, None),
+        "source": ("item", 3, values, 0),
+        "empty source": ("item", 3, None, 2),
+    }[mistake]
+
+
 def load_differing(rank: int, layout: RankLayout, mistake: str) -> tuple[str, bool]:
     """Make a mistake on rank 2; return the error, and whether the tables are unchanged."""
     collection = EmbeddingCollection(tables(), layout=layout)
     before = {name: collection.gather_table(name) for name in ("item", "odd")}
-    name, first, values, source = "item", 3, values_of(20), None
-    if rank == 2:
-        if mistake == "seed":
-            values = values_of(20, seed=1)
-        elif mistake == "one bit":
-            values.view(torch.int64)[7, 3] ^= 1
-        elif mistake == "order":
-            values[[3, 4]] = values[[4, 3]]
-        elif mistake == "rows":
-            first = 4
-        elif mistake == "count":
-            values = values[:19]
-        elif mistake == "shape":
-            values = values[:, :5]
-        elif mistake == "table":
-            name, values = "odd", torch.ones(20, 3)
-        elif mistake == "none":
-            values = None
-        elif mistake == "source":
-            source = 0
-    if mistake == "empty source":
-        source, values = 2, values if rank != 2 else None
+    right = "item", 3, values_of(20), 2 if mistake == "empty source" else None
+    name, first, values, source = mistaken(mistake) if rank == 2 else right
     text = error_of(collection.load_rows, name, first, values, source=source)
     same = all(torch.equal(collection.gather_table(table), rows) for table, rows in before.items())
     return text, same

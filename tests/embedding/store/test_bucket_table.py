@@ -95,19 +95,3 @@ def test_keys_of_full_buckets_move_others_and_then_the_table_grows() -> None:
         assert torch.equal(table.values_at(cells_of(table, crowded[: at + 1])), values[: at + 1])
     assert table.nbytes > before
     assert as_dict(table) == dict(zip(crowded.tolist(), values.tolist(), strict=True))
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 99))
-def test_a_key_stays_in_its_cell_while_others_come_and_go(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    keys = torch.randperm(5000, generator=generator)
-    table = BucketTable(4000, 5000, CPU)
-    stay, come = keys[:1000], keys[1000:2000]
-    table.insert(stay, torch.arange(1000, dtype=torch.int32))
-    cells = cells_of(table, stay)
-    for _ in range(3):
-        table.insert(come, torch.zeros(1000, dtype=torch.int32))
-        assert torch.equal(cells_of(table, stay), cells)
-        table.remove(cells_of(table, come))
-        assert not table.find(come)[0].any()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flexd.embedding.collection import EmbeddingTable
-from flexd.embedding.row_hashes import initial_rows
+from flexd.embedding.row_hashes import fill_initial_rows
 
 Int64Array = npt.NDArray[np.int64]
 MODULES = ("torchrec", "fbgemm_gpu")
@@ -160,7 +160,6 @@ def _fill(sharded: torch.nn.Module, tables: Sequence[EmbeddingTable], seed: int)
         )
         for (row, column), tensor in shards:
             count, width = tensor.shape
-            rows = initial_rows(
-                table.name, np.arange(row, row + count), table.dim, tensor.dtype, scale=table.scale, seed=seed
-            )
+            rows = torch.empty((count, table.dim), dtype=tensor.dtype)
+            fill_initial_rows(rows, table.name, range(row, row + count), scale=table.scale, seed=seed)
             tensor.copy_(rows[:, column : column + width])

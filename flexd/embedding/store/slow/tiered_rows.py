@@ -31,19 +31,15 @@ class CacheSlotCounts:
     Counted on the device of the rows; the host reads them when it reports.
 
     Args:
-        first_slots, of_tables: home rows from int64 [r] ascending slots on are of the tables of int64 [r] numbers;
-            None: there is one table.
+        first_slots, of_tables: home rows from int64 [r] ascending slots on are of the tables of int64 [r] numbers.
         tables: number of tables.
     """
 
     def __init__(
-        self, device: torch.device, first_slots: torch.Tensor | None = None, of_tables: torch.Tensor | None = None,
-        tables: int = 1,
-    ) -> None:  # fmt: skip
-        one = torch.zeros(1, dtype=torch.int64, device=device)
-        self._first_slots = one if first_slots is None else first_slots.to(device)
-        self._of_tables = one if of_tables is None else of_tables.to(device)
-        self._counted = one.new_zeros((len(SLOW_TABLE_QUANTITIES), tables))
+        self, device: torch.device, first_slots: torch.Tensor, of_tables: torch.Tensor, tables: int = 1
+    ) -> None:
+        self._first_slots, self._of_tables = first_slots.to(device), of_tables.to(device)
+        self._counted = self._of_tables.new_zeros((len(SLOW_TABLE_QUANTITIES), tables))
 
     def by_table(self) -> torch.Tensor:
         """Return int64 [t, quantities] so far, in host memory."""
@@ -105,7 +101,8 @@ class TieredRows:
         self._table = CacheSlotTable(self.cache_slots, max(0, self.home_rows - 1), device)
         self._ahead = LookAhead(self._table)
         self._use = HalfLife(self.cache_slots, self.home_rows, device)
-        self.counts = CacheSlotCounts(device)
+        first = torch.zeros(1, dtype=torch.int64)
+        self.counts = CacheSlotCounts(device, first, first)
 
     @property
     def cold(self) -> ColdRows:

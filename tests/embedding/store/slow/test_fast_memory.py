@@ -21,7 +21,6 @@ from flexd.embedding.store.slow.fast_memory import (
     divide_cache_slots,
     total_misses,
 )
-from flexd.embedding.store.slow.tiered_rows import MISSED
 from flexd.embedding.store.slow.tiered_storage import CacheSlotDivision, cache_slot_bytes
 from tests.support.collection_jobs import whole
 
@@ -262,23 +261,6 @@ def test_cache_slots_follow_the_use_and_rows_are_those_of_fast_rows() -> None:
     assert {key: value.tobytes() for key, value in mine.items()} == {k: v.tobytes() for k, v in theirs.items()}
     slow.close()
     fast.close()
-
-
-def test_a_division_misses_less_than_cache_slots_by_rows() -> None:
-    missed = []
-    for divides in (False, True):
-        slow = made(12_000)
-        if not divides:
-            slow.engine.joined.remove(*divisions(slow))
-        for seed in range(60):
-            step(slow, seed, "item")
-        tiers = [store.tier for store in slow.engine.stores if store.tier is not None]
-        before = sum(int(tier.counts.by_table()[:, MISSED].sum()) for tier in tiers)
-        for seed in range(60, 120):
-            step(slow, seed, "item")
-        missed.append(sum(int(tier.counts.by_table()[:, MISSED].sum()) for tier in tiers) - before)
-        slow.close()
-    assert missed[1] < 0.9 * missed[0]
 
 
 def test_cache_slots_that_there_is_no_memory_to_copy_stay_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
