@@ -30,12 +30,6 @@ _UNITS = 64
 """Units of a byte in prices: shares of bytes are integers too."""
 _DEEPEST = 16
 """Samples of a node from which on one more costs nothing."""
-_MARGIN = 3
-"""Samples of a node beyond those that have a price: as they move, a row may get one."""
-_NEARLY_ALL = 0.8
-"""Share of the entries from which on leaving the others out does not pay."""
-_HALF_BITS = 32
-"""Of an int64 that holds the prices of two nodes; a sum of a sample's has one bit less."""
 
 
 def deal_batch(batch: BatchRows, nodes: int) -> Int64Array:
@@ -51,11 +45,10 @@ def deal_batch(batch: BatchRows, nodes: int) -> Int64Array:
     stride = -(-rounds // _PRICINGS)
     turn = 0
     for share, sweeps in _SHARES:
-        priced = prices.with_share(places.to, share)
         for _ in range(sweeps):
             for at in range(_TURNS * rounds):
                 if at % stride == 0:
-                    losses = priced.losses(places.to)
+                    losses = prices.losses(places.to, share)
                 places.exchange(_partners(nodes, turn), losses)
                 turn += 1
             if share == 0.0 and prices.bytes_of(places.to) < fewest:
@@ -89,7 +82,7 @@ class _Places:
 
         Args:
             partners: int64 [nodes], of each node; itself if it has none.
-            losses: int64 [nodes, samples + 1], of moving each sample (``SharePrices.losses``); changed, so that samples
+            losses: int64 [nodes, samples + 1], of moving each sample (``BatchPrices.losses``); changed, so that samples
                 that were exchanged stay where they are.
         """
         low = np.flatnonzero(np.arange(len(partners)) < partners)
@@ -188,21 +181,6 @@ class SharedRows:
         np.cumsum(of_entry, out=until[1:])
         return np.diff(until[self.offsets])
 
-    def below(self, to: Int64Array, depth: int) -> SharedRows:
-        """Return the rows that fewer samples than ``depth`` use in a node that is not their home; all where these are
-        nearly all."""
-        counts = self.counts(self.codes(to))
-        few = ((counts < depth) & (self.away_bytes > 0)).any(axis=1)
-        if counts[few].sum() > _NEARLY_ALL * len(self.first_codes):
-            return self
-        # By code rather than by row: no division.
-        numbers = np.zeros(counts.shape, dtype=np.int64)
-        numbers[few, 0] = np.arange(np.count_nonzero(few)) * counts.shape[1]
-        numbers[~few, 0] = -1
-        first_codes = numbers.reshape(-1)[self.first_codes]
-        kept = np.flatnonzero(first_codes >= 0)
-        return SharedRows(first_codes[kept], np.searchsorted(kept, self.offsets), self.away_bytes[few])
-
 
 @dataclass(frozen=True)
 class BatchPrices:
@@ -211,12 +189,10 @@ class BatchPrices:
     Attributes:
         alone_bytes: int64 [samples, nodes], of rows that no other sample uses, where they are at home.
         shared: rows that others use, too.
-        bits: of the most bytes that the shared rows of a sample have.
     """
 
     alone_bytes: Int64Array
     shared: SharedRows
-    bits: int
 
     @staticmethod
     def of(batch: BatchRows, nodes: int) -> BatchPrices:
@@ -228,8 +204,7 @@ class BatchPrices:
         at_home = np.bincount(sample * nodes + batch.homes[alone], batch.row_bytes[alone], samples * nodes)
         away_bytes = batch.row_bytes[first][:, None] * (np.arange(nodes) != batch.homes[first][:, None])
         rows = SharedRows(codes[shared], np.searchsorted(shared, batch.offsets), away_bytes)
-        bits = int(rows.sums(batch.row_bytes[shared]).max(initial=0)).bit_length()
-        return BatchPrices(at_home.astype(np.int64).reshape(-1, nodes), rows, bits)
+        return BatchPrices(at_home.astype(np.int64).reshape(-1, nodes), rows)
 
     def bytes_of(self, to: Int64Array) -> int:
         """Return bytes of rows between nodes."""
@@ -237,50 +212,25 @@ class BatchPrices:
         alone = self.alone_bytes.sum() - self.alone_bytes[at, to].sum()
         return self.shared.crossing_bytes(to) + int(alone)
 
-    def with_share(self, to: Int64Array, share: float) -> SharePrices:
-        """Return prices where one more sample costs a share of a row's bytes, the next one its square, and so on."""
+    def losses(self, to: Int64Array, share: float) -> Int64Array:
+        """Return int64 [nodes, samples + 1], in ``_UNITS`` of a byte: what moving each sample there would cost; below
+        0: it would save that. The last is ``NEVER``.
+
+        Args:
+            share: of a row's bytes that one more sample costs, the next one its square, and so on.
+        """
         powers = np.floor(_UNITS * share ** np.arange(_DEEPEST)).astype(np.int64)
-        shared = self.shared.below(to, int(np.count_nonzero(powers)) + _MARGIN)
-        shift = max(0, self.bits + _UNITS.bit_length() - _HALF_BITS)
-        fixed = -self.alone_bytes * _UNITS >> shift
-        return SharePrices(shared, shared.away_bytes >> shift, powers, fixed)
-
-
-@dataclass(frozen=True)
-class SharePrices:
-    """Prices where one more sample of a node costs a share of a row's bytes.
-
-    Attributes:
-        shared: rows with a price.
-        away: int64 [rows, nodes], their bytes; fewer bits where samples have very many rows.
-        powers: int64 [_DEEPEST], of a byte: what the first sample of a row costs in a node, the second, and so on.
-        fixed: int64 [samples, nodes], what does not depend on other samples.
-    """
-
-    shared: SharedRows
-    away: Int64Array
-    powers: Int64Array
-    fixed: Int64Array
-
-    def losses(self, to: Int64Array) -> Int64Array:
-        """Return int64 [nodes, samples + 1]: what moving each sample there would cost; below 0: it would save that.
-        The last is ``NEVER``."""
-        samples, nodes = self.fixed.shape
-        at, shared = np.arange(samples), self.shared
+        (samples, nodes), shared = self.alone_bytes.shape, self.shared
+        at, fixed = np.arange(samples), -_UNITS * self.alone_bytes
         codes = shared.codes(to)
         counts = np.minimum(shared.counts(codes), _DEEPEST - 1)
         # By row and node first: entries are several times as many. Where no sample is, none leaves.
-        arrives = self.powers[counts] * self.away
-        leaves = self.powers[counts - 1] * self.away
+        arrives = powers[counts] * shared.away_bytes
+        leaves = powers[counts - 1] * shared.away_bytes
         losses = np.full((nodes, samples + 1), NEVER)
-        losses[:, :-1] = self.fixed.T - (shared.sums(leaves.reshape(-1)[codes]) + self.fixed[at, to])
-        for first in range(0, nodes, 2):
-            # Two nodes at a time: a look-up for each entry is most of the time.
-            if first + 1 < nodes:
-                arrives[:, first] += arrives[:, first + 1] << _HALF_BITS
-            there = shared.sums(arrives.reshape(-1)[first:][shared.first_codes])
-            losses[first, :-1] += there & ((1 << _HALF_BITS) - 1)
-            losses[first + 1 : first + 2, :-1] += there >> _HALF_BITS
+        losses[:, :-1] = fixed.T - (shared.sums(leaves.reshape(-1)[codes]) + fixed[at, to])
+        for node in range(nodes):
+            losses[node, :-1] += shared.sums(arrives.reshape(-1)[node:][shared.first_codes])
         return losses
 
 

@@ -144,7 +144,7 @@ def test_a_loss_is_what_moving_one_sample_adds_to_what_crosses(seed: int, nodes:
     prices = BatchPrices.of(batch, nodes)
     now = counted(batch, to)
     assert prices.bytes_of(to) == now
-    losses = prices.with_share(to, 0.0).losses(to)
+    losses = prices.losses(to, 0.0)
     for sample in range(samples):
         for node in np.flatnonzero(np.arange(nodes) != to[sample]):
             moved = to.copy()
@@ -158,28 +158,10 @@ def test_with_a_share_more_samples_of_a_node_make_a_row_cheaper() -> None:
         offsets=np.arange(4), rows=np.zeros(3, dtype=np.int64), row_bytes=np.full(3, 100),
         homes=np.zeros(3, dtype=np.int64), node=np.array([1, 1, 2]), group=np.zeros(3, dtype=np.int64),
     )  # fmt: skip
-    losses = BatchPrices.of(batch, 3).with_share(batch.node, 0.5).losses(batch.node)
+    losses = BatchPrices.of(batch, 3).losses(batch.node, 0.5)
     np.testing.assert_array_equal(losses[0, :3], [-3200, -3200, -6400])
     assert losses[2, 0] == 3200 - 3200  # the second of node 1, and there
     assert losses[1, 2] == 1600 - 6400
-
-
-def test_rows_that_many_samples_of_every_node_use_are_left_out() -> None:
-    """Forty rows have a sample in each node, one row has all of them; all are at home in node 0."""
-    rng = np.random.default_rng(0)
-    rare = np.stack([rng.permutation(40), rng.permutation(40)], axis=1).reshape(-1)
-    batch = BatchRows(
-        offsets=np.arange(81) * 2, rows=np.stack([rare, np.full(80, 50)], axis=1).reshape(-1),
-        row_bytes=np.full(160, 100), homes=np.zeros(160, dtype=np.int64), node=np.arange(80) % 2,
-        group=np.zeros(80, dtype=np.int64),
-    )  # fmt: skip
-    prices = BatchPrices.of(batch, 2)
-    priced = prices.with_share(batch.node, 0.0)
-    assert (len(prices.shared.away_bytes), len(priced.shared.away_bytes)) == (41, 40)
-    assert (len(prices.shared.first_codes), len(priced.shared.first_codes)) == (160, 80)
-    kept = prices.with_share((np.arange(80) < 3).astype(np.int64), 0.0)
-    assert len(kept.shared.away_bytes) == 41, "three samples of a node may leave it"
-    assert counted(batch, deal_batch(batch, 2)) < 0.75 * counted(batch, batch.node)
 
 
 @pytest.mark.parametrize("row_bytes", [100, 1 << 24, 1 << 30])

@@ -29,7 +29,6 @@ from flexd.core.keyspace import Homes
 from flexd.core.placement import Delta, Tier, is_rehomed, without_moves
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.migration.row_carrier import ChangesHomeRows, RowCarrier, RowMover
-from flexd.embedding.store.directory import FreeSlots
 from flexd.embedding.store.store import GroupStore
 
 _SlotsOf = Callable[[Int64Array], Int32Array]
@@ -109,7 +108,7 @@ class NextPlacement:
     was_listed: BoolArray
     tiers: UInt8Array
     slots: Int32Array
-    free: tuple[FreeSlots, ...]
+    free: tuple[Int32Array, ...]
     after: NextPlacement | None
     applied: bool = False
     blocks: tuple[RowCarrier, ...] = ()
@@ -128,7 +127,7 @@ class NextPlacement:
             for column in of
         )  # fmt: skip
         columns = (self.addresses, self.was_listed, self.tiers, self.slots)
-        return slots + sum(column.nbytes for column in columns) + sum(free.released.nbytes for free in self.free)
+        return slots + sum(column.nbytes for column in columns) + sum(free.nbytes for free in self.free)
 
     def slots_of(self, addresses: Int64Array) -> Int32Array:
         """int64 [m] addresses of the chunk -> int32 [m] slots after it."""
@@ -249,7 +248,7 @@ class Migrator:
         for one in prepared:
             receive(one.finished, one.tensors())
         for store, free in zip(self._stores, last.free, strict=True):
-            store.free = free.compacted()
+            store.free = free
         deltas = [one.delta for one in prepared]
         for store in self._stores:
             if len(store.replica_addresses):
@@ -295,8 +294,7 @@ class Migrator:
             mine = self._in_group(store, addresses)
             home, fresh = mine & at_home, mine & ~at_home
             slots[home] = (addresses[home] - store.first_home_address) // store.world_size
-            slots[fresh], free = store.free.allocate(int(fresh.sum()))
-            store.free = free.compacted()
+            store.free, slots[fresh] = np.split(store.free, [len(store.free) - int(fresh.sum())])
         self._directory.change(np.empty(0, np.int64), addresses, slots, tiers)
         for store in self._stores:
             listed = addresses[self._in_group(store, addresses)]
@@ -397,9 +395,9 @@ class Migrator:
             mine = self._in_group(store, addresses)
             slots_left = store.free if after is None else after.free[number]
             if mine.any():
-                slots_left = slots_left.release(slots[mine & had_replica & ~has_replica])
+                slots_left = np.concatenate([slots_left, slots[mine & had_replica & ~has_replica]])
                 fresh = mine & has_replica & ~had_replica
-                slots[fresh], slots_left = slots_left.allocate(int(fresh.sum()))
+                slots_left, slots[fresh] = np.split(slots_left, [len(slots_left) - int(fresh.sum())])
                 home = mine & at_home
                 slots[home] = (addresses[home] - store.first_home_address) // store.world_size
             free.append(slots_left)

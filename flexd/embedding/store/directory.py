@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,39 +18,6 @@ from flexd.embedding.store.bucket_table import MAX_LOAD, BucketTable
 BLOCK = 64
 """Numbers of a block: one word of bits."""
 _SLACK_BLOCKS = 16
-
-
-@dataclass(frozen=True)
-class FreeSlots:
-    """Free replica slots. Immutable, so that several chunks can be prepared before the first is applied.
-
-    Attributes:
-        slots: int32; the first ``count`` are free, the others are undefined.
-        released: int32, further free slots.
-    """
-
-    slots: Int32Array
-    count: int
-    released: Int32Array
-
-    def __len__(self) -> int:
-        return self.count + len(self.released)
-
-    def release(self, slots: Int32Array) -> FreeSlots:
-        return FreeSlots(self.slots, self.count, np.concatenate([self.released, slots]))
-
-    def allocate(self, number: int) -> tuple[Int32Array, FreeSlots]:
-        """Return ``number`` slots and the remaining ones. The caller has checked that there are enough."""
-        kept = max(0, len(self.released) - number)
-        count = self.count - (number - (len(self.released) - kept))
-        allocated = np.concatenate([self.released[kept:], self.slots[count : self.count]])
-        return allocated, FreeSlots(self.slots, count, self.released[:kept])
-
-    def compacted(self) -> FreeSlots:
-        """Move all free slots into ``slots``, in place. Objects that were derived from this one stay valid: their
-        ``count`` is not larger, and nothing is written before it."""
-        self.slots[self.count : len(self)] = self.released
-        return FreeSlots(self.slots, len(self), self.released[:0])
 
 
 class EntryPool:

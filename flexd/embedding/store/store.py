@@ -13,7 +13,7 @@ import torch
 
 from flexd.core.keyspace import NO_KEY, TURN_BITS, Homes, state_columns
 from flexd.embedding.devices import HALF_DTYPES, packed, unpacked
-from flexd.embedding.store.directory import NOT_REHOMED, Directory, FreeSlots, max_listed_rows
+from flexd.embedding.store.directory import NOT_REHOMED, Directory, max_listed_rows
 
 if TYPE_CHECKING:
     from flexd.embedding.store.slow.tiered_rows import RowColumn, TieredRows
@@ -139,8 +139,8 @@ class GroupStore:
         )
         """int64: the address of the row in each replica slot, for rounding at random and rates by table; none without.
         """
-        none = np.empty(0, dtype=np.int32)
-        self.free = FreeSlots(np.arange(slots - 1, self.home_rows - 1, -1, dtype=np.int32), replica_slots, none)
+        self.free = np.arange(slots - 1, self.home_rows - 1, -1, dtype=np.int32)
+        """int32: free replica slots, of which the last are given first."""
 
     def home_slots(self, addresses: torch.Tensor) -> torch.Tensor:
         """Map int64 addresses of this rank to int64 slots."""
