@@ -65,7 +65,6 @@ class EmbeddingBagTable(EmbeddingTable):
 
 
 def _with_pooling(tables: Sequence[EmbeddingTable], pooling_at: Mapping[str, str]) -> list[EmbeddingTable]:
-    """Return the tables with the pooling places that are given by name."""
     pooled = {table.name for table in tables if isinstance(table, EmbeddingBagTable)}
     if unknown := sorted(set(pooling_at) - pooled):
         raise EmbeddingError(

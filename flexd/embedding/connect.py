@@ -95,7 +95,6 @@ class Connection(StepMoments):
         return PlacementState(self._collection.placement_version, self._collection.engine.migrator.digest)
 
     def _totals(self) -> dict[str, Any]:
-        """Return what has added up on this rank, by field of a report."""
         engine = self._collection.engine
         return self._collection.traffic.totals() | {
             "apply_seconds": engine.apply_seconds, "passes": engine.summed_passes,

@@ -232,7 +232,6 @@ def embed_all(model: nn.Module, *, names: Collection[str] | None = None, **setti
 
 
 def _modules_of(model: nn.Module, names: Collection[str] | None) -> dict[nn.Embedding, list[str]]:
-    """Return the modules to replace, with all paths of each."""
     if isinstance(model, DistributedDataParallel):
         raise EmbeddingError(
             "embed_all: the model is in DistributedDataParallel, which has its parameters already",

@@ -152,7 +152,6 @@ def _settings_of(rule: RowOptimizer) -> dict[str, Any]:
 
 
 def _with_settings(rule: RowOptimizer, group: dict[str, Any]) -> RowOptimizer:
-    """Return the optimizer with the settings of a parameter group."""
     # A group that was saved before a setting existed does not have it.
     given = {name: group.get(name, value) for name, value in _settings_of(rule).items()}
     settings = {

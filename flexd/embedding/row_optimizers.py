@@ -72,7 +72,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _joined_indices(groups: Sequence[GroupUpdate]) -> list[torch.Tensor]:
-    """Return the slots of each dim-group, with one kernel."""
     parts = [index for group in groups for index, _ in group.gradients]
     if len(parts) == 1:
         return parts

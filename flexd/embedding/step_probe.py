@@ -186,7 +186,6 @@ def _skewed_ids(rng: np.random.Generator) -> npt.NDArray[np.int64]:
 
 
 def _agreed(own: StepCosts, device: torch.device) -> StepCosts:
-    """Return means over the ranks."""
     mean = torch.tensor(
         [own.sums_seconds, own.copies_seconds, own.row_bytes_per_second], dtype=torch.float64, device=device
     )

@@ -95,7 +95,6 @@ class TableAccess(nn.Module):
         homes.write(store.rows, first_row, values)
 
     def _before_load(self, store: GroupStore, homes: TableHomes, rows: range) -> None:
-        """Tell the engine that the rows are about to be replaced."""
         slots = homes.run(rows).slots
         changed = torch.arange(slots.start, slots.stop, device=store.rows.device)
         self.engine.before_rows_load((self.engine.stores.index(store), changed))

@@ -201,8 +201,6 @@ def replaced_module(
 
 @dataclass(frozen=True)
 class _ModuleInput:
-    """The input of a look-up for a single module."""
-
     module: ReplacedModule
     given: Any
 

@@ -87,7 +87,6 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _same(what: str, ours: set[str], planned: set[str]) -> None:
-    """Raise EmbeddingError if the model's names and the plan's differ."""
     missing, unknown = sorted(ours - planned), sorted(planned - ours)
     if missing or unknown:
         raise EmbeddingError(

@@ -206,7 +206,6 @@ class CheckpointSeries:
             return True
 
     def _write(self, number: int, rows: HomeRows, base: Manifest | None, state: Any) -> Manifest:
-        """Collective. Write the files of all ranks, and let the checkpoint be complete."""
         collection, partial = self._collection, self._directory.partial(number)
         with self._on_every_rank(f"cannot write {partial}"):
             partial.mkdir(parents=True, exist_ok=True)  # a network's file system may show it late
@@ -249,7 +248,6 @@ class CheckpointSeries:
         return chain, state
 
     def _gather(self, numbers: torch.Tensor) -> list[list[int]]:
-        """Collective. Return the numbers of every rank."""
         with self._collection.traffic.uncounted():
             found: list[list[int]] = self._collection.engine.groups.world.all_gather(numbers).tolist()
         return found

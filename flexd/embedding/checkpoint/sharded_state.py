@@ -151,7 +151,6 @@ class ShardedState:
             )
 
     def _shapes(self, tables: Sequence[SavedTable]) -> Shapes:
-        """Return shape and dtype of every tensor in the state of this rank."""
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             key: ((table.spec.rows, held.shape[1]), held.dtype)
             for table in tables
@@ -213,7 +212,6 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def _differences(expected: Shapes, found: Shapes) -> list[str]:
-    """List the differences between the expected tensors and those of a checkpoint."""
     differences = []
     for key, (shape, dtype) in expected.items():
         if key not in found:

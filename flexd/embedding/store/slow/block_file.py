@@ -135,7 +135,8 @@ class BlockFile:
         sums: UInt64Array = words[:, 1:] @ self._factors
         return sums + np.uint64(_GOLDEN)
 
-    def _run(self, blocks: Int64Array, data: UInt8Array, *, writes: bool) -> None:
+    def check(self) -> None:
+        """Raise SlowMemoryError if the file is closed, was removed, or had a batch beyond its deadline."""
         if self._file < 0:
             raise SlowMemoryError(f"{self.path}: closed", remedy="make a new collection")
         if os.fstat(self._file).st_nlink == 0:
@@ -144,6 +145,9 @@ class BlockFile:
             )
         if self._late:
             raise SlowMemoryError(self._late, remedy=_SLOW_DISK)
+
+    def _run(self, blocks: Int64Array, data: UInt8Array, *, writes: bool) -> None:
+        self.check()
         firsts, counts = _runs(blocks, max(1, MAX_CALL_BYTES // self.block_bytes))
         calls = list(zip(firsts.tolist(), (np.cumsum(counts) - counts).tolist(), counts.tolist(), strict=True))
         shares = [calls[number :: self._threads] for number in range(min(self._threads, len(calls)))]

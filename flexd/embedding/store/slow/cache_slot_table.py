@@ -127,7 +127,6 @@ class CacheSlotTable:
         return Arrivals(cache_slots.index_copy_(0, missing, taken), missing, leaving)
 
     def _leaving(self, gone: torch.Tensor) -> Leaving:
-        """Return the rows in int64 [n] cache slots as those that leave them."""
         changed = gone[self._changed.index_select(0, gone)]
         return Leaving(
             self._slots.index_select(0, gone), self._slots.index_select(0, changed), changed,

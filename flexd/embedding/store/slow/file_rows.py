@@ -65,6 +65,7 @@ class BlockRows(ColdRows):
             int64 [b] ascending blocks, now the first of the buffer; int64 [m] numbers of the rows in them, in which
             block of the buffer each is, and its place there.
         """
+        self._file.check()
         order = np.argsort(places, kind="stable")
         of_rows, within = np.divmod(places[order], self._per_block)
         starts = np.flatnonzero(first_of_run(of_rows)) if len(places) else places

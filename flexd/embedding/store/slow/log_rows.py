@@ -145,7 +145,6 @@ class LogRows(BlockRows):
             self._append(part, data[first : first + at_once])
 
     def _forget(self, slots: Int64Array) -> None:
-        """Give up what was written of these rows."""
         places = self._places[slots].astype(np.int64) - 1
         self._space.drop(places[places >= 0] // self._per_block)
         self._places[slots] = 0

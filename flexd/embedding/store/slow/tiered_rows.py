@@ -95,7 +95,6 @@ class TieredRows:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin with empty cache slots."""
         device = self.rows.device
         self._failure: SlowMemoryError | None = None
         self._table = CacheSlotTable(self.cache_slots, max(0, self.home_rows - 1), device)
