@@ -30,6 +30,8 @@ _UNITS = 64
 """Units of a byte in prices: shares of bytes are integers too."""
 _DEEPEST = 16
 """Samples of a node from which on one more costs nothing."""
+_HALF_BITS = 32
+"""Of an int64 that holds the prices of two nodes; a sum of a sample's has one bit less."""
 
 
 def deal_batch(batch: BatchRows, nodes: int) -> Int64Array:
@@ -189,10 +191,12 @@ class BatchPrices:
     Attributes:
         alone_bytes: int64 [samples, nodes], of rows that no other sample uses, where they are at home.
         shared: rows that others use, too.
+        shift: bits by which prices are narrowed where samples have very many bytes: two of them share an int64.
     """
 
     alone_bytes: Int64Array
     shared: SharedRows
+    shift: int
 
     @staticmethod
     def of(batch: BatchRows, nodes: int) -> BatchPrices:
@@ -204,7 +208,9 @@ class BatchPrices:
         at_home = np.bincount(sample * nodes + batch.homes[alone], batch.row_bytes[alone], samples * nodes)
         away_bytes = batch.row_bytes[first][:, None] * (np.arange(nodes) != batch.homes[first][:, None])
         rows = SharedRows(codes[shared], np.searchsorted(shared, batch.offsets), away_bytes)
-        return BatchPrices(at_home.astype(np.int64).reshape(-1, nodes), rows)
+        bits = int(rows.sums(batch.row_bytes[shared]).max(initial=0)).bit_length()
+        shift = max(0, bits + _UNITS.bit_length() - _HALF_BITS)
+        return BatchPrices(at_home.astype(np.int64).reshape(-1, nodes), rows, shift)
 
     def bytes_of(self, to: Int64Array) -> int:
         """Return bytes of rows between nodes."""
@@ -221,16 +227,21 @@ class BatchPrices:
         """
         powers = np.floor(_UNITS * share ** np.arange(_DEEPEST)).astype(np.int64)
         (samples, nodes), shared = self.alone_bytes.shape, self.shared
-        at, fixed = np.arange(samples), -_UNITS * self.alone_bytes
+        at, fixed, away = np.arange(samples), -self.alone_bytes * _UNITS >> self.shift, shared.away_bytes >> self.shift
         codes = shared.codes(to)
         counts = np.minimum(shared.counts(codes), _DEEPEST - 1)
         # By row and node first: entries are several times as many. Where no sample is, none leaves.
-        arrives = powers[counts] * shared.away_bytes
-        leaves = powers[counts - 1] * shared.away_bytes
+        arrives = powers[counts] * away
+        leaves = powers[counts - 1] * away
         losses = np.full((nodes, samples + 1), NEVER)
         losses[:, :-1] = fixed.T - (shared.sums(leaves.reshape(-1)[codes]) + fixed[at, to])
-        for node in range(nodes):
-            losses[node, :-1] += shared.sums(arrives.reshape(-1)[node:][shared.first_codes])
+        for first in range(0, nodes, 2):
+            # Two nodes at a time: a look-up for each entry is most of the time.
+            if first + 1 < nodes:
+                arrives[:, first] += arrives[:, first + 1] << _HALF_BITS
+            there = shared.sums(arrives.reshape(-1)[first:][shared.first_codes])
+            losses[first, :-1] += there & ((1 << _HALF_BITS) - 1)
+            losses[first + 1 : first + 2, :-1] += there >> _HALF_BITS
         return losses
 
 

@@ -154,7 +154,7 @@ def _settings_of(rule: RowOptimizer) -> dict[str, Any]:
 def _with_settings(rule: RowOptimizer, group: dict[str, Any]) -> RowOptimizer:
     # A group that was saved before a setting existed does not have it.
     given = {name: group.get(name, value) for name, value in _settings_of(rule).items()}
-    settings = {
+    settings: dict[str, Any] = {
         # A learning rate may be a tensor.
         name: tuple(value) if isinstance(value, list) else value.item() if isinstance(value, torch.Tensor) else value
         for name, value in given.items()
