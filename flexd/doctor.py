@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated
 
@@ -109,24 +109,18 @@ def versions(config: Config) -> Iterator[Finding]:
     source = config.stream.source
     if isinstance(source, KafkaSourceConfig):
         needed.append("kafka-python")
-    missing, found = [], []
-    for name in needed:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            missing.append(name)
-    if missing:
+    found = [f"{name} {each.version}" for name in needed for each in distributions(name=name)]
+    if missing := [name for name in needed if not any(distributions(name=name))]:
         yield fault("versions", f"not installed: {', '.join(missing)}", "pip install 'flexd[daemon]'")
     yield ok("versions", f"flexd {flexd.__version__}, Python {platform.python_version()}, {', '.join(found)}")
 
 
 def disk(config: Config) -> Iterator[Finding]:
     """Check that the state directory is writable, private, and has room for the snapshots."""
-    directory = config.state.dir
-    absolute = directory.absolute()
+    directory = config.state.dir.absolute()
     # Itself, or its nearest parent that exists.
-    there = next((path for path in (absolute, *absolute.parents) if path.exists()), Path("/"))
-    if there == absolute and there.stat().st_mode & stat.S_IRWXO:
+    there = next((path for path in (directory, *directory.parents) if path.exists()), Path("/"))
+    if there == directory and there.stat().st_mode & stat.S_IRWXO:
         yield warning("disk", f"state.dir: {there} is open to others on this machine", f"chmod 0700 {there}")
     if not os.access(there, os.W_OK | os.X_OK):
         yield fault("disk", f"state.dir: {there} cannot be written by this user", "give a writable directory")
@@ -136,7 +130,7 @@ def disk(config: Config) -> Iterator[Finding]:
     kept = sum(file.stat().st_size for file in directory.glob("snapshots/*") if file.is_file())
     free = shutil.disk_usage(there).free
     text = (
-        f"state.dir {directory}: {units.size(free)} free, snapshots take {units.size(kept)} of at most "
+        f"state.dir {config.state.dir}: {units.size(free)} free, snapshots take {units.size(kept)} of at most "
         f"{units.size(wanted)}"
     )
     if free + kept < wanted:
@@ -221,13 +215,8 @@ def _port(check: str, host: str, port: int, key: str, running: bool) -> Iterator
 def _unusable(host: str, port: int) -> int | None:
     """Return the errno of an attempt to listen there; None if it succeeds."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
         return error.errno or errno.EADDRNOTAVAIL
     return None
@@ -260,7 +249,7 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
                 "check that stream.source.path is the publishers' directory",
             )
             return
-        yield ok("stream", f"{name}: {_partitions(sum(1 for entry in path.iterdir() if entry.is_dir()))}")
+        yield ok("stream", f"{name}: {units.plural(sum(entry.is_dir() for entry in path.iterdir()), 'partition')}")
         from flexd.stream.file_log.log import FileLogSource
 
         with contextlib.closing(FileLogSource(path)) as log:
@@ -284,7 +273,7 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
             )
             return
         kept = units.plural(found.messages, "message")
-        yield ok("topic", f"{source.topic!r}: {_partitions(found.partitions)}, {kept} kept")
+        yield ok("topic", f"{source.topic!r}: {units.plural(found.partitions, 'partition')}, {kept} kept")
         name, payloads = f"topic {source.topic!r}", found.payloads
     else:
         yield skipped("stream", f"a source of kind {source.kind} has no stream to check")
@@ -299,9 +288,7 @@ def messages(config: Config, name: str, payloads: Sequence[bytes]) -> Iterator[F
         return
     from flexd.stream.codec import decode
 
-    refused: Counter[str] = Counter()
-    unknown: Counter[str] = Counter()
-    outside: Counter[str] = Counter()
+    refused, unknown, outside = Counter[str](), Counter[str](), Counter[str]()
     known = {table.name: table.rows for table in config.tables}
     if not known:
         yield warning(
@@ -338,11 +325,6 @@ def messages(config: Config, name: str, payloads: Sequence[bytes]) -> Iterator[F
         yield fault("messages", f"{looked}: rows beyond tables[].rows: {_listed(outside)}", "raise the tables' rows")
     if not (refused or unknown or outside):
         yield ok("messages", f"{accesses} accesses {looked} fit the configuration")
-    if math.isfinite(newest):
-        yield from _age(newest)
-
-
-def _age(newest: float) -> Iterator[Finding]:
     ahead = newest - time.time()
     if ahead > SKEW_SECONDS:
         yield warning(
@@ -350,23 +332,14 @@ def _age(newest: float) -> Iterator[Finding]:
             f"the newest event is dated {units.age(ahead)} in the future",
             "synchronise the clocks, or send event_time in seconds (not milliseconds)",
         )
-    else:
+    elif math.isfinite(ahead):
         yield ok("event time", f"the newest event is {units.age(max(0.0, -ahead))} old")
-
-
-def _partitions(count: int) -> str:
-    return units.plural(count, "partition")
 
 
 def _listed(counts: Counter[str]) -> str:
     """Return the most frequent names with their counts."""
-    shown: Sequence[tuple[str, int]] = counts.most_common(5)
-    more = len(counts) - len(shown)
-    text = ", ".join(f"{name[:80]!r} {count}" for name, count in shown)
-    return text + (f" and {more} more" if more > 0 else "")
-
-
-MOST_NAMED = 8
+    text = ", ".join(f"{name[:80]!r} {count}" for name, count in counts.most_common(5))
+    return f"{text} and {len(counts) - 5} more" if len(counts) > 5 else text
 
 
 def daemon(status: DaemonStatus, differing_keys: Sequence[str]) -> Iterator[Finding]:
@@ -420,7 +393,7 @@ def daemon(status: DaemonStatus, differing_keys: Sequence[str]) -> Iterator[Find
     if differing_keys:
         yield warning(
             "running configuration",
-            f"{units.plural(len(differing_keys), 'key')} not as in the file: {', '.join(differing_keys[:MOST_NAMED])}",
+            f"{units.plural(len(differing_keys), 'key')} not as in the file: {', '.join(differing_keys[:8])}",
             "flexd reload, or restart the daemon",
         )
     else:

@@ -53,7 +53,7 @@ from flexd.core.model import with_zeros
 from flexd.operations.autoplan import AutoPlanner, DriftMonitor
 from flexd.operations.decisions import DecisionFile, Pause, ThrottleOverride
 from flexd.operations.executions import DAEMON_ACTOR, Trigger, TriggerKind
-from flexd.operations.history import ActionKind, EffectRecorder, MigrationHistory
+from flexd.operations.history import ActionKind, MigrationHistory
 from flexd.operations.planning import Planning, Proposal
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.sketch.ingestor import Ingestor
@@ -79,7 +79,6 @@ class Components:
     auto: AutoPlanner
     throttle: Throttle
     history: MigrationHistory
-    effects: EffectRecorder
 
     def status(self, base: DaemonStatus) -> DaemonStatus:
         """Return ``base`` with the state of every component."""
@@ -104,16 +103,16 @@ class Components:
                     self.training.totals(),
                     self.training.ranks(),
                     self.training.phases(),
-                    self.training.usage_warnings.totals(),
+                    self.training.usage_warnings(),
                 ),
-                "slow_memory": slow_memory_status(self.training.slow_memory.totals(), self.keyspace.tables),
+                "slow_memory": slow_memory_status(self.training.slow_memory(), self.keyspace.tables),
                 "prices": prices_status(planning.maker.prices),
                 "last_plan": None
                 if last is None
                 else plan_report(
                     last, planning.last_live, None if planning.affinity is None else planning.affinity.outlook
                 ),
-                "migration": None if migration is None else self.effects.add_to(migration.report()),
+                "migration": None if migration is None else migration.report(),
                 "migrations": MigrationCounts(
                     ended=with_zeros(sorted(state.value for state in FINAL_STATES), planning.executions.migrations),
                     **planning.executions.migrated,
@@ -151,7 +150,7 @@ class Components:
     def timeline(self) -> Timeline:
         live = self.coordinator.live()
         return timeline(
-            self.training.timeline.intervals(), self.history.newest_moves(MAX_PLAN_MARKS),
+            self.training.intervals(), self.history.newest_moves(MAX_PLAN_MARKS),
             None if live is None else live.layout,
             self._mean_row_bytes(),
         )  # fmt: skip
@@ -377,14 +376,14 @@ class PlanCommands:
     def user_nodes(self, offset: int, limit: int) -> UserNodePage:
         """Return users and their nodes. Raises ApiError if none is known (409)."""
         affinity = self._planning.affinity
-        found = None if affinity is None else affinity.user_nodes()
-        if found is None:
+        found = None if affinity is None else affinity.newest
+        if found is None or found.plan.users is None:
             raise ApiError(
                 "the node of no user is known",
                 status=409,
                 remedy="send user_ids with the samples, set sketch.coaccess_memory_bytes, and make a plan: flexd plan",
             )
-        return user_node_page(found, offset, limit)
+        return user_node_page(found, found.plan.users, offset, limit)
 
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, requested_by: str = "") -> ReplanResult:
         """Plan now and start the migration; wait at most ``wait_seconds`` for its end.

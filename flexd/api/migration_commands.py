@@ -12,8 +12,8 @@ from flexd.core.errors import ApiError
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import MAX_ROLLED_BACK, DecisionFile
-from flexd.operations.executions import Executions, RollbackRecovery, stopped_of
-from flexd.operations.history import EffectRecorder, MigrationHistory
+from flexd.operations.executions import Executions, stopped_of
+from flexd.operations.history import MigrationHistory
 
 LATEST = "latest"
 _POLL_SECONDS = 0.5
@@ -33,18 +33,14 @@ class MigrationCommands:
         coordinator: Coordinator,
         auto: AutoPlanner,
         stopping: threading.Event,
-        recovery: RollbackRecovery,
         decisions: DecisionFile,
-        effects: EffectRecorder,
     ) -> None:
         self._executions = executions
-        self._recovery = recovery
         self._decisions = decisions
         self._history = history
         self._coordinator = coordinator
         self._auto = auto
         self._stopping = stopping
-        self._effects = effects
 
     def migrations(self, limit: int, state: MigrationState | None) -> MigrationList:
         """Return at most ``limit`` migrations, newest first; only those in ``state`` if one is given."""
@@ -68,12 +64,12 @@ class MigrationCommands:
         return self._as_of_now(found)
 
     def _as_of_now(self, record: MigrationRecord) -> MigrationRecord:
-        """Return a record of the history with the saving and the verification that are still being measured."""
+        """Return a record of the history with the verification that is still running."""
         verifier = self._auto.verifier
         found = None if verifier is None else verifier.newest
         if found is not None and found.migration_id == record.migration_id:
             record = record.model_copy(update={"verification": found})
-        return self._effects.add_to(record)
+        return record
 
     def abort(self, *, rollback: bool, reason: str, wait_seconds: float, requested_by: str) -> AbortResult:
         """Stop the running migration at its next chunk; with ``rollback`` restore the placement it started from.
@@ -87,12 +83,12 @@ class MigrationCommands:
         stopped: Migration | None = None
         back: Migration | None
         if self._of_earlier_daemon(rollback):
-            shown, back = self._recovery.start(reason, requested_by)
+            shown, back = self._executions.roll_back_interrupted(reason, requested_by)
         else:
             live = self._coordinator.live()
             unfinished = self._executions.unfinished(rollback, live)
             self._record_rollback(unfinished if rollback else ())
-            stopped, back = self._executions.abort(reason, requested_by, rollback, live)
+            stopped, back = self._executions.abort(unfinished, reason, requested_by, live if rollback else None)
         # Otherwise the next interval could start the same migration again at once.
         self._auto.record_manual_plan(executed=True)
         for migration in (stopped, back):
@@ -117,7 +113,7 @@ class MigrationCommands:
         """Return what ``abort`` would do now. Changes nothing. Raises ApiError as ``abort``."""
         live = self._coordinator.live()
         if self._of_earlier_daemon(rollback):
-            shown, base = self._recovery.preview()
+            shown, base = self._executions.preview_interrupted()
             return AbortPreview(migration=shown, rollback=self._rollback_preview(base, live))
         unfinished = self._executions.unfinished(rollback, live)
         stopped = stopped_of(unfinished)
@@ -131,7 +127,7 @@ class MigrationCommands:
         """Return whether a rollback would be that of a migration which an earlier daemon left."""
         if self._stopping.is_set():
             raise ApiError("the daemon is shutting down", status=503)
-        return rollback and not self._executions.migrating and self._recovery.interrupted is not None
+        return rollback and not self._executions.migrating and self._executions.interrupted is not None
 
     def _rollback_preview(self, base: Placement | None, live: LiveTopology | None) -> RollbackPreview | None:
         if live is None:

@@ -15,8 +15,9 @@ from flexd.control.daemon.migration import GateReport
 from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, Show, gauge
 
 if TYPE_CHECKING:
+    from flexd.core.node_map import NodeMap
     from flexd.core.placement import Placement
-    from flexd.operations.affinity import UserNodes
+    from flexd.operations.affinity import LearntHomes
     from flexd.operations.planning import Proposal
     from flexd.planner.affinity.outlook import AffinityOutlook
     from flexd.planner.explain import RowExplanation, TableExplanation
@@ -83,13 +84,13 @@ def affinity_report(outlook: AffinityOutlook) -> AffinityReport:
     return AffinityReport(messages=outlook.messages, **shares)
 
 
-def user_node_page(found: UserNodes, offset: int, limit: int) -> UserNodePage:
+def user_node_page(found: LearntHomes, users: NodeMap, offset: int, limit: int) -> UserNodePage:
     """Return at most ``limit`` users from ``offset`` on."""
-    users, page = found.users, slice(offset, offset + limit)
+    share, page = found.plan.forecast.by_user, slice(offset, offset + limit)
     return UserNodePage(
         learnt=found.number, nodes=users.nodes, users=len(users.ids), ids=tuple(users.ids[page].tolist()),
         nodes_of=tuple(users.nodes_of[page].tolist()),
-        by_user=None if found.share is None else ShareRangeReport.from_object(found.share),
+        by_user=None if share is None else ShareRangeReport.from_object(share),
     )  # fmt: skip
 
 

@@ -243,11 +243,12 @@ class VerificationStatus(Model):
 
 def verification_status(verifier: Verifier | None) -> VerificationStatus:
     """Return what was measured of executed plans."""
-    from flexd.operations.verification import VerificationState
+    from flexd.core.switchback import Verdict
+    from flexd.operations.verification import INTERRUPTED
 
     if verifier is None:
         return VerificationStatus()
-    ended = (state.value for state in VerificationState if state is not VerificationState.RUNNING)
+    ended = (*(verdict.value for verdict in Verdict), INTERRUPTED)
     return VerificationStatus(
         budget_steps=verifier.budget_steps,
         newest=verifier.newest,

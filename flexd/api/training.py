@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from flexd.control.protocol.report import StepReport, UsedExchange
     from flexd.core.keyspace import TableSpec
     from flexd.core.placement import RankLayout
-    from flexd.operations.step_times import PhaseAverages
     from flexd.operations.training_monitor import (
+        PhaseAverages,
         RankAverages,
         SlowMemoryTotals,
         TrafficInterval,

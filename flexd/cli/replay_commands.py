@@ -290,10 +290,9 @@ def advise(given: AdviseOptions) -> None:
         from flexd.daemon.stream_sample import read_source
 
         loaded = load_with_known_tables(given.config)
-        read = read_source(loaded, given.seconds)
-        sampled = read.coaccess
+        profile, sampled = read_source(loaded, given.seconds)
         accesses = profile_accesses(
-            loaded.job, read.profile, loaded.keyspace().tables, layout,
+            loaded.job, profile, loaded.keyspace().tables, layout,
             accesses_per_rank=(replay.batch or DRAWN_BATCH) * replay.history, steps=given.steps, seed=replay.seed,
             micro_batches=replay.micro_batches,
         )  # fmt: skip

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 
 from flexd.core.errors import ConfigError
 
@@ -27,6 +28,33 @@ Float = Annotated[float, BeforeValidator(_no_truth_value)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Seconds = Annotated[Float, Field(gt=0, le=86_400 * 365)]
 Port = Annotated[Int, Field(ge=0, le=65_535)]
+
+
+def _each_named_once(value: list[Any]) -> list[Any]:
+    twice = sorted(name for name, times in Counter(each.name for each in value).items() if times > 1)
+    if twice:
+        raise ValueError(f"each needs its own name; named twice: {', '.join(twice)}")
+    return value
+
+
+UniqueNames = AfterValidator(_each_named_once)
+
+
+def needs_key(key: str, problem: str, *, both: bool = False) -> AfterValidator:
+    """Return the check that a value is given only beside the earlier ``key`` of its section.
+
+    Args:
+        problem: says what to do.
+        both: the key needs the value too.
+    """
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        given, other = bool(value), info.data.get(key) is not None
+        if (both or given) and given != other:
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
 
 
 def is_loopback(host: str) -> bool:
@@ -97,20 +125,22 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}", remedy="give a readable UTF-8 YAML file") from error
-    try:
-        # A SafeLoader: it builds plain values only.
-        data = yaml.load(text, Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(
-            f"{path}: no valid YAML{where}: {getattr(error, 'problem', None) or error}", remedy="correct the file"
-        ) from error
+    data = _parse_yaml(text, f"{path}: no valid YAML", "correct the file")
     if not isinstance(data, dict):
         raise ConfigError(
             f"{path}: the top level must be a mapping, got {type(data).__name__}", remedy="write `key: value` lines"
         )
     return data
+
+
+def _parse_yaml(text: str, problem: str, remedy: str) -> Any:
+    try:
+        # A SafeLoader: it builds plain values only.
+        return yaml.load(text, Loader=_UniqueKeyLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{problem}{where}: {getattr(error, 'problem', None) or error}", remedy=remedy) from error
 
 
 def overlay_environment(data: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -138,21 +168,11 @@ def overlay_environment(data: Mapping[str, Any], environ: Mapping[str, str]) -> 
                 )
             node[key] = dict(child or {})
             node = node[key]
-        node[path[-1]] = _scalar(variable, environ[variable])
+        text, is_text = environ[variable], _is_secret(path[-1])
+        problem = f"environment variable {variable}: no valid YAML value"
+        node[path[-1]] = text if is_text else _parse_yaml(text, problem, "quote the value")
         origins[".".join(path)] = variable
     return merged, origins
-
-
-def _scalar(variable: str, text: str) -> Any:
-    if _is_secret(variable.rpartition("__")[2].lower()):
-        return text
-    try:
-        return yaml.load(text, Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(
-            f"environment variable {variable}: no valid YAML value: {getattr(error, 'problem', None) or error}",
-            remedy="quote the value",
-        ) from error
 
 
 def describe_faults(error: ValidationError, model: type[BaseModel], origins: Mapping[str, str]) -> list[str]:

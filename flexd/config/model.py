@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -25,6 +24,7 @@ from flexd.config.base import (
     Name,
     Seconds,
     Section,
+    UniqueNames,
     describe_faults,
     overlay_environment,
     read_yaml_mapping,
@@ -102,7 +102,7 @@ class Config(Section):
 
     job: Name
     """Name of the training job; daemon and ranks must agree."""
-    tables: list[TableConfig] = []
+    tables: Annotated[list[TableConfig], UniqueNames] = []
     """The embedding tables, as the trainer has them. Without a list the daemon takes them from the ranks and keeps
     them in its state; nothing is read from the stream before they are known."""
     stream: StreamConfig
@@ -134,14 +134,6 @@ class Config(Section):
             return given
         return {**given, "stream": {**stream, "source": {**source, "group_id": f"flexd-{given.get('job')}"}}}
 
-    @field_validator("tables")
-    @classmethod
-    def _unique_tables(cls, value: list[TableConfig]) -> list[TableConfig]:
-        twice = sorted(name for name, times in Counter(table.name for table in value).items() if times > 1)
-        if twice:
-            raise ValueError(f"each table needs its own name; named twice: {', '.join(twice)}")
-        return value
-
     def keyspace(self) -> KeySpace:
         """Return the key space of the tables. Raises ConfigError if there are none."""
         if not self.tables:
@@ -153,8 +145,7 @@ class Config(Section):
 
     def document(self) -> dict[str, Any]:
         """Return the effective configuration as plain JSON values, without secrets."""
-        shown: dict[str, Any] = redacted(self.model_dump(mode="json"))
-        return shown
+        return dict(redacted(self.model_dump(mode="json")))
 
 
 HOT_KEYS: tuple[str, ...] = (
@@ -328,16 +319,10 @@ def _memory_faults(config: Config) -> Iterator[str]:
 
 
 def _topology_faults(config: Config) -> Iterator[str]:
-    from flexd.topology.files import load_cluster, preset_names
-
-    topology = config.topology
-    if topology.preset is not None and topology.preset not in preset_names():
-        yield f"topology.preset: must be one of {', '.join(preset_names())} (got {topology.preset!r})"
-    if topology.file is not None:
-        try:
-            load_cluster(topology.file)
-        except TopologyError as error:
-            yield f"topology.file: {error}"
+    try:
+        config.topology.cluster()
+    except TopologyError as error:
+        yield f"topology.{'preset' if config.topology.file is None else 'file'}: {error}"
 
 
 def _port_faults(config: Config) -> Iterator[str]:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from zoneinfo import ZoneInfo
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from flexd.config.base import Float, Int, Name, Port, Seconds, Section, is_loopback, split_address
+from flexd.config.base import (
+    Float,
+    Int,
+    Name,
+    Port,
+    Seconds,
+    Section,
+    UniqueNames,
+    is_loopback,
+    needs_key,
+    split_address,
+)
 from flexd.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flexd.topology.cluster import Cluster
 
 
 class FileLogSourceConfig(Section):
@@ -155,6 +169,12 @@ class TopologyConfig(Section):
             raise ValueError("give `preset` or `file`, not both")
         return value
 
+    def cluster(self) -> Cluster:
+        """Return the cluster. Raises TopologyError if the preset is not known, or the file cannot be used."""
+        from flexd.topology.files import load_cluster, load_preset
+
+        return load_preset(self.preset or "azure-a100-200g") if self.file is None else load_cluster(self.file)
+
 
 class PinConfig(Section):
     """Rows with a fixed tier, whether it pays or not."""
@@ -168,8 +188,8 @@ class PinConfig(Section):
     """Row ids; default: the whole table."""
 
 
-DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+DAYS = get_args(Day)
 
 
 def _clock_time(value: Any) -> Any:
@@ -215,9 +235,14 @@ class WindowConfig(Section):
             raise ValueError("is not an IANA time zone of this machine (is the tzdata package installed?)") from error
         return value
 
-    def day_numbers(self) -> tuple[int, ...]:
-        """Return the days as numbers; 0 is Monday."""
-        return tuple(DAYS.index(day) for day in self.days)
+    def contains(self, unix_seconds: float) -> bool:
+        """Return whether the time is inside; the end is not."""
+        local = datetime.fromtimestamp(unix_seconds, ZoneInfo(self.time_zone))
+        now, today = f"{local:%H:%M}", local.weekday()
+        begins_today, began_yesterday = DAYS[today] in self.days, DAYS[today - 1] in self.days
+        if self.start < self.end:
+            return begins_today and self.start <= now < self.end
+        return (begins_today and self.start <= now) or (began_yesterday and now < self.end)
 
 
 class MinSavingConfig(Section):
@@ -244,10 +269,6 @@ class PlanGatesConfig(Section):
     """No plan is made from a profile that explains a smaller share of the accesses."""
     max_lag_messages: Annotated[Int, Field(ge=0)] = 1_000_000
     """No plan is made while more messages of the stream than this are not read yet."""
-
-
-LEAST_VERIFY_STEPS = 256
-"""16 blocks of 16 steps."""
 
 
 class PlannerConfig(PlanGatesConfig):
@@ -290,10 +311,8 @@ class PlannerConfig(PlanGatesConfig):
     @field_validator("verify_budget_steps")
     @classmethod
     def _allows_a_verdict(cls, value: int) -> int:
-        if 0 < value < LEAST_VERIFY_STEPS:
-            raise ValueError(
-                f"is below {LEAST_VERIFY_STEPS} steps: no difference could be significant; 0 switches it off"
-            )
+        if 0 < value < 256:  # 16 blocks of 16 steps
+            raise ValueError("is below 256 steps: no difference could be significant; 0 switches it off")
         return value
 
 
@@ -317,33 +336,23 @@ class TlsConfig(Section):
 
     cert_file: Path | None = None
     """Certificate chain, PEM. Without it the API is served without TLS, which only loopback allows."""
-    key_file: Annotated[Path | None, Field(validate_default=True)] = None
+    key_file: Annotated[
+        Path | None,
+        needs_key("cert_file", "server.tls.cert_file and server.tls.key_file go together: set both or none", both=True),
+        Field(validate_default=True),
+    ] = None
     """Private key of the certificate, PEM, without a passphrase."""
-    client_ca_file: Path | None = None
+    client_ca_file: Annotated[
+        Path | None,
+        needs_key("cert_file", "certificates of clients need TLS: set server.tls.cert_file and key_file"),
+    ] = None
     """CAs of client certificates. Clients must present one; with ``server.tokens`` a token is accepted instead."""
-    clients: Annotated[dict[str, ApiScope], Field(max_length=1024)] = {}
+    clients: Annotated[
+        dict[str, ApiScope],
+        Field(max_length=1024),
+        needs_key("client_ca_file", "certificates of clients are not verified: set server.tls.client_ca_file"),
+    ] = {}
     """Scope of a client by the common name of its certificate. A name that is not listed has no access."""
-
-    @field_validator("key_file")
-    @classmethod
-    def _both(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if (value is None) != (info.data.get("cert_file") is None):
-            raise ValueError("server.tls.cert_file and server.tls.key_file go together: set both or none")
-        return value
-
-    @field_validator("client_ca_file")
-    @classmethod
-    def _secured(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if value is not None and info.data.get("cert_file") is None:
-            raise ValueError("certificates of clients need TLS: set server.tls.cert_file and key_file")
-        return value
-
-    @field_validator("clients")
-    @classmethod
-    def _clients_have_a_ca(cls, value: dict[str, ApiScope], info: ValidationInfo) -> dict[str, ApiScope]:
-        if value and info.data.get("client_ca_file") is None:
-            raise ValueError("certificates of clients are not verified: set server.tls.client_ca_file")
-        return value
 
 
 class ServerConfig(Section):
@@ -351,7 +360,7 @@ class ServerConfig(Section):
 
     unix_socket: Path | None = None
     """Serve the API on this socket (mode 0600) instead of TCP."""
-    tokens: Annotated[list[TokenConfig], Field(max_length=256)] = []
+    tokens: Annotated[list[TokenConfig], Field(max_length=256), UniqueNames] = []
     """Bearer tokens. If there are any, ``/v1`` and ``/metrics`` of the API need one, also on loopback and the
     socket."""
     tls: TlsConfig = TlsConfig()
@@ -363,14 +372,6 @@ class ServerConfig(Section):
     metrics_listen: str | None = None
     """``host:port`` of a second, read-only listener with nothing but ``/metrics``, ``/healthz`` and ``/readyz``, for
     Prometheus and the kubelet. It may bind any address."""
-
-    @field_validator("tokens")
-    @classmethod
-    def _unique_names(cls, value: list[TokenConfig]) -> list[TokenConfig]:
-        twice = sorted(name for name, times in Counter(token.name for token in value).items() if times > 1)
-        if twice:
-            raise ValueError(f"each token needs its own name; named twice: {', '.join(twice)}")
-        return value
 
     @field_validator("tls")
     @classmethod
@@ -411,6 +412,12 @@ class ThrottleConfig(Section):
     one second's bytes."""
 
 
+_ALL_OF_CONTROL_TLS = needs_key(
+    "cert_file", "control.tls.cert_file, control.tls.key_file and control.tls.ca_file go together: set all or none",
+    both=True,
+)  # fmt: skip
+
+
 class ControlTlsConfig(Section):
     """TLS 1.3 of the control channel: daemon and ranks show each other a certificate. The files are read again when
     they change, for new connections."""
@@ -418,19 +425,10 @@ class ControlTlsConfig(Section):
     cert_file: Path | None = None
     """The daemon's certificate chain, PEM, for the name or address by which the ranks reach it. Without it the channel
     has no TLS."""
-    key_file: Annotated[Path | None, Field(validate_default=True)] = None
+    key_file: Annotated[Path | None, _ALL_OF_CONTROL_TLS, Field(validate_default=True)] = None
     """Private key of the certificate, PEM, without a passphrase."""
-    ca_file: Annotated[Path | None, Field(validate_default=True)] = None
+    ca_file: Annotated[Path | None, _ALL_OF_CONTROL_TLS, Field(validate_default=True)] = None
     """CA of the ranks' certificates, PEM. Give each job its own: any holder of a certificate of it may be a rank."""
-
-    @field_validator("key_file", "ca_file")
-    @classmethod
-    def _all_or_none(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if (value is None) != (info.data.get("cert_file") is None):
-            raise ValueError(
-                "control.tls.cert_file, control.tls.key_file and control.tls.ca_file go together: set all or none"
-            )
-        return value
 
 
 class ControlConfig(Section):

@@ -18,12 +18,12 @@ from flexd.control.daemon.migration import MigrationState
 from flexd.control.daemon.pusher import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.supervision import Supervisor, fault_point
-from flexd.daemon.config_file import control_options, make_cluster, make_source, sketch_settings
+from flexd.daemon.config_file import control_options, make_source, sketch_settings
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.autoplan import AutoPlanner, DriftMonitor
 from flexd.operations.decisions import DecisionFile, StateDatabase
-from flexd.operations.executions import Executions, RollbackRecovery
-from flexd.operations.history import EffectRecorder, MigrationHistory
+from flexd.operations.executions import Executions
+from flexd.operations.history import MigrationHistory
 from flexd.operations.live_plan import LivePrices, PlanMaker
 from flexd.operations.planning import Planning
 from flexd.operations.training_monitor import TrainingMonitor
@@ -100,7 +100,6 @@ class DaemonComponents:
     ) -> None:
         keyspace = config.keyspace()
         directory = config.state.dir
-        cluster = make_cluster(config)
         control = replace(control_options(config), takes_tables=takes_tables)
         self.training = TrainingMonitor(len(keyspace.tables))
         self._journal = PlacementJournal(directory / "placement")
@@ -120,42 +119,40 @@ class DaemonComponents:
             work=work,
             start_empty=config.state.on_unusable == "reset",
         )
-        tap = source if isinstance(source, TapSource) else None
         throttle = Throttle(ThrottleLimits(**config.control.throttle.model_dump()))
         self._history = MigrationHistory(state, KEEP_MIGRATIONS, supervisor=supervisor)
-        self._effects = EffectRecorder(self.training.step_times, self._history.record_saving)
         self.coordinator = Coordinator(
-            control, keyspace, self._journal, self._take_report, self._on_event, tap, throttle, supervisor,
+            control, keyspace, self._journal, self._take_report, self._on_event,
+            source if isinstance(source, TapSource) else None, throttle, supervisor,
         )  # fmt: skip
         decisions = DecisionFile(state)
         self.operator = OperatorCommands(config.control, decisions, self._history, self.coordinator, throttle)
-        moves = self._history.newest_moves(1)
-        self._executions = Executions(keyspace, self.coordinator, moves[0].plan_id if moves else "")
-        self._prices = LivePrices(cluster, self.training, self.coordinator)
+        self._executions = Executions(keyspace, self.coordinator, self._history, decisions)
+        self._prices = LivePrices(config.topology.cluster(), self.training, self.coordinator)
         maker = PlanMaker(
             config.planner, keyspace, self._prices, self.ingestor.profile, self.coordinator, self.training
         )
         self.drift = DriftMonitor(maker, self.coordinator, self._executions, supervisor)
-        samples_kept = config.sketch.coaccess_memory_bytes > 0
         planning = Planning(
             config, maker, self.coordinator, self._executions, self.drift.planned, self.operator.record_withheld,
-            AffinityMonitor(keyspace, self.ingestor.sketches.coaccess, supervisor) if samples_kept else None,
+            AffinityMonitor(keyspace, self.ingestor.sketches.coaccess, supervisor)
+            if config.sketch.coaccess_memory_bytes
+            else None,
         )  # fmt: skip
-        late = RollbackRecovery(self._executions, self._history, self.coordinator, decisions)
         self._verifier = Verifier(maker, self._executions, self.coordinator, decisions, self._history)
         self.auto = AutoPlanner(
-            config.planner, planning, self.drift, self.coordinator.live, late.resume, self._verifier
-        )
+            config.planner, planning, self.drift, self.coordinator.live, self._executions.resume_rollback,
+            self._verifier,
+        )  # fmt: skip
         self.inspect = Components(
             config, keyspace, self.ingestor, self.coordinator, planning, self.training, self.drift,
-            self.auto, throttle, self._history, self._effects,
+            self.auto, throttle, self._history,
         )  # fmt: skip
         self._stopping = threading.Event()
         self._recording = threading.Lock()
         self.planning = PlanCommands(keyspace, planning, self.auto, self.coordinator, self._stopping, self.operator)
         self.migrations = MigrationCommands(
-            self._executions, self._history, self.coordinator, self.auto, self._stopping, late, decisions,
-            self._effects,
+            self._executions, self._history, self.coordinator, self.auto, self._stopping, decisions,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -194,7 +191,6 @@ class DaemonComponents:
         self._record_migrations()
         budget.stop_part("ingest", self.ingestor.stop, reserve=after - INGEST_SHARE)
         budget.stop_part("drift", self.drift.stop, reserve=HISTORY_SHARE + SERVER_SHARE)
-        self._effects.store()
         budget.stop_part("history", self._history.stop, reserve=SERVER_SHARE)
         self._journal.close()
 
@@ -209,17 +205,14 @@ class DaemonComponents:
         """Record what has become of migrations since the last call."""
         with self._recording:
             while (event := self.coordinator.next_event()) is not None:
-                # First the migration, to which its effect refers.
                 self._history.record_migration(event.migration.record)
                 self._executions.on_migration(event)
-                self._effects.on_migration(event)
                 if event.transition is not None and event.transition.after is MigrationState.COMMITTED:
                     self.ingestor.snapshots.request()
 
     def _on_event(self, name: str, fields: Mapping[str, object]) -> None:
         if name == "epoch_live":
             self._record_migrations()
-            self._effects.end_generation()
             self.training.new_generation()
         elif name == "tap_urgent":
             self.ingestor.snapshots.request()

@@ -35,10 +35,6 @@ from flexd.core.supervision import set_up_logging
 from flexd.operations.decisions import NAME, StateDatabase
 from flexd.sketch.table_sketch import SketchSettings
 from flexd.stream.types import OffsetsInWork, Source
-from flexd.topology.cluster import Cluster
-from flexd.topology.files import load_cluster, load_preset
-
-DEFAULT_PRESET = "azure-a100-200g"
 
 
 def make_source(config: Config, work: OffsetsInWork | None = None) -> Source:
@@ -69,18 +65,6 @@ def make_source(config: Config, work: OffsetsInWork | None = None) -> Source:
     return SyntheticSource([(table.name, table.rows) for table in config.tables], source)
 
 
-def make_cluster(config: Config) -> Cluster:
-    """Return the cluster description of ``topology``.
-
-    Raises:
-        TopologyError: the preset is not known, or the file cannot be read or is malformed.
-    """
-    topology = config.topology
-    if topology.file is not None:
-        return load_cluster(topology.file)
-    return load_preset(topology.preset or DEFAULT_PRESET)
-
-
 def sketch_settings(config: Config) -> SketchSettings:
     sketch, source = config.sketch, config.stream.source
     return SketchSettings(
@@ -105,12 +89,11 @@ def control_options(config: Config) -> ControlOptions:
         tls = TlsFiles(given.cert_file, given.key_file, given.ca_file)
         # An error before anything is started.
         TlsContext(tls, server_side=True)
-    secret = None if secret_file is None else KeyFile(secret_file, "control.secret_file")
     return ControlOptions(
         job=config.job,
         listen_host=control.listen_host,
         listen_port=control.listen_port,
-        secret=secret,
+        secret=None if secret_file is None else KeyFile(secret_file, "control.secret_file"),
         tls=tls,
         timeout_seconds=control.timeout_seconds,
         chunks=ChunkLimits(rows=control.chunk_rows, bytes=control.chunk_bytes),
@@ -218,14 +201,20 @@ class ConfigFile:
         """
         with self._lock:
             try:
-                report = self._reload(apply)
+                path, wanted, merged = self._read()
+                if merged.applied:
+                    apply(merged.effective)
             except FlexdError as error:
                 self._outcomes["rejected"] += 1
                 self._problem = str(error)
                 logger.error("config reload: rejected, the old one stays: %s", error)
                 raise
+            report = _report(path, self.config, wanted, merged)
+            if any(key.startswith("log.") for key in merged.applied):
+                set_up_logging(self.config.job, merged.effective.log.level, merged.effective.log.format)
+            self.config, self._pending = merged.effective, merged.pending
+            self._read_unix_seconds, self._problem = time.time(), ""
             self._outcomes["applied" if report.applied else "unchanged"] += 1
-            self._problem = ""
             logger.info(
                 "config reload: applied %s; pending a restart: %s", ", ".join(report.applied) or "nothing",
                 ", ".join(report.pending) or "nothing",
@@ -246,17 +235,6 @@ class ConfigFile:
             if merged.applied:
                 check(merged.effective)
             return _report(path, self.config, wanted, merged, dry_run=True)
-
-    def _reload(self, apply: Callable[[Config], None]) -> ReloadReport:
-        path, wanted, merged = self._read()
-        if merged.applied:
-            apply(merged.effective)
-            if any(key.startswith("log.") for key in merged.applied):
-                set_up_logging(self.config.job, merged.effective.log.level, merged.effective.log.format)
-        report = _report(path, self.config, wanted, merged)
-        self.config, self._pending = merged.effective, merged.pending
-        self._read_unix_seconds = time.time()
-        return report
 
     def _read(self) -> tuple[Path, Config, Merged]:
         """Return the path, the file's configuration, and its merge with the running one."""

@@ -75,10 +75,8 @@ class Daemon:
         self._takes_tables = not config.tables
         self._started = ProcessStart()
         self.supervisor = Supervisor()
-        self._loop_watch = self.supervisor.watch("loop")
-        self._planning_watch = self.supervisor.watch("loop", "planning")
-        self._tables_watch = self.supervisor.watch("loop", "tables")
-        self._status_watch = self.supervisor.watch("loop", "status")
+        works = ("", "planning", "tables", "status")
+        self._watches = {work: self.supervisor.watch("loop", work) for work in works}
         # Looked at between two ticks. No ``threading.Event``: a signal handler that runs inside ``Event.wait``, which
         # holds the event's lock, would block for ever in ``Event.set``.
         self._stop_requested = self._reload_requested = False
@@ -145,7 +143,7 @@ class Daemon:
             while not self._stop_requested and not self.supervisor.fatal:
                 if self._reload_requested:
                     self._reload_requested = False
-                    self._loop_watch.attempt(self._reload_quietly)
+                    self._watches[""].attempt(self._reload_quietly)
                 self.tick()
                 time.sleep(TICK_SECONDS)
         finally:
@@ -169,13 +167,13 @@ class Daemon:
         if self._seen is not None:
             if time.monotonic() >= self._look_at:
                 self._look_at = time.monotonic() + LOOK_SECONDS
-                self._loop_watch.attempt(self._look)
+                self._watches[""].attempt(self._look)
         else:
-            self._loop_watch.attempt(self._work)
+            self._watches[""].attempt(self._work)
             if self._components is not None and self._components.operator.paused is None:
-                self._planning_watch.attempt(self._components.auto.tick)
+                self._watches["planning"].attempt(self._components.auto.tick)
         if time.monotonic() >= self._renew_at:
-            self._status_watch.attempt(self.renew_status)
+            self._watches["status"].attempt(self.renew_status)
 
     def _work(self) -> None:
         proposed = None
@@ -187,7 +185,7 @@ class Daemon:
         else:  # neither could be started after the last take-over
             self._learn()
         if proposed is not None:
-            self._tables_watch.attempt(lambda: self._take_over(proposed))
+            self._watches["tables"].attempt(lambda: self._take_over(proposed))
 
     def stop(self, seconds: float) -> bool:
         """Stop every part. Returns whether all ended within the deadline.
@@ -195,8 +193,8 @@ class Daemon:
         The API stops last, so that the shutdown can be observed.
         """
         self._stop_requested = True
-        self._status_watch.attempt(self.renew_status)
-        for watch in (self._loop_watch, self._planning_watch, self._tables_watch, self._status_watch):
+        self._watches["status"].attempt(self.renew_status)
+        for watch in self._watches.values():
             watch.rest()
         budget = ShutdownBudget(seconds)
         self._stop_learning()

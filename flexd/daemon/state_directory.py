@@ -12,15 +12,13 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from flexd.config.model import Config
 from flexd.control.daemon import journal
 from flexd.core import units
-from flexd.core.durable import UNUSABLE, replace_file, sync_directory
+from flexd.core.durable import UNUSABLE, replace_file
 from flexd.core.errors import SketchError, SnapshotError, StateLockedError, StateVersionError, UnusableStateError
 from flexd.core.model import ALWAYS, DETAIL, HIDDEN, Model, Show
 from flexd.core.supervision import fault_point
@@ -108,78 +106,56 @@ def open_state(directory: Path, job: str) -> StateLock:
         ) from error
     lock = StateLock(directory)
     try:
-        check_owner(directory, job)
-        if _owner(directory) is None:
-            _write_owner(directory, job)
+        marked = check_owner(directory, job)
     except BaseException:
         lock.release()
         raise
+    try:
+        if not marked:
+            replace_file(directory / JOB_FILE, [f"{job}\n".encode()])
+    except SnapshotError as error:
+        # A full disk does not prevent the start; the next one tries again.
+        logger.warning("the state is not marked as that of job %r: %s", job, error)
     return lock
 
 
-def check_owner(directory: Path, job: str) -> None:
-    """Raise UnusableStateError if the directory has the state of another job. Changes nothing."""
-    owner = _owner(directory)
-    if owner is not None and owner != job:
+def check_owner(directory: Path, job: str) -> bool:
+    """Return whether the directory is marked as that of this job. Changes nothing.
+
+    Raises:
+        UnusableStateError: it has the state of another job, or that cannot be read.
+    """
+    path = directory / JOB_FILE
+    try:
+        owner = path.read_text(errors="replace").removesuffix("\n")
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise UnusableStateError(f"{path} cannot be read: {error.strerror}", remedy="check its permissions") from error
+    if owner != job:
         raise UnusableStateError(
             f"state.dir: {directory} has the state of job {owner!r}, not of {job!r}",
             remedy=f"give job {job!r} a state.dir of its own, or move this one away if job {owner!r} has ended",
         )
-
-
-def _owner(directory: Path) -> str | None:
-    path = directory / JOB_FILE
-    try:
-        return path.read_text(errors="replace").removesuffix("\n")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UnusableStateError(f"{path} cannot be read: {error.strerror}", remedy="check its permissions") from error
-
-
-def _write_owner(directory: Path, job: str) -> None:
-    try:
-        replace_file(directory / JOB_FILE, [f"{job}\n".encode()])
-    except SnapshotError as error:
-        # A full disk does not prevent the start; the next one tries again.
-        logger.warning("the state is not marked as that of job %r: %s", job, error)
+    return True
 
 
 logger = logging.getLogger("flexd")
 
 
-@dataclass(frozen=True)
-class VersionedFile:
-    """A file of the state directory that has a format version.
-
-    Attributes:
-        name: path within the directory.
-        side_files: suffixes of files that belong to it.
-        check: raises StateVersionError if the file at a path is of a newer format.
-    """
-
-    name: str
-    check: Callable[[Path], None]
-    side_files: tuple[str, ...] = ()
+FILES = {"placement/placement.journal": journal.check_version, decisions.NAME: decisions.check_version}
+"""Files that have a format version, and what raises StateVersionError if one is of a newer format."""
 
 
-FILES = (
-    VersionedFile("placement/placement.journal", journal.check_version),
-    VersionedFile(decisions.NAME, decisions.check_version, decisions.SIDE_FILES),
-)
-
-
-def newer_files(state_dir: Path) -> dict[VersionedFile, str]:
-    """Return the files of a newer format, with what is wrong in words."""
+def newer_files(state_dir: Path) -> dict[str, str]:
+    """Return the files of a newer format by name, with what is wrong in words."""
     found = {}
-    for file in FILES:
-        path = state_dir / file.name
-        if not path.is_file():
-            continue
+    for name, check in FILES.items():
         try:
-            file.check(path)
+            if (state_dir / name).is_file():
+                check(state_dir / name)
         except StateVersionError as error:
-            found[file] = str(error)
+            found[name] = str(error)
     return found
 
 
@@ -195,26 +171,9 @@ def check_files(state_dir: Path, *, start_empty: bool) -> None:
     found = newer_files(state_dir)
     if found and not start_empty:
         raise UnusableStateError("; ".join(found.values()), remedy=UNUSABLE_REMEDY)
-    for file, problem in found.items():
-        logger.error("%s: it is now %s%s", problem, file.name, UNUSABLE)
-        mark_unusable(state_dir, file)
-
-
-def mark_unusable(state_dir: Path, file: VersionedFile) -> None:
-    """Rename a file and what belongs to it, so that a start does without it.
-
-    Raises:
-        SnapshotError: it cannot be renamed.
-    """
-    path = state_dir / file.name
-    try:
-        # The side files first: SQLite would apply a log that stays to the next file of that name.
-        for side in (*file.side_files, ""):
-            with contextlib.suppress(FileNotFoundError):
-                Path(f"{path}{side}").replace(f"{path}{UNUSABLE}{side}")
-        sync_directory(path.parent)
-    except OSError as error:
-        raise SnapshotError(f"{path} cannot be renamed: {error.strerror}", remedy="check its permissions") from error
+    for name, problem in found.items():
+        logger.error("%s: it is now %s%s", problem, name, UNUSABLE)
+        decisions.set_aside(state_dir / name)
 
 
 LOCK_WAIT_SECONDS = 3.0
@@ -363,9 +322,9 @@ def _reset(config: Config, directory: Path, keep_positions: bool) -> list[str]:
         store.mark_unusable(path)
         moved.append(path.name)
         fault_point("reset.moved")
-    for file in newer_files(directory):
-        mark_unusable(directory, file)
-        moved.append(file.name)
+    for name in newer_files(directory):
+        decisions.set_aside(directory / name)
+        moved.append(name)
     return moved
 
 

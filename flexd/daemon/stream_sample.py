@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from flexd.config.model import Config
 from flexd.config.sections import KafkaSourceConfig, TapSourceConfig
@@ -23,20 +22,11 @@ SAMPLE_BYTES = 2**26
 _LOOK_SECONDS = 0.2
 
 
-@dataclass(frozen=True)
-class CountedSource:
-    """Attributes:
-    profile: of what was read or counted.
-    coaccess: training samples, with the rows that occur together; None if none are known.
-    """
+def read_source(config: Config, seconds: float) -> tuple[Profile, CoAccess | None]:
+    """Return the profile of the configured source, and training samples with the rows that occur together.
 
-    profile: Profile
-    coaccess: CoAccess | None
-
-
-def read_source(config: Config, seconds: float) -> CountedSource:
-    """Return what is known of the configured source: of a stream what ``read_sample`` reads in ``seconds``, with
-    samples of rows that occur together, of a tap what the job's daemon had counted at its newest snapshot.
+    Of a stream it is what ``read_sample`` reads in ``seconds``, of a tap what the job's daemon had counted at its
+    newest snapshot. A tap sends no samples.
 
     Raises:
         ConfigError: a file of options cannot be read.
@@ -60,10 +50,10 @@ def read_source(config: Config, seconds: float) -> CountedSource:
         )
     if not counted.sketches.samples:
         raise StreamError(f"{counted.path}: no access was counted yet", remedy="wait until the ranks' taps have sent")
-    return CountedSource(counted.sketches.profile(), None)  # a tap sends no samples
+    return counted.sketches.profile(), None  # a tap sends no samples
 
 
-def read_sample(config: Config, seconds: float) -> CountedSource:
+def read_sample(config: Config, seconds: float) -> tuple[Profile, CoAccess | None]:
     """Read the configured source for so long, or to its present end if that comes first.
 
     A topic is read in a consumer group of its own, so that no partition is taken from a daemon, and nothing is
@@ -102,4 +92,4 @@ def read_sample(config: Config, seconds: float) -> CountedSource:
             + ("; ".join(text for _, text in problems) or "the stream has no messages"),
             remedy="check stream.source, or read for longer",
         )
-    return CountedSource(profile, coaccess)
+    return profile, coaccess

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flexd.core.keyspace import KeySpace
-from flexd.core.node_map import NodeMap
 from flexd.core.placement import Placement, RankLayout
 from flexd.core.supervision import Supervisor
 from flexd.planner.affinity.outlook import CONTINUE_WITHIN, MIN_SAVING, AffinityOutlook, AffinityPlan, plan_affinity
 from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.affinity.window import sampled_window
-from flexd.planner.model.cost import PredictedRange
 from flexd.planner.moves import MoveRoom, placed_homes, rehomed_placement
 from flexd.planner.plan import Plan
 from flexd.sketch.coaccess import CoAccess
@@ -58,25 +56,9 @@ class LearntHomes:
 
     def moves_from(self, live: Placement | None) -> WantedMoves | None:
         """Return where rows are to live, if they live now where they lived when this was learnt."""
-        if live is None or self.live is None:
+        if live is None or self.live is None or live.rehomed.digest() != self.live.rehomed.digest():
             return None
-        now, then = live.rehomed, self.live.rehomed
-        same = np.array_equal(now.keys, then.keys) and np.array_equal(now.tiers, then.tiers)
-        return self.moves if same else None
-
-
-@dataclass(frozen=True)
-class UserNodes:
-    """The node of each user, of the newest learning.
-
-    Attributes:
-        number: of the learning.
-        share: of the chain's bytes that is left with it; None if it is not known.
-    """
-
-    number: int
-    users: NodeMap
-    share: PredictedRange | None
+        return self.moves
 
 
 def _anywhere(homes: NodeHomes) -> NodeHomes:
@@ -90,6 +72,9 @@ class AffinityMonitor:
         coaccess: returns the co-access sample; None if none is kept.
         supervisor: of the process; records the faults of the thread.
         wait_seconds: longest time that ``refresh`` waits.
+
+    Attributes:
+        newest: the result of the newest learning; None before the first, without a sample, and with one node.
     """
 
     def __init__(
@@ -107,12 +92,12 @@ class AffinityMonitor:
         self._idle = threading.Event()
         self._idle.set()
         self._learnings = 0
-        self._newest: LearntHomes | None = None
+        self.newest: LearntHomes | None = None
 
     @property
     def outlook(self) -> AffinityOutlook | None:
         """Return what the newest homes would win; None before the first, without a sample, and with one node."""
-        newest = self._newest
+        newest = self.newest
         return None if newest is None else newest.outlook
 
     def refresh(
@@ -137,7 +122,7 @@ class AffinityMonitor:
             room: for rows that move; None: every row may.
         """
         if layout.nodes < 2:
-            self._newest = None
+            self.newest = None
             return None, None
         chain = plan.costs.baselines["two_hop"]
         transfer = float(chain.transfer_seconds[:, :, INTER].sum())
@@ -147,7 +132,7 @@ class AffinityMonitor:
             try:
                 learnt = self._learn(layout, accesses_per_step, horizon_steps, live, room, transfer, exposed)
                 with self._lock:
-                    self._newest = learnt
+                    self.newest = learnt
             finally:
                 self._idle.set()
 
@@ -163,7 +148,7 @@ class AffinityMonitor:
                 self._idle.set()
                 raise
         ended = self._idle.wait(self._wait_seconds)
-        newest = self._newest
+        newest = self.newest
         if newest is None or newest.layout != layout:
             return (None if ended and newest is None else AffinityOutlook.first()), None
         return newest.outlook, newest.moves_from(live)
@@ -184,7 +169,7 @@ class AffinityMonitor:
         window = sampled_window(
             sampled, self._keyspace, horizon_steps=horizon_steps, accesses_per_step=accesses_per_step
         )
-        newest = self._newest
+        newest = self.newest
         before = newest.plan if newest is not None and newest.layout == layout else None
         if before is not None and live is not None:
             before = replace(before, homes=placed_homes(before.homes, live, layout))
@@ -212,16 +197,9 @@ class AffinityMonitor:
             return WantedMoves(live.rehomed, 0.0)
         return WantedMoves(Placement.empty(), exposed_seconds * (placed - alone))
 
-    def user_nodes(self) -> UserNodes | None:
-        """Return the node of each user; None if none is known."""
-        newest = self._newest
-        if newest is None or newest.plan.users is None:
-            return None
-        return UserNodes(newest.number, newest.plan.users, newest.plan.forecast.by_user)
-
     def home_of(self, key: int) -> tuple[int, float] | None:
         """Return (node in which a row would live, share of its touches that come from there); None if not sampled."""
-        newest = self._newest
+        newest = self.newest
         if newest is None:
             return None
         homes = newest.plan.homes

@@ -13,14 +13,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
-from zoneinfo import ZoneInfo
+from dataclasses import replace
 
 from flexd.config.sections import PlannerConfig, WindowConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import LiveTopology
-from flexd.control.daemon.migration import Migration, MigrationState
+from flexd.control.daemon.migration import Migration, MigrationRecord, MigrationState
 from flexd.core.errors import FlexdError
 from flexd.core.placement import Tier
 from flexd.core.supervision import Backoff, Supervisor, fault_point
@@ -164,50 +162,13 @@ _LOOK_AHEAD_MINUTES = 15 * 24 * 60
 _DAY_SECONDS = 86_400
 
 
-@dataclass(frozen=True)
-class Window:
-    """A daily period on some days of the week, in local time of a time zone.
-
-    Where clocks are set back, both occurrences of the repeated hour are inside; a skipped hour is never inside.
-
-    Attributes:
-        days: days on which the window begins, 0 (Monday) to 6.
-        start_minute: minute of the day, 0 to 1440.
-        end_minute: minute of the day, excluded; before ``start_minute`` it is on the next day.
-        zone: IANA time zone.
-        forbids: whether automatic migrations are forbidden inside; else they are allowed.
-    """
-
-    days: frozenset[int]
-    start_minute: int
-    end_minute: int
-    zone: ZoneInfo
-    forbids: bool = False
-
-    @staticmethod
-    def of(config: WindowConfig) -> Window:
-        start, end = (int(text[:2]) * 60 + int(text[3:]) for text in (config.start, config.end))
-        days = frozenset(config.day_numbers())
-        return Window(days, start, end, ZoneInfo(config.time_zone), config.kind == "forbid")
-
-    def contains(self, unix_seconds: float) -> bool:
-        """Return whether the time is inside; the end is not."""
-        local = datetime.fromtimestamp(unix_seconds, self.zone)
-        minute = local.hour * 60 + local.minute
-        today, yesterday = local.weekday() in self.days, (local.weekday() - 1) % 7 in self.days
-        if self.start_minute < self.end_minute:
-            return today and self.start_minute <= minute < self.end_minute
-        return (today and minute >= self.start_minute) or (yesterday and minute < self.end_minute)
-
-
 class Calendar:
     """All windows. Automatic migrations may start inside an allowing window (always, if there is none), and never
     inside a forbidding one."""
 
-    def __init__(self, configs: Sequence[WindowConfig] = ()) -> None:
-        windows = [Window.of(config) for config in configs]
-        self._allowing = [window for window in windows if not window.forbids]
-        self._forbidding = [window for window in windows if window.forbids]
+    def __init__(self, windows: Sequence[WindowConfig] = ()) -> None:
+        self._allowing = [window for window in windows if window.kind == "allow"]
+        self._forbidding = [window for window in windows if window.kind == "forbid"]
         self._found: tuple[float, float, float | None] | None = None
         """From when to when the newest answer of ``next_change`` holds, and the answer."""
 
@@ -346,9 +307,8 @@ class FailureBackoff:
     def __init__(self) -> None:
         self._newest: Migration | None = None
         self._backoff = Backoff(FIRST_SECONDS, LONGEST_SECONDS)
+        self._failed: MigrationRecord | None = None
         self._until = 0.0
-        self._failure: tuple[str, int | None] = ("", None)
-        """Reason of the failure, and the topology generation of the migration."""
 
     def observe(self, migration: Migration | None, now: float) -> None:
         """Record the newest migration once it has ended.
@@ -361,24 +321,23 @@ class FailureBackoff:
         self._newest = migration
         if migration.state is MigrationState.COMMITTED:
             self._backoff.reset()
-            self._until = now
+            self._failed = None
         elif migration.state is MigrationState.FAILED:
             if migration.record.chunks_applied:
-                self._backoff = Backoff(FIRST_SECONDS, LONGEST_SECONDS)
-            self._failure = (
-                f"migration {migration.migration_id} failed: {migration.record.problem}",
-                migration.record.generation,
-            )
-            self._until = now + self._backoff.seconds()
+                self._backoff.reset()
+            self._failed, self._until = migration.record, now + self._backoff.seconds()
 
     def seconds(self, now: float, generation: int) -> float:
         """Return the rest of the wait, for ranks of this topology generation; 0 if there is none."""
-        return max(0.0, self._until - now) if self._failure[1] in (None, generation) else 0.0
+        of_these_ranks = self._failed is not None and self._failed.generation in (None, generation)
+        return max(0.0, self._until - now) if of_these_ranks else 0.0
 
     def reason(self, now: float, generation: int) -> str:
         """Return why no plan is made now; empty if there is no reason."""
-        seconds = self.seconds(now, generation)
-        return f"{self._failure[0]} (tried again by itself in {seconds:.0f} s)" if seconds else ""
+        failed, seconds = self._failed, self.seconds(now, generation)
+        if failed is None or not seconds:
+            return ""
+        return f"migration {failed.migration_id} failed: {failed.problem} (tried again by itself in {seconds:.0f} s)"
 
 
 class AutoPlanner:
@@ -436,24 +395,20 @@ class AutoPlanner:
             return
         try:
             proposal = self._planning.propose(due)
-            held = self._held_back(proposal.plan)
-            if held and not proposal.withheld:
-                if held != self._logged:
-                    logger.info("plan %s (%s) is proposed only: %s", proposal.plan.plan_id, due.reason, held)
-                self._logged, self.refusal = held, ""
-                self.triggers.plan_made(due, live.generation)
-                return
-            if due.held and len(proposal.plan.delta) and not proposal.withheld:
-                logger.info("plan %s (%s) is proposed only: %s", proposal.plan.plan_id, due.reason, due.held)
-            else:
+            moves = len(proposal.plan.delta) > 0 and not proposal.withheld
+            held_back = self._held_back(proposal.plan) if moves else ""
+            held = held_back or (due.held if moves else "")
+            if not held:
                 self._planning.execute(proposal)
+            elif held != self._logged:
+                logger.info("plan %s (%s) is proposed only: %s", proposal.plan.plan_id, due.reason, held)
         except FlexdError as error:
             # The remedy identifies the cause: figures in the message change with every attempt.
             if error.remedy != self._logged:
                 logger.info("no plan: %s", error)
             self._logged, self.refusal = error.remedy, error.message
             return
-        self._logged = self.refusal = ""
+        self._logged, self.refusal = held_back, ""
         self.triggers.plan_made(due, live.generation)
 
     def _held_back(self, plan: Plan) -> str:

@@ -24,14 +24,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from flexd.config.base import describe_faults
 from flexd.config.sections import ThrottleConfig
 from flexd.control.daemon.pusher import ThrottleLimits
-from flexd.core.durable import UNUSABLE
+from flexd.core.durable import UNUSABLE, sync_directory
 from flexd.core.errors import SnapshotError, StateVersionError
 
 NAME = "state.sqlite"
 FORMAT = 2
 """``PRAGMA user_version`` of the file."""
 BUSY_SECONDS = 2.0
-SIDE_FILES = ("-journal",)
 _TABLES = {
     "migrations": "serial INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, document TEXT NOT NULL",
     "actions": "serial INTEGER PRIMARY KEY AUTOINCREMENT, document TEXT NOT NULL",
@@ -123,9 +122,7 @@ class StateDatabase:
             if self._read_only or not _is_unusable(error):
                 raise
             self._close()
-            for suffix in ("", *SIDE_FILES):
-                with contextlib.suppress(FileNotFoundError):
-                    Path(f"{self._path}{suffix}").replace(f"{self._path}{UNUSABLE}{suffix}")
+            set_aside(self._path)
             logger.error(
                 "%s cannot be used (%s): it is kept as *%s; no pause, throttle or rollback is in force",
                 self._path, error, UNUSABLE,
@@ -198,6 +195,22 @@ def _upgrade(connection: sqlite3.Connection, version: int) -> None:
         connection.executescript(f"BEGIN; {steps}; PRAGMA user_version = {FORMAT}; COMMIT")
     except sqlite3.OperationalError as error:
         raise _UnusableFileError(f"it is of format {version} and lacks what that has: {error}") from error
+
+
+def set_aside(path: Path) -> None:
+    """Rename a file, with SQLite's log of it if there is one, so that a start does without it.
+
+    Raises:
+        SnapshotError: it cannot be renamed.
+    """
+    try:
+        # The log first: SQLite would apply one that stays to the next file of that name.
+        for side in ("-journal", ""):
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{path}{side}").replace(f"{path}{UNUSABLE}{side}")
+        sync_directory(path.parent)
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be renamed: {error.strerror}", remedy="check its permissions") from error
 
 
 def check_version(path: Path) -> None:
@@ -334,24 +347,23 @@ class DecisionFile:
 
         A hold outlives the daemon, until a plan of the kind measures no slower. Users' plans are not held.
         """
-        before = self._held(kind)
-        seconds = first_seconds if before is None else max(first_seconds, 2 * before.seconds)
-        seconds = min(seconds, LONGEST_SECONDS)
-        held = HeldPlan(kind=kind, reason=reason, seconds=seconds, until_unix_seconds=unix_seconds + seconds)
-        self.update(held_plans=(*self._others(kind), held))
+        held = self._held()
+        before = held.pop(kind, None)
+        seconds = min(LONGEST_SECONDS, first_seconds if before is None else max(first_seconds, 2 * before.seconds))
+        new = HeldPlan(kind=kind, reason=reason, seconds=seconds, until_unix_seconds=unix_seconds + seconds)
+        self.update(held_plans=(*held.values(), new))
 
     def release(self, kind: str) -> None:
         """Release plans of this kind, and forget their back-off."""
-        if self._held(kind) is not None:
-            self.update(held_plans=self._others(kind))
+        held = self._held()
+        if held.pop(kind, None) is not None:
+            self.update(held_plans=tuple(held.values()))
 
     def held_reason(self, kind: str, unix_seconds: float | None = None) -> str:
         """Return why plans of this kind are held back now; empty if they are not."""
-        held = self._held(kind)
-        unix_seconds = time.time() if unix_seconds is None else unix_seconds
+        held, now = self._held().get(kind), time.time() if unix_seconds is None else unix_seconds
         # A clock that was set back does not extend a hold.
-        left = 0.0 if held is None else min(held.until_unix_seconds - unix_seconds, held.seconds)
-        if held is None or left <= 0:
+        if held is None or min(held.until_unix_seconds - now, held.seconds) <= 0:
             return ""
         until = datetime.fromtimestamp(held.until_unix_seconds, UTC)
         return f"{held.reason}; plans for {kind} wait until {until:%Y-%m-%d %H:%M:%S} UTC"
@@ -360,11 +372,8 @@ class DecisionFile:
         """Return the reasons of all holds in force."""
         return tuple(filter(None, (self.held_reason(held.kind) for held in self.current.held_plans)))
 
-    def _held(self, kind: str) -> HeldPlan | None:
-        return next((held for held in self.current.held_plans if held.kind == kind), None)
-
-    def _others(self, kind: str) -> tuple[HeldPlan, ...]:
-        return tuple(held for held in self.current.held_plans if held.kind != kind)
+    def _held(self) -> dict[str, HeldPlan]:
+        return {held.kind: held for held in self.current.held_plans}
 
     def retry(self) -> None:
         """Repeat a write that failed."""

@@ -57,16 +57,19 @@ class Trigger:
         )  # fmt: skip
 
 
+logger = logging.getLogger("flexd")
+
+_AGAIN = re.compile(r"-\d+$")
+"""Suffix of the id of a rollback that resumes one of an earlier daemon."""
 ROLLBACK = ".rollback"
 """Suffix of a rollback's id, after the id of the migration that it reverts."""
 _KEPT_OPEN = 64
 
 
 class Executions:
-    """Starts and stops migrations. Thread-safe.
+    """Starts and stops migrations, and rolls back those that an earlier daemon left. Thread-safe.
 
-    Args:
-        live_plan_id: id of the plan that the placement comes from, as an earlier daemon knew it.
+    The target of such a rollback comes from the placement journal; a history that cannot be read prevents nothing.
 
     Attributes:
         last, last_plan: the newest migration, and the plan that it carries out; None for a rollback.
@@ -76,16 +79,20 @@ class Executions:
             applied.
     """
 
-    def __init__(self, keyspace: KeySpace, coordinator: Coordinator, live_plan_id: str = "") -> None:
+    def __init__(
+        self, keyspace: KeySpace, coordinator: Coordinator, history: MigrationHistory, decisions: DecisionFile
+    ) -> None:
         self._keyspace = keyspace
         self._coordinator = coordinator
+        self._history = history
+        self._decisions = decisions
         self._lock = threading.Lock()
         self._open: list[Migration] = []
         self.last: Migration | None = None
         self.last_plan: Plan | None = None
         self.migrations: Counter[str] = Counter()
         self.migrated: Counter[str] = Counter()
-        self.live_plan_id = live_plan_id
+        self.live_plan_id = next((moved.plan_id for moved in history.newest_moves(1)), "")
 
     @property
     def migrating(self) -> bool:
@@ -111,34 +118,36 @@ class Executions:
             return migration
 
     def abort(
-        self, reason: str, requested_by: str, rollback: bool, live: LiveTopology | None
+        self, unfinished: list[Migration], reason: str, requested_by: str, back_on: LiveTopology | None
     ) -> tuple[Migration, Migration | None]:
         """Stop the running migration at its next chunk and discard the waiting ones.
 
-        With ``rollback``, start a migration to the placement that the stopped one started from. It is a migration like
-        any other and may be aborted itself. Returns the migration that was running, or else the newest waiting one,
-        and the rollback.
+        Given the ranks to roll back, start a migration to the placement that the stopped one started from. It is a
+        migration like any other and may be aborted itself. Returns the migration that was running, or else the newest
+        waiting one, and the rollback.
+
+        Args:
+            unfinished: as ``unfinished`` returns them.
 
         Raises:
-            ApiError: no migration is unfinished (409), or no rank is registered to roll back (409).
             ControlError: the coordinator is stopping.
         """
-        unfinished = self.unfinished(rollback, live)
         message = f"aborted by {requested_by}" + (f": {reason}" if reason else "")
         for migration in unfinished:
             migration.abort(message)
         stopped = stopped_of(unfinished)
-        if not rollback or live is None:
+        if back_on is None:
             return stopped, None
         # Aborted, it does not start any more: without a base by now it has changed nothing.
         base = self._coordinator.placement() if stopped.base is None else stopped.base
-        return stopped, self.start_rollback(
-            f"{stopped.migration_id}{ROLLBACK}", base, stopped.record.generation,
-            rollback_trigger(stopped.migration_id, reason, requested_by), stopped.record.plan_id,
-        )  # fmt: skip
+        return stopped, self.start_rollback(stopped.record, base, stopped.record.generation, reason, requested_by)
 
     def unfinished(self, rollback: bool, live: LiveTopology | None) -> list[Migration]:
-        """Return the migrations that ``abort`` would end now, oldest first. Raises ApiError as ``abort`` does."""
+        """Return the migrations that an abort would end now, oldest first.
+
+        Raises:
+            ApiError: there is none (409), or no rank is registered to roll back (409).
+        """
         with self._lock:
             unfinished = [migration for migration in self._open if not migration.done]
         if not unfinished:
@@ -150,20 +159,22 @@ class Executions:
         return unfinished
 
     def start_rollback(
-        self, name: str, base: Placement, generation: int | None, trigger: Trigger, plan_id: str
-    ) -> Migration:
+        self, of: MigrationRecord, base: Placement, generation: int | None, reason: str, requested_by: str,
+        *, kind: TriggerKind = TriggerKind.MANUAL, name: str = "",
+    ) -> Migration:  # fmt: skip
         """Start a migration back to the placement ``base``.
 
         Args:
-            name: id of the rollback.
+            of: the migration that it reverts.
             generation: topology generation; the rollback fails if the ranks have another one by then.
-            plan_id: plan of the migration that it reverts.
+            name: id of the rollback, if it is not the usual one.
 
         Raises:
             ControlError: the coordinator is stopping.
         """
-        record = trigger.record(name, plan_id, generation).model_copy(update={"returns_to": base.version})
-        return self.start(record, base)
+        trigger = Trigger(kind, f"rollback of {of.migration_id}: {reason}".rstrip(": "), requested_by)
+        record = trigger.record(name or f"{of.migration_id}{ROLLBACK}", of.plan_id, generation)
+        return self.start(record.model_copy(update={"returns_to": base.version}), base)
 
     def rollback_delta(self, base: Placement | None, live: LiveTopology) -> tuple[Delta, int]:
         """Return the rows that a rollback to ``base`` (None: the current placement) would move if it started now, and
@@ -184,54 +195,13 @@ class Executions:
         if record.chunks_pushed:
             self.live_plan_id = record.plan_id
 
-
-def stopped_of(unfinished: list[Migration]) -> Migration:
-    """Return the running one of migrations, or else the newest waiting one."""
-    started = [migration for migration in unfinished if migration.base is not None]
-    return (started or unfinished)[-1]
-
-
-def no_migration_running() -> ApiError:
-    """Return the error of an abort without an unfinished migration."""
-    return ApiError("no migration is running", status=409, remedy="flexd get history shows those that have ended")
-
-
-def rollback_trigger(migration_id: str, reason: str, requested_by: str) -> Trigger:
-    """Return the trigger of a rollback of the given migration."""
-    return Trigger(TriggerKind.MANUAL, f"rollback of {migration_id}: {reason}".rstrip(": "), requested_by)
-
-
-logger = logging.getLogger("flexd")
-
-_AGAIN = re.compile(r"-\d+$")
-"""Suffix of the id of a rollback that resumes one of an earlier daemon."""
-
-
-class RollbackRecovery:
-    """Starts and resumes rollbacks of interrupted migrations. Thread-safe.
-
-    The target comes from the placement journal; a history that cannot be read prevents nothing.
-    """
-
-    def __init__(
-        self,
-        executions: Executions,
-        history: MigrationHistory,
-        coordinator: Coordinator,
-        decisions: DecisionFile,
-    ) -> None:
-        self._executions = executions
-        self._history = history
-        self._coordinator = coordinator
-        self._decisions = decisions
-
     @property
     def interrupted(self) -> MigrationRecord | None:
         """The migration that an earlier daemon left partially applied, or whose requested rollback had not started.
 
         None once this daemon has started a migration, or if the ranks have changed since.
         """
-        newest = None if self._executions.last is not None else self._coordinator.newest_migration()
+        newest = None if self.last is not None else self._coordinator.newest_migration()
         if newest is None:
             return None
         recorded = self._recorded(newest.migration_id)
@@ -239,7 +209,7 @@ class RollbackRecovery:
         failed = recorded is None or recorded.state is MigrationState.FAILED
         return newest if failed or self._was_requested(newest) else None
 
-    def resume(self) -> bool:
+    def resume_rollback(self) -> bool:
         """Resume a rollback that was requested from an earlier daemon. Returns False if there is none.
 
         Call it when all ranks are ready and before anything is planned.
@@ -248,14 +218,14 @@ class RollbackRecovery:
         if interrupted is None or not (interrupted.returns_to is not None or self._was_requested(interrupted)):
             return False
         try:
-            _, rollback = self.start("the daemon ended before it was done", DAEMON_ACTOR)
+            _, rollback = self.roll_back_interrupted("the daemon ended before it was done", DAEMON_ACTOR)
         except FlexdError as error:
             logger.warning("the rollback of %s cannot be resumed: %s", interrupted.migration_id, error)
             return False
         logger.info("%s resumes the rollback that was requested", rollback.migration_id)
         return True
 
-    def start(self, reason: str, requested_by: str) -> tuple[MigrationRecord, Migration]:
+    def roll_back_interrupted(self, reason: str, requested_by: str) -> tuple[MigrationRecord, Migration]:
         """Roll back the ``interrupted`` migration; if that was a rollback itself, complete it.
 
         Returns the interrupted migration, as far as the journal tells if the history has lost it, and the rollback.
@@ -269,17 +239,14 @@ class RollbackRecovery:
         stopped = self._stopped(interrupted)
         if not self._was_requested(interrupted):
             self._decisions.update(rollback=(interrupted.migration_id,))
-        started = self._executions.start_rollback(
-            self._unused_id(interrupted), base, live.generation,
-            rollback_trigger(interrupted.migration_id, reason, requested_by), interrupted.plan_id,
-        )  # fmt: skip
-        return stopped, started
+        name = self._unused_id(interrupted)
+        return stopped, self.start_rollback(interrupted, base, live.generation, reason, requested_by, name=name)
 
-    def preview(self) -> tuple[MigrationRecord, Placement]:
-        """Return the interrupted migration, and the placement that ``start`` would restore. Changes nothing.
+    def preview_interrupted(self) -> tuple[MigrationRecord, Placement]:
+        """Return the interrupted migration, and the placement that its rollback would restore. Changes nothing.
 
         Raises:
-            ApiError: as in ``start``.
+            ApiError: as in ``roll_back_interrupted``.
         """
         interrupted, base, _ = self._target()
         return self._stopped(interrupted), base
@@ -321,3 +288,14 @@ class RollbackRecovery:
             return self._history.find(migration_id)
         except SnapshotError:
             return None
+
+
+def stopped_of(unfinished: list[Migration]) -> Migration:
+    """Return the running one of migrations, or else the newest waiting one."""
+    started = [migration for migration in unfinished if migration.base is not None]
+    return (started or unfinished)[-1]
+
+
+def no_migration_running() -> ApiError:
+    """Return the error of an abort without an unfinished migration."""
+    return ApiError("no migration is running", status=409, remedy="flexd get history shows those that have ended")

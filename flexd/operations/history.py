@@ -1,21 +1,17 @@
-"""The history of migrations, with their measured effects, and of users' actions: recorded without touching the disk,
+"""The history of migrations, with their verifications, and of users' actions: recorded without touching the disk,
 written by a thread."""
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Literal
 
 from flexd.control.daemon.migration import (
     FINAL_STATES,
     ActionRecord,
-    Migration,
-    MigrationEvent,
     MigrationRecord,
     MigrationState,
     Transition,
@@ -25,7 +21,6 @@ from flexd.control.daemon.migration import (
 from flexd.core.errors import SnapshotError
 from flexd.core.supervision import Supervisor, fault_point
 from flexd.operations.decisions import StateDatabase, Statement
-from flexd.operations.step_times import StepTimes
 
 MAX_WAITING = 4096
 """Limit of entries that wait to be written; beyond it the oldest are lost."""
@@ -40,9 +35,8 @@ ActionKind = Literal["pause", "resume", "throttle", "reload", "override", "withh
 logger = logging.getLogger(__name__)
 
 
-_SAVING = {"measured_saving_seconds", "measured_error_seconds"}
-_LATER = {*_SAVING, "verification"}
-"""Fields of a migration that are recorded after its end, by themselves."""
+_VERIFICATION = {"verification"}
+"""Field of a migration that is recorded after its end, by itself."""
 _UPSERT = (
     "INSERT INTO migrations (id, document) VALUES (?, ?) "
     "ON CONFLICT (id) DO UPDATE SET document = json_patch(document, excluded.document)"
@@ -107,7 +101,7 @@ class MigrationHistory:
 
     def record_migration(self, record: MigrationRecord) -> None:
         """Record a migration as it is now; from any thread."""
-        self._add(_UPSERT, record.migration_id, record.model_dump_json(exclude=_LATER))
+        self._add(_UPSERT, record.migration_id, record.model_dump_json(exclude=_VERIFICATION))
 
     def record_action(self, kind: ActionKind, requested_by: str, reason: str, detail: str = "") -> None:
         """Record an action that is no migration, now; from any thread. A long ``detail`` is truncated."""
@@ -120,14 +114,10 @@ class MigrationHistory:
         )
         self._add("INSERT INTO actions (document) VALUES (?)", action.model_dump_json())
 
-    def record_saving(self, record: MigrationRecord) -> None:
-        """Record the measured saving of a migration recorded before; from any thread."""
-        self._add(_ADD, record.model_dump_json(include=_SAVING), record.migration_id)
-
     def record_verification(self, found: VerificationReport) -> None:
         """Record the verification of a migration recorded before; from any thread."""
         record = MigrationRecord(migration_id=found.migration_id, verification=found)
-        self._add(_ADD, record.model_dump_json(include={"verification"}), found.migration_id)
+        self._add(_ADD, record.model_dump_json(include=_VERIFICATION), found.migration_id)
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until every entry recorded so far is on disk. Returns False at the deadline or if writing fails."""
@@ -253,64 +243,3 @@ class MigrationHistory:
             return False
         self.problem = None
         return True
-
-
-class EffectRecorder:
-    """Records the measured saving of each migration before the next one changes the placement. Thread-safe.
-
-    A migration that pushes no chunk leaves the placement as it is, and the one before it goes on being measured.
-
-    Args:
-        times: step times of the present topology generation.
-        record: receives the record of the migration; must not block.
-    """
-
-    def __init__(self, times: StepTimes, record: Callable[[MigrationRecord], None]) -> None:
-        self._times = times
-        self._record = record
-        self._lock = threading.Lock()
-        self._measured: Migration | None = None
-        """The newest migration that pushed a chunk, as of the newest start."""
-        self._started: Migration | None = None
-
-    def on_migration(self, event: MigrationEvent) -> None:
-        """Record the saving of the migration before one that starts."""
-        if event.transition is None or event.transition.event is not TransitionEvent.START:
-            return
-        self.store()
-        with self._lock:
-            self._measured, self._started = self._newest(), event.migration
-
-    def end_generation(self) -> None:
-        """Record the saving of the newest migration: other ranks train from now on, and their steps do not count."""
-        self.store()
-        with self._lock:
-            self._measured = self._started = None
-
-    def store(self) -> None:
-        """Record the saving of the newest migration, if it is measured."""
-        with self._lock:
-            migration = self._newest()
-        measured = None if migration is None else self.add_to(migration.record)
-        if measured is not None and measured.measured_saving_seconds is not None:
-            self._record(measured)
-
-    def add_to(self, record: MigrationRecord) -> MigrationRecord:
-        """Return the record with its saving as measured by now, if it is of the newest migration that moved rows."""
-        with self._lock:
-            newest = self._newest()
-        if newest is None or newest.migration_id != record.migration_id or not newest.done:
-            return record
-        before, after = (self._times.at_version(at) for at in (record.base_version, record.last_version))
-        if before is None or after is None:
-            return record
-        error = math.hypot(before[1], after[1])
-        saving = {
-            "measured_saving_seconds": before[0] - after[0],
-            "measured_error_seconds": error if math.isfinite(error) else None,
-        }
-        return record.model_copy(update=saving)
-
-    def _newest(self) -> Migration | None:
-        started = self._started
-        return started if started is not None and started.record.chunks_pushed else self._measured

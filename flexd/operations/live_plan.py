@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,7 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec
 from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.operations.affinity import AffinityMonitor
-from flexd.operations.step_times import PHASES, PhaseAverages, phase_values
-from flexd.operations.training_monitor import TrainingMonitor
+from flexd.operations.training_monitor import PHASES, PhaseAverages, TrainingMonitor, phase_values
 from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.drift import Drift, compare_placements
 from flexd.planner.model.prices import Exchange, PriceCorrection
@@ -60,34 +60,27 @@ def exposure(phases: PhaseAverages) -> Exposed:
     return Exposed(forward, backward, sync, max(0.0, phases.cover_seconds))
 
 
-def min_share(exposed: Exposed) -> float:
-    return min(exposed.forward, exposed.backward, exposed.sync)
+_SHARES = attrgetter("forward", "backward", "sync")
 
 
 def differs(known: Exposed, measured: Exposed) -> bool:
     """Return whether prices change by more than noise."""
-    shares = zip(
-        (known.forward, known.backward, known.sync), (measured.forward, measured.backward, measured.sync), strict=True
-    )
-    if any(abs(a - b) > _SHARE_CHANGE for a, b in shares):
+    if any(abs(a - b) > _SHARE_CHANGE for a, b in zip(_SHARES(known), _SHARES(measured), strict=True)):
         return True
-    hidden = min_share(measured) < 1.0
-    larger = max(known.cover_seconds, measured.cover_seconds)
+    larger, hidden = max(known.cover_seconds, measured.cover_seconds), min(_SHARES(measured)) < 1.0
     return hidden and (math.isinf(larger) or abs(known.cover_seconds - measured.cover_seconds) > _COVER_CHANGE * larger)
 
 
 def priced_by(cluster: Cluster, measured: Exposed | None) -> Cluster:
     """Return the cluster with measured exposure instead of that of its file, named in its name."""
-    if measured is None or (min_share(measured) >= 1.0 and min_share(cluster.exposed) >= 1.0):
+    if measured is None or min(*_SHARES(measured), *_SHARES(cluster.exposed)) >= 1.0:
         return cluster
-    shares = (measured.forward, measured.backward, measured.sync)
-    if min_share(measured) >= 1.0:
-        message = "nothing runs beside compute"
-    else:
-        of_shares = ", ".join(
-            f"{name} {share:.2f}" for name, share in zip(("forward", "backward", "sync"), shares, strict=True)
+    message = "nothing runs beside compute"
+    if min(_SHARES(measured)) < 1.0:
+        message = (
+            f"outside compute forward {measured.forward:.2f}, backward {measured.backward:.2f}, "
+            f"sync {measured.sync:.2f}; {1e3 * measured.cover_seconds:.3g} ms cover the rest"
         )
-        message = f"outside compute {of_shares}; {1e3 * measured.cover_seconds:.3g} ms cover the rest"
     return cluster.with_exposed(measured, f"{cluster.name} (measured: {message})")
 
 
@@ -214,7 +207,10 @@ class LivePrices:
         layout = live.layout
         with self._lock:
             if live.generation != self._generation:
-                self._forget(live.generation)
+                # Groups of other sizes, perhaps over other links.
+                self._generation = live.generation
+                self._ranks.clear()
+                self._corrections.clear()
             sums = self._ranks.setdefault(rank, _RankSums(report.exchange.name))
             if report.exchange.name != sums.exchange:
                 # Steps of two exchanges may be in this report.
@@ -227,12 +223,6 @@ class LivePrices:
                 one.steps >= MIN_STEPS and one.seconds >= MIN_SECONDS for one in self._ranks.values()
             ):
                 self._learn(live)
-
-    def _forget(self, generation: int) -> None:
-        """Forget everything learnt: groups of other sizes, perhaps over other links."""
-        self._generation = generation
-        self._ranks.clear()
-        self._corrections.clear()
 
     def _learn(self, live: LiveTopology) -> None:
         layout = live.layout
@@ -262,14 +252,14 @@ class TrainingJob:
 
     Attributes:
         exchange, comm_dtype: of their collections.
-        pooling_at: "requester" or "owner" by name of each pooled table.
+        at_owner: tables that are pooled at the owner; none of their rows is copied or moves.
         passes: forward passes for each step of the optimizer, as the ranks report them. Their gradients are pushed
             once.
     """
 
     exchange: Exchange = Exchange.CHAIN
     comm_dtype: str | None = None
-    pooling_at: Mapping[str, str] = field(default_factory=dict)
+    at_owner: frozenset[str] = frozenset()
     passes: int = 1
 
     @classmethod
@@ -287,7 +277,7 @@ class TrainingJob:
         return cls(
             _EXCHANGES.get(trainer.exchange, _EXCHANGES.get(measured, cls.exchange)),
             trainer.comm_dtype if trainer.comm_dtype in DTYPE_BYTES else None,
-            trainer.pooling_at_by_table(tables),
+            frozenset(name for name, place in trainer.pooling_at_by_table(tables).items() if place == "owner"),
             passes,
         )
 
@@ -295,21 +285,14 @@ class TrainingJob:
     def shape(self) -> TrainingShape:
         return TrainingShape(micro_batches=self.passes, comm_dtype=self.comm_dtype)
 
-    @property
-    def at_owner(self) -> frozenset[str]:
-        """Tables that are pooled at the owner; none of their rows is copied or moves."""
-        return frozenset(name for name, pooling_at in self.pooling_at.items() if pooling_at == "owner")
-
 
 def cheaper_exchange(plan: Plan) -> str:
     """Return the configured name of the cheaper of the chain, with the plan's copies if it is for the chain, and the
     direct exchange with dedup."""
     costs = plan.costs
-    chain, direct = costs.baselines["two_hop"], costs.baselines["row_wise_dedup"]
-    if costs.exchange is Exchange.CHAIN:
-        chain = costs.after
-    else:
-        direct = costs.after
+    planned_chain = costs.exchange is Exchange.CHAIN
+    chain = costs.after if planned_chain else costs.baselines["two_hop"]
+    direct = costs.baselines["row_wise_dedup"] if planned_chain else costs.after
     return "direct" if direct.exposed_seconds < chain.exposed_seconds else "chain"
 
 
@@ -350,9 +333,10 @@ class PlanBasis:
 
     def plan(self, plan_id: str, parent_id: str = "", reason: str = "") -> Plan:
         """Return ``make_plan`` with the configured limits and shape of the training. Raises PlanError."""
+        kept = slots_of_moves(self.topology, self.settings)
+        of_copies = [slots - of_moves for slots, of_moves in zip(self.topology.replica_slots, kept, strict=True)]
         return make_plan(
-            self.profile, self.keyspace, self.topology.layout, self.cluster,
-            slots_of_copies(self.topology, self.settings), self.live,
+            self.profile, self.keyspace, self.topology.layout, self.cluster, of_copies, self.live,
             PlanOrigin(plan_id, parent_id, self.topology.generation, reason, time.time()),
             horizon_steps=self.settings.horizon_steps, shape=self.job.shape, limits=self.limits,
             exchange=self.job.exchange, step_seconds=self.step_seconds,
@@ -391,23 +375,18 @@ class PlanMaker:
         self._coordinator = coordinator
         self._training = training
 
-    def topology(self) -> LiveTopology:
-        """Return the ranks. Raises PlanError if not all are ready."""
-        live = self._coordinator.live()
-        if live is None or not live.ready:
-            raise PlanError(
-                f"no plan without ranks: {self._coordinator.status().reason}",
-                remedy="start the training, or check that it uses this daemon's control address",
-            )
-        return live
-
     def accesses_per_step(self, world_size: int) -> float | None:
         """Return the accesses of the whole job per step with so many ranks; None if not known yet."""
         return self._training.accesses_per_step(world_size) or self.settings.batch_accesses_per_step
 
     def basis(self) -> PlanBasis:
         """Look now. Raises PlanError if not all ranks are ready, or the accesses of a step are not known."""
-        topology = self.topology()
+        topology = self._coordinator.live()
+        if topology is None or not topology.ready:
+            raise PlanError(
+                f"no plan without ranks: {self._coordinator.status().reason}",
+                remedy="start the training, or check that it uses this daemon's control address",
+            )
         per_step = self.accesses_per_step(topology.layout.world_size)
         if not per_step:
             raise PlanError(
@@ -418,9 +397,8 @@ class PlanMaker:
         job = TrainingJob.of(
             topology.trainer, self.keyspace.tables, training.passes_per_step(), training.measured_exchange()
         )
-        placement = self._coordinator.placement()
         return PlanBasis(
-            self.settings, self.keyspace, topology, job, self.prices.cluster, placement,
+            self.settings, self.keyspace, topology, job, self.prices.cluster, self._coordinator.placement(),
             self._profile(per_step, topology.layout), per_step, self._training.step_seconds(),
         )  # fmt: skip
 
@@ -457,12 +435,6 @@ def plan_moves(plan: Plan, basis: PlanBasis, affinity: AffinityMonitor | None) -
         live_fits=len(stays) == len(live.rehomed),
     )  # fmt: skip
     return made, outlook
-
-
-def slots_of_copies(topology: LiveTopology, settings: PlannerConfig) -> list[int]:
-    """Return the replica slots of each dim-group that are not kept for rows that move."""
-    kept = slots_of_moves(topology, settings)
-    return [slots - of_moves for slots, of_moves in zip(topology.replica_slots, kept, strict=True)]
 
 
 def slots_of_moves(topology: LiveTopology, settings: PlannerConfig) -> list[int]:

@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from flexd.config.model import Config
 from flexd.config.sections import MinSavingConfig, PlanGatesConfig
 from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import GateReport, Migration, MigrationRecord
 from flexd.core.errors import ApiError, PlanError
 from flexd.core.placement import Placement
@@ -183,27 +182,6 @@ class Proposals:
         return kept[plan_id]
 
 
-def outdated(
-    proposal: Proposal, topology: LiveTopology | None, placement: Placement, *, migrating: bool, age_seconds: float,
-) -> str:  # fmt: skip
-    """Return why a proposal can no longer be executed, without evaluating the accesses; empty if it can."""
-    if topology is None or not topology.ready:
-        return "not all ranks are ready"
-    generation = proposal.plan.origin.topology_generation
-    if topology.generation != generation:
-        return f"the ranks have changed: it is for topology generation {generation}, they are at {topology.generation}"
-    if migrating:
-        return "a migration is running: it moves what this plan starts from"
-    if placement.version != proposal.live.version or placement.digest() != proposal.live.digest():
-        return (
-            f"the placement has moved on: it starts from version {proposal.live.version}, the ranks are at "
-            f"{placement.version}"
-        )
-    if age_seconds > MAX_AGE_SECONDS:
-        return f"it is {age_seconds:.0f} s old, {MAX_AGE_SECONDS:.0f} s at most"
-    return ""
-
-
 def require_current(outdated: str, plan_id: str) -> None:
     """Raise PlanError if ``outdated`` gives a reason."""
     if outdated:
@@ -320,10 +298,25 @@ class Planning:
 
     def outdated(self, proposal: Proposal) -> str:
         """Return why a proposal can no longer be executed, without evaluating the accesses; empty if it can."""
-        return outdated(
-            proposal, self._coordinator.live(), self._coordinator.placement(), migrating=self.executions.migrating,
-            age_seconds=time.time() - proposal.plan.origin.created_unix_seconds,
-        )  # fmt: skip
+        topology, placement, origin = self._coordinator.live(), self._coordinator.placement(), proposal.plan.origin
+        if topology is None or not topology.ready:
+            return "not all ranks are ready"
+        if topology.generation != origin.topology_generation:
+            return (
+                f"the ranks have changed: it is for topology generation {origin.topology_generation}, they are at "
+                f"{topology.generation}"
+            )
+        if self.executions.migrating:
+            return "a migration is running: it moves what this plan starts from"
+        if placement.version != proposal.live.version or placement.digest() != proposal.live.digest():
+            return (
+                f"the placement has moved on: it starts from version {proposal.live.version}, the ranks are at "
+                f"{placement.version}"
+            )
+        age_seconds = time.time() - origin.created_unix_seconds
+        if age_seconds > MAX_AGE_SECONDS:
+            return f"it is {age_seconds:.0f} s old, {MAX_AGE_SECONDS:.0f} s at most"
+        return ""
 
     def _drifted(self, proposal: Proposal) -> str:
         """Return by how much the target's cost exceeds that of a plan made now; empty up to the drift threshold."""
@@ -384,28 +377,23 @@ class Planning:
             ControlError: the coordinator is stopping.
         """
         plan, trigger = proposal.plan, trigger or proposal.trigger
-        if proposal.withheld and not force:
-            self._withhold(proposal, trigger)
+        self.withheld = "" if force else proposal.withheld
+        if self.withheld:
+            self._settle(plan, "withheld")
+            if not self._withheld_said:
+                self._withheld_said = True
+                self._on_withheld(trigger.requested_by, f"{trigger.reason}: {self.withheld}")
             return None
-        self.withheld = ""
         if len(plan.delta) == 0:
-            self.proposals.remove(plan.plan_id)
-            self._on_executed()
-            self.outcomes["unchanged"] += 1
+            self._settle(plan, "unchanged")
             return None
         migration = self.executions.start(proposal.record(trigger), plan.target, plan)
-        self.proposals.remove(plan.plan_id)
-        self._on_executed()
-        self.outcomes["changed"] += 1
+        self._settle(plan, "changed")
         self.overridden.update(migration.record.overridden_gates)
         self._withheld_said = False
         return migration
 
-    def _withhold(self, proposal: Proposal, trigger: Trigger) -> None:
-        self.withheld = proposal.withheld
-        self.proposals.remove(proposal.plan.plan_id)
+    def _settle(self, plan: Plan, outcome: str) -> None:
+        self.proposals.remove(plan.plan_id)
         self._on_executed()
-        self.outcomes["withheld"] += 1
-        if not self._withheld_said:
-            self._withheld_said = True
-            self._on_withheld(trigger.requested_by, f"{trigger.reason}: {proposal.withheld}")
+        self.outcomes[outcome] += 1

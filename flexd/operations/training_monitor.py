@@ -1,4 +1,5 @@
-"""Reports of the ranks on their steps: summed for metrics and the page, averaged for the planner."""
+"""Reports of the ranks on their steps: summed for metrics and the page, averaged by phase for the planner, and in
+blocks for the verification of plans."""
 
 from __future__ import annotations
 
@@ -7,23 +8,85 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from flexd.control.protocol.report import (
+    PHASE_QUANTITIES,
     SLOW_TABLE_QUANTITIES,
     BatchReport,
     ExchangeReason,
     PlacementState,
     SentBytes,
+    SlowMemoryReport,
+    StepPhase,
     StepReport,
     UsedExchange,
 )
 from flexd.core.usage_warnings import MAX_TEXT, UsageWarningKind, UsageWarningReport
-from flexd.operations.step_times import PHASE_STEPS, PhaseAverages, StepTimes, mean_phases
+
+Float64Array = npt.NDArray[np.float64]
+
+PHASE_STEPS = 50
+"""Averages of a rank cover about this number of its newest steps."""
+PHASES = {phase.value: number for number, phase in enumerate(StepPhase)}
+
+
+def phase_values(report: StepReport) -> Float64Array:
+    """Return float64[phase, quantity] sums of a report, phases as in ``StepPhase``, quantities as in
+    ``PHASE_QUANTITIES``; unknown phases are left out."""
+    values = np.zeros((len(PHASES), len(PHASE_QUANTITIES)))
+    for phase in report.phases.by_phase:
+        if phase.phase in PHASES:
+            values[PHASES[phase.phase]] = [getattr(phase, name) for name in PHASE_QUANTITIES]
+    return values
+
+
+@dataclass(frozen=True)
+class PhaseAverages:
+    """Per step, over about ``PHASE_STEPS`` of the newest steps.
+
+    Attributes:
+        values: float64[phase, quantity], phases as in ``StepPhase``, quantities as in ``PHASE_QUANTITIES``.
+        cover_seconds: compute that could cover collectives beside the training thread.
+    """
+
+    values: Float64Array
+    cover_seconds: float
+
+    @staticmethod
+    def of(report: StepReport, known: PhaseAverages | None) -> PhaseAverages | None:
+        """Return the averages with a report; a report without phases changes nothing."""
+        if report.phases.steps < 1:
+            return known
+        values = phase_values(report) / report.phases.steps
+        cover = report.phases.cover_seconds / report.phases.steps
+        if known is None:
+            return PhaseAverages(values, cover)
+        weight = min(1.0, report.phases.steps / PHASE_STEPS)
+        return PhaseAverages(
+            known.values + weight * (values - known.values),
+            known.cover_seconds + weight * (cover - known.cover_seconds),
+        )
+
+    def quantity(self, name: str) -> Float64Array:
+        """Return float64[phase]."""
+        column: Float64Array = self.values[:, PHASE_QUANTITIES.index(name)]
+        return column
+
+
+def mean_phases(ranks: Iterable[PhaseAverages | None]) -> PhaseAverages | None:
+    """Return the mean over the ranks that have reported phases; None without any."""
+    known = [rank for rank in ranks if rank is not None]
+    if not known:
+        return None
+    return PhaseAverages(
+        np.mean([rank.values for rank in known], axis=0), float(np.mean([rank.cover_seconds for rank in known]))
+    )
+
 
 _KINDS = frozenset(kind.value for kind in UsageWarningKind)
 OTHER = "other"
@@ -47,48 +110,9 @@ class UsageWarningTotal:
     heard_unix_seconds: float
 
 
-class UsageWarningTotals:
-    """Thread-safe, and bounded: one total per kind, one number per rank and kind.
-
-    Args:
-        clock: Unix seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._seen: dict[tuple[int, str], UsageWarningReport] = {}
-        self._totals: dict[str, UsageWarningTotal] = {}
-
-    def add(self, rank: int, reports: Sequence[UsageWarningReport]) -> None:
-        """Add what a rank reports, which counts from the start of its process: the same twice counts once."""
-        if not reports:
-            return
-        with self._lock:
-            for report in reports[: len(_KINDS)]:
-                kind = report.kind if report.kind in _KINDS else OTHER
-                before = self._seen.get((rank, kind))
-                same = before is not None and before.first_unix_seconds == report.first_unix_seconds
-                new = report.count - before.count if same and before is not None else report.count
-                if new <= 0:
-                    continue
-                self._seen[rank, kind] = report
-                total = self._totals.get(kind)
-                self._totals[kind] = UsageWarningTotal(
-                    kind, new + (0 if total is None else total.count), rank, report.text[:MAX_TEXT], self._clock()
-                )
-
-    def totals(self) -> tuple[UsageWarningTotal, ...]:
-        """Return the totals of the kinds that were reported, the newest first."""
-        with self._lock:
-            return tuple(sorted(self._totals.values(), key=lambda total: -total.heard_unix_seconds))
-
-
 INTERVAL_SECONDS = 5.0
 MAX_SAMPLES = 360
 """Half an hour."""
-
-
 NO_STEPS = StepReport(0, 0, PlacementState(0, 0), 0.0, 0.0, (0, 0, 0))
 
 
@@ -119,30 +143,6 @@ class TrafficInterval:
     sums: StepReport
 
 
-class TrafficTimeline:
-    """The newest ``MAX_SAMPLES`` intervals. A report counts in the interval that it arrives in. Thread-safe."""
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._intervals: deque[TrafficInterval] = deque(maxlen=MAX_SAMPLES)
-
-    def add(self, report: StepReport) -> None:
-        now = int(self._clock() // INTERVAL_SECONDS)
-        with self._lock:
-            newest = self._intervals[-1] if self._intervals else None
-            # A clock that was set back must not add intervals before existing ones.
-            if newest is not None and now <= newest.index:
-                self._intervals[-1] = TrafficInterval(newest.index, added(newest.sums, report))
-            else:
-                self._intervals.append(TrafficInterval(now, added(NO_STEPS, report)))
-
-    def intervals(self) -> tuple[TrafficInterval, ...]:
-        """Return the intervals, oldest first; the newest may still grow."""
-        with self._lock:
-            return tuple(self._intervals)
-
-
 HALF_LIFE_SECONDS = 60.0
 """Of what is recent: the share of the steps that waited."""
 _MOST = 2**62
@@ -166,59 +166,6 @@ class SlowMemoryTotals:
     bytes_written: int
     wait_seconds: float
     wait_share: float
-
-
-class SlowMemoryMonitor:
-    """Sums the reports of the ranks. Thread-safe.
-
-    Args:
-        tables: number of the daemon's tables.
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, tables: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lock = threading.Lock()
-        self._clock = clock
-        self._by_table: npt.NDArray[np.int64] | None = None
-        self._tables = tables
-        self._bytes_read = self._bytes_written = 0
-        self._wait_seconds = 0.0
-        self._recent_wait = self._recent_seconds = 0.0
-        self._at = clock()
-
-    def add(self, report: StepReport) -> None:
-        """Add a report of any rank. Tables that the daemon does not have count as not named."""
-        slow = report.slow_memory
-        if slow is None and self._by_table is None:
-            return
-        with self._lock:
-            now = self._clock()
-            decay = 0.5 ** ((now - self._at) / HALF_LIFE_SECONDS)
-            self._at = now
-            self._recent_seconds = self._recent_seconds * decay + report.step_seconds
-            self._recent_wait *= decay
-            if slow is None:
-                return
-            if self._by_table is None:
-                self._by_table = np.zeros((self._tables + 1, len(SLOW_TABLE_QUANTITIES)), dtype=np.int64)
-            for table in slow.tables:
-                row = table.table if 0 <= table.table < self._tables else self._tables
-                counts = [getattr(table, name) for name in SLOW_TABLE_QUANTITIES]
-                self._by_table[row] = np.minimum(self._by_table[row] + counts, _MOST)
-            self._bytes_read += slow.bytes_read
-            self._bytes_written += slow.bytes_written
-            self._wait_seconds += slow.seconds
-            self._recent_wait += slow.seconds
-
-    def totals(self) -> SlowMemoryTotals | None:
-        """Return the sums; None if no rank has rows in slow memory."""
-        with self._lock:
-            if self._by_table is None:
-                return None
-            return SlowMemoryTotals(
-                self._by_table.copy(), self._bytes_read, self._bytes_written, self._wait_seconds,
-                self._recent_wait / self._recent_seconds if self._recent_seconds > 0 else math.nan,
-            )  # fmt: skip
 
 
 TRAFFIC_KINDS = ("all_to_all", "sync", "migration")
@@ -306,38 +253,99 @@ class TrainingMonitor:
 
     Args:
         tables: number of the daemon's tables.
-
-    Attributes:
-        slow_memory: sums of rows in tiered storage.
-        timeline: recent traffic in intervals.
-        step_times: step seconds by placement version, of the present topology generation.
-        usage_warnings: of the ranks' trainers, since the daemon started.
+        clock: Unix seconds.
     """
 
-    def __init__(self, tables: int = 0) -> None:
+    def __init__(self, tables: int = 0, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._ranks: dict[int, RankAverages] = {}
-        self.slow_memory = SlowMemoryMonitor(tables)
-        self.timeline = TrafficTimeline()
-        self.step_times = StepTimes()
-        self.usage_warnings = UsageWarningTotals()
         self._totals = NO_STEPS
+        self._intervals: deque[TrafficInterval] = deque(maxlen=MAX_SAMPLES)
+        self._warned: dict[tuple[int, str], UsageWarningReport] = {}
+        self._warnings: dict[str, UsageWarningTotal] = {}
+        self._slow_by_table = np.zeros((tables + 1, len(SLOW_TABLE_QUANTITIES)), dtype=np.int64)
+        self._slow: SlowMemoryReport | None = None
+        """Sums over all tables; None until a rank has reported slow memory."""
+        self._recent = np.zeros(2)
+        """Seconds of slow memory and of all steps, decayed."""
+        self._recent_at = time.monotonic()
 
     def add(self, rank: int, report: StepReport) -> None:
         """Add one report. A rank's look-ups are summed over tiers and averaged with exponential weights."""
-        self.usage_warnings.add(rank, report.usage_warnings)
-        if report.steps == 0:  # of a mistake alone
-            return
-        self.timeline.add(report)
-        self.step_times.add(rank, report)
-        self.slow_memory.add(report)
         with self._lock:
+            self._add_warnings(rank, report.usage_warnings)
+            if report.steps == 0:  # of a mistake alone
+                return
+            self._add_to_interval(report)
+            self._add_slow_memory(report)
             self._ranks[rank] = RankAverages.of(report, self._ranks.get(rank))
             self._totals = added(self._totals, report)
 
+    def _add_warnings(self, rank: int, reports: Sequence[UsageWarningReport]) -> None:
+        """Add what a rank reports, which counts from the start of its process: the same twice counts once."""
+        for report in reports[: len(_KINDS)]:
+            kind = report.kind if report.kind in _KINDS else OTHER
+            before = self._warned.get((rank, kind))
+            same = before is not None and before.first_unix_seconds == report.first_unix_seconds
+            new = report.count - before.count if same and before is not None else report.count
+            if new <= 0:
+                continue
+            self._warned[rank, kind] = report
+            count = new + (self._warnings[kind].count if kind in self._warnings else 0)
+            self._warnings[kind] = UsageWarningTotal(kind, count, rank, report.text[:MAX_TEXT], self._clock())
+
+    def _add_to_interval(self, report: StepReport) -> None:
+        """Count a report in the interval that it arrives in."""
+        now = int(self._clock() // INTERVAL_SECONDS)
+        # A clock that was set back must not add intervals before existing ones.
+        if not self._intervals or now > self._intervals[-1].index:
+            self._intervals.append(TrafficInterval(now, NO_STEPS))
+        newest = self._intervals.pop()
+        self._intervals.append(TrafficInterval(newest.index, added(newest.sums, report)))
+
+    def _add_slow_memory(self, report: StepReport) -> None:
+        """Add what slow memory did. Tables that the daemon does not have count as not named."""
+        slow, now, last = report.slow_memory, time.monotonic(), len(self._slow_by_table) - 1
+        if slow is None and self._slow is None:
+            return
+        self._recent *= 0.5 ** ((now - self._recent_at) / HALF_LIFE_SECONDS)
+        self._recent += (0.0 if slow is None else slow.seconds, report.step_seconds)
+        self._recent_at = now
+        if slow is None:
+            return
+        for table in slow.tables:
+            counts = [getattr(table, name) for name in SLOW_TABLE_QUANTITIES]
+            row = self._slow_by_table[table.table if 0 <= table.table < last else last]
+            np.minimum(row + counts, _MOST, out=row)
+        self._slow = slow if self._slow is None else SlowMemoryReport(
+            (), self._slow.bytes_read + slow.bytes_read, self._slow.bytes_written + slow.bytes_written,
+            self._slow.seconds + slow.seconds,
+        )  # fmt: skip
+
+    def usage_warnings(self) -> tuple[UsageWarningTotal, ...]:
+        """Return the totals of the kinds of usage warnings that were reported, the newest first."""
+        with self._lock:
+            return tuple(sorted(self._warnings.values(), key=lambda total: -total.heard_unix_seconds))
+
+    def intervals(self) -> tuple[TrafficInterval, ...]:
+        """Return the newest ``MAX_SAMPLES`` intervals, oldest first; the newest may still grow."""
+        with self._lock:
+            return tuple(self._intervals)
+
+    def slow_memory(self) -> SlowMemoryTotals | None:
+        """Return the sums over tiered storage; None if no rank has rows in slow memory."""
+        with self._lock:
+            if self._slow is None:
+                return None
+            wait, seconds = self._recent
+            return SlowMemoryTotals(
+                self._slow_by_table.copy(), self._slow.bytes_read, self._slow.bytes_written, self._slow.seconds,
+                float(wait / seconds) if seconds > 0 else math.nan,
+            )  # fmt: skip
+
     def new_generation(self) -> None:
-        """Forget the averages and step times of the ranks of the previous topology generation."""
-        self.step_times.clear()
+        """Forget the averages of the ranks of the previous topology generation."""
         with self._lock:
             self._ranks.clear()
 
@@ -383,3 +391,89 @@ class TrainingMonitor:
         """Return the sums over all ranks since the daemon started, and the newest step of any."""
         with self._lock:
             return self._totals
+
+
+MIN_REPORTS = 3
+"""Reports of every rank in a block."""
+TRIMMED = 0.2
+"""Share of a block's steps that is left out at each end: a checkpoint or an evaluation must not decide a block."""
+
+
+@dataclass
+class _Rank:
+    version: int = -1
+    clean: int = 0
+    """Newest reports in a row at this version, without chunks."""
+    steps: int = 0
+    """Steps reported in all."""
+    block: list[tuple[int, float]] = field(default_factory=list)
+    """(steps, seconds) of each report in the block."""
+
+
+class StepBlocks:
+    """Collects one block after the other. Thread-safe.
+
+    The first two reports at a placement version are in no block: they contain the steps that applied its chunks, and
+    those that follow immediately.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranks: dict[int, _Rank] = {}
+        self._version = -1
+        self._steps = 0
+
+    def begin(self, version: int, steps: int) -> None:
+        """Begin a block of at least ``steps`` steps of every rank at a placement version."""
+        with self._lock:
+            self._version, self._steps = version, steps
+            for rank in self._ranks.values():
+                rank.block.clear()
+
+    def add(self, rank: int, report: StepReport) -> None:
+        """Add the report of a rank."""
+        if report.steps < 1:
+            return
+        with self._lock:
+            known = self._ranks.setdefault(rank, _Rank())
+            known.steps += report.steps
+            if report.apply_seconds > 0 or report.placement.version != known.version:
+                known.version, known.clean = report.placement.version, 0
+                return
+            known.clean += 1
+            if known.clean > 1 and report.placement.version == self._version and report.step_seconds > 0:
+                known.block.append((report.steps, report.step_seconds))
+
+    def seconds(self, world_size: int) -> float | None:
+        """Return the trimmed mean step of the busiest rank in the block; None while it is not complete."""
+        with self._lock:
+            blocks = [rank.block for rank in self._ranks.values()]
+            complete = len(blocks) >= world_size and all(
+                len(block) >= MIN_REPORTS and sum(steps for steps, _ in block) >= self._steps for block in blocks
+            )
+            return max(trimmed_mean(block) for block in blocks) if complete else None
+
+    def steps(self) -> int:
+        """Return the steps of the job that were reported since ``clear``."""
+        with self._lock:
+            return max((rank.steps for rank in self._ranks.values()), default=0)
+
+    def clear(self) -> None:
+        """Forget all ranks."""
+        with self._lock:
+            self._ranks.clear()
+            self._version = -1
+
+
+def trimmed_mean(reports: list[tuple[int, float]]) -> float:
+    """Return the mean seconds of a step without the slowest and the fastest ``TRIMMED`` of the steps.
+
+    Args:
+        reports: (steps, their seconds).
+    """
+    steps, seconds = np.array(reports, dtype=np.float64).T
+    order = np.argsort(seconds / steps, kind="stable")
+    mean, ends = (seconds / steps)[order], np.cumsum(steps[order]) / steps.sum()
+    starts = np.concatenate([[0.0], ends[:-1]])
+    inside = np.clip(ends, TRIMMED, 1 - TRIMMED) - np.clip(starts, TRIMMED, 1 - TRIMMED)
+    return float(np.average(mean, weights=inside))

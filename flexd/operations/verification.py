@@ -22,8 +22,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +36,10 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout, Tier, by_slots
 from flexd.core.switchback import FIRST_LOOK, Effect, SwitchbackRule, Verdict, keeps_plan
 from flexd.operations.decisions import DecisionFile
-from flexd.operations.executions import DAEMON_ACTOR, ROLLBACK, Executions, Trigger, TriggerKind, rollback_trigger
+from flexd.operations.executions import DAEMON_ACTOR, Executions, Trigger, TriggerKind
 from flexd.operations.history import MigrationHistory
 from flexd.operations.live_plan import PlanMaker
-from flexd.operations.step_times import StepBlocks
+from flexd.operations.training_monitor import StepBlocks
 from flexd.planner.plan import Plan, moved_bytes
 
 UInt8Array = npt.NDArray[np.uint8]
@@ -128,13 +127,8 @@ STALLED_SECONDS = 900.0
 _NO_VERDICT = "no verdict, the ranks keep the placement that they have"
 
 
-class VerificationState(StrEnum):
-    RUNNING = "running"
-    FASTER = "faster"
-    SLOWER = "slower"
-    SAME = "same"
-    UNDECIDED = "undecided"
-    INTERRUPTED = "interrupted"
+RUNNING, INTERRUPTED = "running", "interrupted"
+"""States of a verification without a verdict."""
 
 
 @dataclass
@@ -231,16 +225,19 @@ class Verifier:
             live: the ranks, all ready.
         """
         migration = self._executions.last
-        if self._run is None and migration is not None and self._is_due(migration, live) and self._ranks_measure():
+        due = self._run is None and migration is not None and self._is_due(migration, live)
+        if due and any(tuple(self._tuning.values())):
             return True
         run = self._run or self._begin(live)
         if run is None:
             return False
         problem = self._problem(run, live)
         if problem:
-            self._end(run, VerificationState.INTERRUPTED, problem)
+            self._end(run, INTERRUPTED, problem)
         elif run.moving:
-            self._end_move(run)
+            if run.newest.state is MigrationState.COMMITTED:
+                run.moving = False
+                self._begin_block(run)
         else:
             self._measure(run, live)
         return self._run is not None
@@ -261,13 +258,12 @@ class Verifier:
             return None
         pairs = min(MAX_PAIRS, self.budget_steps // (2 * BLOCK_STEPS))
         rule = SwitchbackRule(max(FIRST_LOOK, pairs), CONFIDENCE, RESOLUTION)
-        run = _Run(
+        self._blocks.clear()
+        self._run = run = _Run(
             migration, migration, plan_kind(plan), changes, live, _Pairs(rule), time.monotonic()
         )  # fmt: skip
-        self._blocks.clear()
-        self._run = run
         self.decisions.update(verification=migration.migration_id)
-        self._report(run, VerificationState.RUNNING, "begun")
+        self._report(run, RUNNING, "begun")
         logger.info("verification of %s: begun, at most %d steps", migration.migration_id, self.budget_steps)
         self._next_block(run, live)
         return run
@@ -277,9 +273,6 @@ class Verifier:
         unseen = migration is not self._seen and migration.state is MigrationState.COMMITTED
         measured = self.budget_steps > 0 and not self._maker.settings.pins and migration.base is not None
         return unseen and measured and migration.record.generation == live.generation
-
-    def _ranks_measure(self) -> bool:
-        return any(tuple(self._tuning.values()))
 
     def _problem(self, run: _Run, live: LiveTopology) -> str:
         if self._executions.last is not run.newest:
@@ -294,11 +287,6 @@ class Verifier:
             return f"no block of steps was complete within {STALLED_SECONDS:.0f} s"
         return ""
 
-    def _end_move(self, run: _Run) -> None:
-        if run.newest.state is MigrationState.COMMITTED:
-            run.moving = False
-            self._begin_block(run)
-
     def _measure(self, run: _Run, live: LiveTopology) -> None:
         seconds = self._blocks.seconds(run.ranks.layout.world_size)
         if seconds is None:
@@ -309,7 +297,7 @@ class Verifier:
         effect = run.pairs.effect
         verdict = run.pairs.rule.verdict(effect, last=spent) if spent or not run.pairs.order else None
         if verdict is None:
-            self._report(run, VerificationState.RUNNING, effect.describe(CONFIDENCE))
+            self._report(run, RUNNING, effect.describe(CONFIDENCE))
             self._next_block(run, live)
         else:
             self._conclude(run, verdict, effect, live)
@@ -330,16 +318,13 @@ class Verifier:
         self._blocks.begin(now.last_version or now.base_version, BLOCK_STEPS)
 
     def _move(self, run: _Run, target: Placement, live: LiveTopology) -> None:
-        run.moves += 1
+        run.moves, run.moving = run.moves + 1, True
         migration_id = run.plan.migration_id
         reason = f"verification of {migration_id}: a block {'with' if run.at_plan else 'without'} it"
-        trigger = Trigger(TriggerKind.VERIFY, reason, DAEMON_ACTOR)
-        run.newest = self._executions.start(
-            trigger.record(
-                f"{migration_id}.verify-{run.moves}", self._executions.live_plan_id, run.ranks.generation
-            ), target,
-        )  # fmt: skip
-        run.moving = True
+        record = Trigger(TriggerKind.VERIFY, reason).record(
+            f"{migration_id}.verify-{run.moves}", self._executions.live_plan_id, run.ranks.generation
+        )
+        run.newest = self._executions.start(record, target)
 
     def _conclude(self, run: _Run, verdict: Verdict, effect: Effect, live: LiveTopology) -> None:
         message = effect.describe(CONFIDENCE)
@@ -355,38 +340,32 @@ class Verifier:
         else:
             self.decisions.hold(run.kind, f"{migration_id} measured {message}", HOLD_SECONDS, time.time())
             run.newest = self._executions.start_rollback(
-                f"{migration_id}{ROLLBACK}", run.changes.base, run.ranks.generation,
-                replace(
-                    rollback_trigger(migration_id, f"measured {message}", DAEMON_ACTOR), kind=TriggerKind.VERIFY
-                ), migration_id,
+                run.plan.record, run.changes.base, run.ranks.generation, f"measured {message}", DAEMON_ACTOR,
+                kind=TriggerKind.VERIFY,
             )  # fmt: skip
-        self._end(run, VerificationState(verdict.value), message, rolled_back=not stays)
+        self._end(run, verdict.value, message, rolled_back=not stays)
 
-    def _end(self, run: _Run, state: VerificationState, message: str, *, rolled_back: bool = False) -> None:
-        self._report(run, state, message, rolled_back=rolled_back)
+    def _end(self, run: _Run, state: str, message: str, *, rolled_back: bool = False) -> None:
+        found = self._report(run, state, message, rolled_back=rolled_back)
         self._run, self._seen = None, run.newest
-        self.ended[state.value] += 1
+        self.ended[state] += 1
         outcome = "rolled back" if rolled_back else "the plan stays"
-        if state is VerificationState.INTERRUPTED:
-            outcome = _NO_VERDICT
-        self._record(f"{state.value}: {message}; {outcome}")
-        self.decisions.update(verification="")
+        self._record(found, f"{state}: {message}; {_NO_VERDICT if state == INTERRUPTED else outcome}")
 
-    def _report(self, run: _Run, state: VerificationState, message: str, *, rolled_back: bool = False) -> None:
+    def _report(self, run: _Run, state: str, message: str, *, rolled_back: bool = False) -> VerificationReport:
         effect = run.pairs.effect
-        self.newest = VerificationReport(
-            migration_id=run.plan.migration_id, state=state.value, change=effect.share, low=effect.low,
+        self.newest = found = VerificationReport(
+            migration_id=run.plan.migration_id, state=state, change=effect.share, low=effect.low,
             high=effect.high, pairs=effect.pairs, part=run.changes.part, steps=self._blocks.steps(),
             rolled_back=rolled_back, message=message,
         )  # fmt: skip
+        return found
 
-    def _record(self, message: str) -> None:
-        """Record the end of the newest verification."""
-        ended = self.newest
-        assert ended is not None  # noqa: S101
+    def _record(self, ended: VerificationReport, message: str) -> None:
         logger.info("verification of %s: %s", ended.migration_id, message)
         self._history.record_action("verify", DAEMON_ACTOR, ended.migration_id, message)
         self._history.record_verification(ended)
+        self.decisions.update(verification="")
 
     def _kept(self) -> VerificationReport | None:
         """Return the newest verification of an earlier daemon. The history itself reports a file that is unreadable."""
@@ -399,8 +378,5 @@ class Verifier:
         left = self.decisions.current.verification
         if left:
             message = f"the daemon ended; {_NO_VERDICT}"
-            self.newest = VerificationReport(
-                migration_id=left, state=VerificationState.INTERRUPTED.value, message=message
-            )
-            self._record(f"interrupted: {message}")
-            self.decisions.update(verification="")
+            self.newest = VerificationReport(migration_id=left, state=INTERRUPTED, message=message)
+            self._record(self.newest, f"interrupted: {message}")

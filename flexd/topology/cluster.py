@@ -163,7 +163,7 @@ class Exposed:
     """The communication that a step waits for: a share (0-1) of each of its parts, which cannot run beside compute, and
     of the rest what is longer than the compute beside it.
 
-    The shares of a file hold until ranks have reported theirs (``flexd.operations.step_times``).
+    The shares of a file hold until ranks have reported theirs (``flexd.operations.training_monitor``).
 
     Attributes:
         forward: the forward exchange: 1, because compute needs the rows, unless rows are fetched ahead.

@@ -25,7 +25,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.model import FiniteOrNone, Model
 from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.daemon import Daemon
-from flexd.operations.training_monitor import INTERVAL_SECONDS, MAX_SAMPLES, TrafficTimeline, TrainingMonitor
+from flexd.operations.training_monitor import INTERVAL_SECONDS, MAX_SAMPLES, TrainingMonitor
 from flexd.planner.plan import PlanOrigin, make_plan
 from flexd.server.app import Metrics
 from flexd.sketch.ingestor import Ingestor
@@ -313,8 +313,7 @@ def test_phases_are_the_mean_over_the_ranks_and_unknown_before_any_report() -> N
 
 def test_timeline_compares_with_row_wise_and_is_bounded():
     now = [100.0]
-    training = TrainingMonitor()
-    training.timeline = TrafficTimeline(clock=lambda: now[0])
+    training = TrainingMonitor(clock=lambda: now[0])
     training.add(0, report(1))
     training.add(1, report(2, steps=2, inter=4000))
     now[0] += INTERVAL_SECONDS
@@ -335,6 +334,6 @@ def test_timeline_compares_with_row_wise_and_is_bounded():
     for i in range(MAX_SAMPLES + 5):
         now[0] = 1000 + i * INTERVAL_SECONDS
         training.add(0, report(1))
-    intervals = training.timeline.intervals()
+    intervals = training.intervals()
     assert len(intervals) == MAX_SAMPLES
     assert intervals[-1].index * INTERVAL_SECONDS == now[0]

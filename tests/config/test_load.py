@@ -335,7 +335,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"planner": {"exclude_tables": ["items"], "pins": [{"table": "items", "tier": "DEVICE"}]}},
         "planner.pins[0].tier: 'items' is in planner.exclude_tables",
     ),
-    ({"topology": {"preset": "moon-base"}}, "topology.preset: must be one of "),
+    ({"topology": {"preset": "moon-base"}}, "topology.preset: no topology preset 'moon-base' - one of "),
     ({"topology": {"file": "/nowhere/cluster.yaml"}}, "topology.file: /nowhere/cluster.yaml: cannot be read"),
     (
         {"sketch": {"memory_bytes": 2**20}, "tables": [{"name": f"t{i}", "rows": 10**9, "dim": 8} for i in range(99)]},

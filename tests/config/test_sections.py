@@ -61,7 +61,7 @@ def test_what_may_be(server: dict[str, Any]) -> None:
         ({"tls": {**TLS, "clients": {"a": "read"}}}, "server.tls.clients: .* set server.tls.client_ca_file"),
         ({"tls": {**CLIENTS, "clients": {"a": "root"}}}, "server.tls.clients.a: Input should be 'read' or 'admin'"),
         ({"unix_socket": "/run/s", "tls": TLS}, "server.tls: is not used on server.unix_socket"),
-        ({"tokens": TOKENS * 2}, "server.tokens: each token needs its own name; named twice: operator"),
+        ({"tokens": TOKENS * 2}, "server.tokens: each needs its own name; named twice: operator"),
         ({"tokens": [{**TOKENS[0], "scope": "root"}]}, r"server.tokens\[0\].scope: Input should be 'read' or 'admin'"),
         ({"tokens": [{"name": "a"}]}, r"server.tokens\[0\].file: is required"),
         ({"tokens": [{"name": "a", "token": "hunter2hunter2"}]}, r"server.tokens\[0\].token: is not a known key"),

@@ -30,20 +30,18 @@ from flexd.core.errors import StateLockedError, StateVersionError, UnusableState
 from flexd.core.supervision import POINTS, POINTS_OF_A_JOB, VARIABLE, InjectedFaultError
 from flexd.daemon import Daemon, state_directory
 from flexd.daemon.config_file import sketch_settings
-from flexd.daemon.state_directory import FILES, StateLock, check_files, mark_unusable
-from flexd.operations.decisions import DecisionFile, StateDatabase
+from flexd.daemon.state_directory import FILES, StateLock, check_files
+from flexd.operations.decisions import DecisionFile, StateDatabase, set_aside
 from flexd.sketch import snapshot
 from flexd.sketch.restore import RestoredState, restore
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 
-BY_NAME = {file.name: file for file in FILES}
-
 
 def test_side_files_go_with_their_file(tmp_path: Path) -> None:
     for suffix in ("", "-journal"):
         (tmp_path / f"state.sqlite{suffix}").write_text(suffix)
-    mark_unusable(tmp_path, BY_NAME["state.sqlite"])
+    set_aside(tmp_path / "state.sqlite")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         f"state.sqlite{UNUSABLE}": "", f"state.sqlite{UNUSABLE}-journal": "-journal",
     }  # fmt: skip
@@ -65,19 +63,19 @@ OPENERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_a_newer_file_is_refused_by_name_and_unchanged(tmp_path: Path, file) -> None:
-    make_newer, read = OPENERS[file.name]
-    make_newer(tmp_path / file.name)
-    before = (tmp_path / file.name).read_bytes()
-    with pytest.raises(StateVersionError, match=f"{file.name}.*newer flexd"):
+@pytest.mark.parametrize("name", FILES)
+def test_a_newer_file_is_refused_by_name_and_unchanged(tmp_path: Path, name: str) -> None:
+    make_newer, read = OPENERS[name]
+    make_newer(tmp_path / name)
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises(StateVersionError, match=f"{name}.*newer flexd"):
         read(tmp_path)
-    with pytest.raises(UnusableStateError, match=f"{file.name}.*newer flexd"):
+    with pytest.raises(UnusableStateError, match=f"{name}.*newer flexd"):
         check_files(tmp_path, start_empty=False)
-    assert (tmp_path / file.name).read_bytes() == before
+    assert (tmp_path / name).read_bytes() == before
     check_files(tmp_path, start_empty=True)
-    assert not (tmp_path / file.name).exists()
-    assert (tmp_path / f"{file.name}{UNUSABLE}").read_bytes() == before
+    assert not (tmp_path / name).exists()
+    assert (tmp_path / f"{name}{UNUSABLE}").read_bytes() == before
 
 
 def test_a_killed_holder_leaves_no_lock(tmp_path):

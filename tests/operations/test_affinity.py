@@ -185,7 +185,7 @@ def test_nodes_of_users_come_from_the_newest_homes(tmp_path: Path) -> None:
         commands.user_nodes(0, 10)
     shown = proposal_report(harness.propose("first")).affinity
     assert shown.by_user.expected < 0.9
-    found = monitor.user_nodes()
+    found = monitor.newest.plan
     page = commands.user_nodes(4, 3)
     assert (page.ids, page.users, page.nodes, page.learnt) == ((104, 105, 106), 10, 2, 1)
     assert page.nodes_of == tuple(found.users.nodes_of[4:7].tolist())

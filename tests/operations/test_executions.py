@@ -257,8 +257,8 @@ def test_the_next_daemon_resumes_a_rollback_by_itself(daemons: DaemonSequence, k
         daemons.wait_until_applied(pushed)
         until(lambda: "p2.rollback" in daemons.history(), SECONDS)
         daemons.crash() if killed else daemons.restart()
-        assert daemons.current.recovery.resume() is True
-        assert daemons.current.recovery.resume() is False, "it is running"
+        assert daemons.current.executions.resume_rollback() is True
+        assert daemons.current.executions.resume_rollback() is False, "it is running"
         assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
         assert same_content(ranks.history)
@@ -270,7 +270,7 @@ def test_the_next_daemon_resumes_a_rollback_by_itself(daemons: DaemonSequence, k
         assert (entry.requested_by, "the daemon ended before it was done" in entry.reason) == ("flexd", True)
         daemons.wait_until_logged("p2.rollback-2")
         daemons.crash()
-        assert daemons.current.recovery.resume() is False, "it is committed"
+        assert daemons.current.executions.resume_rollback() is False, "it is committed"
 
 
 def test_a_rollback_requested_before_the_migration_ended_is_resumed(daemons: DaemonSequence) -> None:
@@ -283,7 +283,7 @@ def test_a_rollback_requested_before_the_migration_ended_is_resumed(daemons: Dae
         daemons.abort(0)
         until(lambda: stopped.state is MigrationState.ABORTING, SECONDS)
         daemons.crash(ranks.moving.set)
-        assert daemons.current.recovery.resume() is True
+        assert daemons.current.executions.resume_rollback() is True
         assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
         assert daemons.history()["p2"][0] == "FAILED"
@@ -314,7 +314,7 @@ def test_a_rollback_requested_after_a_crash_is_resumed_after_a_second_crash(daem
         daemons.crash()
         with pytest.raises(ApiError, match="no migration is running"):
             daemons.current.commands.abort(rollback=False, reason="", wait_seconds=0.0, requested_by="")
-        assert daemons.current.recovery.resume() is True, "the refused abort has cancelled nothing"
+        assert daemons.current.executions.resume_rollback() is True, "the refused abort has cancelled nothing"
         assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
 
@@ -327,7 +327,7 @@ def test_an_aborted_rollback_is_not_resumed(daemons: DaemonSequence) -> None:
         stopped = daemons.current.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, requested_by="")
         assert stopped.outcome == "stopped"
         daemons.crash()
-        assert daemons.current.recovery.resume() is False
+        assert daemons.current.executions.resume_rollback() is False
         assert daemons.current.executions.last is None
 
 

@@ -1,4 +1,4 @@
-"""The history of migrations: restarts, limits, writes that fail, and the saving as the steps around one differ."""
+"""The history of migrations: restarts, limits and writes that fail."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from flexd.control.daemon.migration import (
     TransitionEvent,
     VerificationReport,
 )
-from flexd.control.protocol.report import PlacementState, StepReport
 from flexd.core.errors import SnapshotError
 from flexd.core.placement import Placement
 from flexd.operations import history as history_module
 from flexd.operations.decisions import NAME, StateDatabase, Statement
-from flexd.operations.history import ENDED_UNSEEN, EffectRecorder, MigrationHistory
-from flexd.operations.step_times import StepTimes
+from flexd.operations.history import ENDED_UNSEEN, MigrationHistory
 from tests.support.until import until
 
 E = TransitionEvent
@@ -115,21 +113,19 @@ def test_a_migration_is_kept_over_a_restart_as_it_was(keep: Callable[..., Runnin
     assert [record.migration_id for record in again.history.newest_moves(9)] == ["m1"]
 
 
-def test_saving_and_verification_stay_with_their_migration(keep: Callable[..., RunningHistory]) -> None:
+def test_a_verification_stays_with_its_migration(keep: Callable[..., RunningHistory]) -> None:
     kept = keep()
     migration = kept.migration("a", E.START, E.EXHAUSTED, settle=False)
     found = VerificationReport(migration_id="a", state="faster", change=-0.1, pairs=4)
-    for saving in (0.3, 0.2):
-        measured = migration.record.model_copy(update={"measured_saving_seconds": saving})
-        kept.history.record_saving(measured)
+    kept.history.record_verification(found.model_copy(update={"state": "running"}))
     kept.history.record_verification(found)
     kept.history.record_verification(found.model_copy(update={"migration_id": "unknown"}))
-    # An event of the migration itself leaves them.
+    # An event of the migration itself leaves it.
     migration.fire(E.APPLIED)
     kept.migration("b", E.START, E.FAIL)
     kept.stop()
     again = keep()
-    later = {"measured_saving_seconds": 0.2, "verification": found, "settled": True}
+    later = {"verification": found, "settled": True}
     assert again.history.find("a") == migration.record.model_copy(update=later)
     assert again.history.newest_verification() == found
     assert again.ids == ["b", "a"]
@@ -230,56 +226,3 @@ def test_a_reader_sees_every_entry_recorded_before(
     kept.action("a")
     getattr(kept.history, read)(1)
     assert done.is_set()
-
-
-class Effects:
-    """A recorder of effects, and migrations that move from version to version."""
-
-    def __init__(self) -> None:
-        self.saved: dict[str, float | None] = {}
-        self.times = StepTimes()
-        self.recorder = EffectRecorder(self.times, self._save)
-
-    def _save(self, record: MigrationRecord) -> None:
-        assert record.measured_error_seconds is not None
-        self.saved[record.migration_id] = pytest.approx(record.measured_saving_seconds)
-
-    def steps(self, version: int, *seconds: float) -> None:
-        for each in (seconds[0], *seconds):
-            self.times.add(0, StepReport(1, 1, PlacementState(version, 0), each, 0.0, (1, 0, 0)))
-
-    def start(self, name: str) -> Migration:
-        migration = Migration(MigrationRecord(migration_id=name), Placement.empty())
-        migration.observe(self.recorder.on_migration)
-        migration.start_from(Placement.empty())
-        migration.fire(E.START)
-        return migration
-
-    def commit(self, name: str, last: int) -> None:
-        migration = self.start(name)
-        migration.count(chunks_pushed=1, last_version=last)
-        migration.fire(E.EXHAUSTED)
-        migration.fire(E.APPLIED)
-
-
-def test_an_effect_is_recorded_when_the_next_migration_starts() -> None:
-    it = Effects()
-    it.steps(0, 0.1, 0.12)
-    it.commit("m1", last=4)
-    assert it.saved == {}
-    it.steps(4, 0.08, 0.06)
-    it.start("m2")
-    assert it.saved == {"m1": 0.04}
-
-
-def test_steps_of_other_ranks_do_not_count() -> None:
-    it = Effects()
-    it.steps(0, 0.1, 0.1)
-    it.commit("m1", last=4)
-    it.steps(4, 0.07, 0.07)
-    it.recorder.end_generation()
-    assert it.saved == {"m1": 0.03}
-    it.times.clear()
-    it.steps(4, 0.2, 0.2)
-    it.start("m2")
-    assert it.saved == {"m1": 0.03}

@@ -48,7 +48,7 @@ def test_every_setting_is_passed_on() -> None:
     limits, shape = plan_limits(settings, job), job.shape
     assert (shape.micro_batches, shape.comm_dtype) == (4, "float16")
     assert job.exchange is Exchange.DIRECT_DEDUP
-    assert job.pooling_at == {"a": "owner", "c": "requester"}
+    assert job.at_owner == {"a"}
     assert limits.exclude_tables == {"a", "b"}, "no row of a table that is pooled at the owner is copied"
     whole, rows = limits.pins
     assert (whole.table, whole.tier, whole.rows) == ("c", Tier.NODE, None)

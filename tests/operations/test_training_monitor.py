@@ -20,15 +20,12 @@ from flexd.control.protocol.report import (
     StepReport,
     merge_reports,
 )
-from flexd.operations import step_times
 from flexd.operations.live_plan import MIN_STEPS
-from flexd.operations.step_times import StepBlocks, StepTimes, trimmed_mean
-from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
+from flexd.operations.training_monitor import StepBlocks, TrainingMonitor, trimmed_mean
 from flexd.topology.cluster import Collective, Link
 from tests.operations.test_live_plan import prices_of, step_report
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.report_values import reports
-from tests.support.until import Clock
 
 
 def report(step: int, steps: int = 1, accesses: tuple[int, int, int] = (60, 30, 10), version: int = 0) -> StepReport:
@@ -68,11 +65,13 @@ def slow_report(seconds: float = 0.5, *tables: SlowTableReport) -> StepReport:
 
 
 def test_reports_of_all_ranks_add_up() -> None:
-    monitor = SlowMemoryMonitor(2, Clock())
-    monitor.add(slow_report(0.5, SlowTableReport(0, 10, 4, 3, 2), SlowTableReport(1, 5, 5, 0, 0)))
-    monitor.add(slow_report(0.25, SlowTableReport(0, 1, 1, 1, 1), SlowTableReport(SlowTableReport.OTHERS, 7, 0, 0, 0)))
-    monitor.add(slow_report(0.0, SlowTableReport(2**31, 1, 0, 0, 0)))
-    totals = monitor.totals()
+    monitor = TrainingMonitor(2)
+    monitor.add(0, slow_report(0.5, SlowTableReport(0, 10, 4, 3, 2), SlowTableReport(1, 5, 5, 0, 0)))
+    monitor.add(
+        0, slow_report(0.25, SlowTableReport(0, 1, 1, 1, 1), SlowTableReport(SlowTableReport.OTHERS, 7, 0, 0, 0))
+    )
+    monitor.add(0, slow_report(0.0, SlowTableReport(2**31, 1, 0, 0, 0)))
+    totals = monitor.slow_memory()
     assert totals is not None
     assert totals.by_table.tolist() == [[11, 5, 4, 3], [5, 5, 0, 0], [8, 0, 0, 0]], "a number without a table is none"
     assert (totals.bytes_read, totals.bytes_written, totals.wait_seconds) == (300, 120, 0.75)
@@ -120,90 +119,31 @@ def numbers(value: Any, where: str = "") -> dict[str, float]:
 @given(st.lists(st.tuples(st.integers(0, 3), ANY_REPORT), min_size=1, max_size=8))
 @settings(max_examples=60, deadline=None)
 def test_averages_sums_and_prices_stay_finite(received: list[tuple[int, StepReport]]) -> None:
-    training, slow = TrainingMonitor(), SlowMemoryMonitor(3)
+    training = TrainingMonitor(3)
     prices = prices_of(FakeCoordinator(), training)
     received += [(rank, step_report(2.0, steps=MIN_STEPS)) for rank in range(4)]
     for rank, report in received:
         training.add(rank, report)
-        slow.add(report)
         prices.add(rank, report)
     cluster = prices.cluster
     seconds = [cluster.curve(link, collective).seconds(1e6) for link in Link for collective in Collective]
     kept = (
         training.totals(), training.ranks(), training.phases(), prices.exposed(), training.accesses_per_step(4),
-        training.step_seconds(), (training.step_times.at_version(0) or (0.0,))[0], training.timeline.intervals(),
-        slow.totals(), seconds,
+        training.step_seconds(), training.intervals(),
+        training.slow_memory(), seconds,
     )  # fmt: skip
     wrong = {where: value for where, value in numbers(kept).items() if not math.isfinite(value) or value < 0}
     assert wrong == {}
 
 
 def test_sums_of_slow_memory_stop_before_they_overflow() -> None:
-    monitor = SlowMemoryMonitor(1)
+    monitor = TrainingMonitor(1)
     most = SlowMemoryReport(tuple(SlowTableReport(0, *[2**53] * 4) for _ in range(256)))
     for _ in range(5):
-        monitor.add(replace(step_report(1.0), slow_memory=most))
-    totals = monitor.totals()
+        monitor.add(0, replace(step_report(1.0), slow_memory=most))
+    totals = monitor.slow_memory()
     assert totals is not None
     assert (totals.by_table[0] == 2**62).all()
-
-
-def timed(version: int, seconds: float, steps: int = 1, apply_seconds: float = 0.0) -> StepReport:
-    return StepReport(1, steps, PlacementState(version, 0), seconds, apply_seconds, (0, 0, 0))
-
-
-def test_steps_count_at_the_version_that_they_ran_at_and_without_chunks() -> None:
-    times = StepTimes()
-    for rank in range(4):
-        times.add(rank, timed(3, 0.5))  # The first report of a rank may span a change of version.
-        for seconds in (0.1, 0.3):
-            times.add(rank, timed(3, seconds))
-        times.add(rank, timed(3, 5.0, steps=3, apply_seconds=0.01))
-    times.add(0, timed(4, 9.0))
-    times.add(0, timed(4, 0.05))
-    at_3, at_4 = times.at_version(3), times.at_version(4)
-    assert at_3 is not None
-    assert at_4 is not None
-    assert at_3[0] == pytest.approx(0.2)
-    assert (at_4[0], math.isnan(at_4[1])) == (pytest.approx(0.05), True), "one report has no spread"
-    assert times.at_version(5) is None
-    times.clear()
-    assert times.at_version(3) is None
-
-
-def test_the_error_is_that_of_a_step_however_steps_are_reported() -> None:
-    """Ranks share their steps: more of them make the mean no more certain."""
-    rng = np.random.default_rng(1)
-    seconds = rng.normal(0.1, 0.02, 900)
-    times = StepTimes()
-    for rank in range(3):
-        times.add(rank, timed(1, 1.0))
-    start = 0
-    for steps in rng.integers(1, 4, 300).tolist():
-        part = seconds[start : start + steps]
-        start += len(part)
-        for rank in range(3):
-            times.add(rank, timed(1, float(part.sum()), len(part)))
-    measured = times.at_version(1)
-    assert measured is not None
-    assert measured[0] == pytest.approx(seconds[:start].mean())
-    assert measured[1] == pytest.approx(0.02 / math.sqrt(start), rel=0.15)
-
-
-def test_old_steps_and_old_versions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_times, "RECENT_STEPS", 10)
-    monkeypatch.setattr(step_times, "MAX_VERSIONS", 2)
-    times = StepTimes()
-    for seconds in (1.0,) * 31 + (2.0,) * 40:
-        times.add(0, timed(1, seconds))
-    measured = times.at_version(1)
-    assert measured is not None
-    assert measured[0] == pytest.approx(2.0, rel=0.01)
-    for version in (2, 3):
-        times.add(0, timed(version, 1.0))
-        times.add(0, timed(version, 1.0))
-    assert times.at_version(1) is None
-    assert times.at_version(3) is not None
 
 
 def block_report(version: int, seconds: float, steps: int = 2, apply_seconds: float = 0.0) -> StepReport:

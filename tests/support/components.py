@@ -60,7 +60,6 @@ def components(
         CONFIG, KEYSPACE, CountedAccesses(), coordinator, planning, training or TrainingMonitor(len(KEYSPACE.tables)),
         SimpleNamespace(newest=None),
         auto=None, throttle=None, history=SimpleNamespace(newest_moves=lambda limit: plans[::-1][:limit]),
-        effects=None,
     )  # fmt: skip
 
 

@@ -19,10 +19,9 @@ from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.pusher import ChunkLimits, Throttle
 from flexd.core.placement import Placement, RankLayout
 from flexd.operations.decisions import NAME, DecisionFile, StateDatabase
-from flexd.operations.executions import Executions, RollbackRecovery, Trigger, TriggerKind
-from flexd.operations.history import EffectRecorder, MigrationHistory
+from flexd.operations.executions import Executions, Trigger, TriggerKind
+from flexd.operations.history import MigrationHistory
 from flexd.operations.planning import Proposal
-from flexd.operations.step_times import StepTimes
 from flexd.planner.plan import PlanOrigin
 from tests.support.ranks_in_threads import SECRET, TABLES
 from tests.support.until import until
@@ -78,22 +77,17 @@ class ExecutionsHarness:
             "job", listen_port=port, secret=SECRET, timeout_seconds=timeout_seconds, tick_seconds=0.005,
             chunks=ChunkLimits(window=1, rows=10, bytes=2**30),
         )  # fmt: skip
-        self.times = StepTimes()
-        self.effects = EffectRecorder(self.times, self.history.record_saving)
         self.coordinator = Coordinator(options, TABLES, self.journal, throttle=self.gate)
         self.coordinator.start()
-        moves = self.history.newest_moves(1)
-        self.executions = Executions(TABLES, self.coordinator, moves[0].plan_id if moves else "")
+        self.decisions = DecisionFile(self.file)
+        self.executions = Executions(TABLES, self.coordinator, self.history, self.decisions)
         self.record_manual_plan: list[bool] = []
         auto: Any = SimpleNamespace(
             verifier=None, record_manual_plan=lambda executed: self.record_manual_plan.append(executed)
         )
         self.stopping = threading.Event()
-        self.decisions = DecisionFile(self.file)
-        self.recovery = RollbackRecovery(self.executions, self.history, self.coordinator, self.decisions)
         self.commands = MigrationCommands(
-            self.executions, self.history, self.coordinator, auto, self.stopping, self.recovery, self.decisions,
-            self.effects,
+            self.executions, self.history, self.coordinator, auto, self.stopping, self.decisions,
         )  # fmt: skip
 
         self._ended = threading.Event()
@@ -108,7 +102,6 @@ class ExecutionsHarness:
             for event in iter(self.coordinator.next_event, None):
                 self.history.record_migration(event.migration.record)
                 self.executions.on_migration(event)
-                self.effects.on_migration(event)
 
     def stop(self) -> None:
         self.coordinator.stop(15)

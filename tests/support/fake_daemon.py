@@ -56,7 +56,7 @@ ENDED = MigrationRecord(
     state="committed", rows=4000, rows_pushed=4000, rows_applied=4000, chunks_pushed=4, chunks_applied=4,
     copied_bytes=2_048_000, pushed_bytes=40_000, base_version=12, last_version=16, created_unix_seconds=1_700_000_000.0,
     started_unix_seconds=1_700_000_000.5, ended_unix_seconds=1_700_000_012.0, settled=True,
-    predicted_saving_seconds=2e-3, measured_saving_seconds=-1.5e-3, measured_error_seconds=2e-4,
+    predicted_saving_seconds=2e-3,
     verification=VerificationReport(
         migration_id="p7", state="slower", change=0.015, low=0.004, high=0.026, pairs=12, steps=640,
         message="1.5 % slower (95 % interval +0.4 % to +2.6 %, 12 pairs of blocks)",
@@ -213,7 +213,8 @@ class FakeDaemon:
         plan = MigrationRecord(
             migration_id="p1", plan_id="p1", reason=f"drift {STRANGE}", created_unix_seconds=1_700_000_100.0,
             state=MigrationState.COMMITTED,
-            promotions=120, demotions=3, rows_applied=123,
+            promotions=120, demotions=3, rows_applied=123, predicted_saving_seconds=2e-3,
+            verification=ENDED.verification,
         )  # fmt: skip
         return Timeline(interval_seconds=5.0, samples=samples, plans=(plan,))
 

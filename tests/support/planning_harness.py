@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ from flexd.config.model import Config, parse_config
 from flexd.control.daemon.migration import Migration
 from flexd.control.protocol.report import PlacementState, StepReport
 from flexd.core.placement import RankLayout
-from flexd.daemon.config_file import make_cluster
 from flexd.operations.executions import Executions, Trigger, TriggerKind
 from flexd.operations.live_plan import LivePrices, PlanMaker
 from flexd.operations.planning import Planning, Proposal
@@ -47,9 +47,10 @@ class PlanningHarness:
         self.training = TrainingMonitor()
         self.profiles: list[Profile] = []
         self.profile: Callable[[float], Profile] = lambda per_step: self.sketches.profile(per_step, 1)
-        executions = Executions(keyspace, self.coordinator)  # type: ignore[arg-type]
+        history: Any = SimpleNamespace(newest_moves=lambda limit: ())
+        executions = Executions(keyspace, self.coordinator, history, None)  # type: ignore[arg-type]
         self.coordinator.on_migration = executions.on_migration
-        cluster = scale_model(make_cluster(self.config), 1e6)
+        cluster = scale_model(self.config.topology.cluster(), 1e6)
         self.prices = LivePrices(cluster, self.training, self.coordinator)
         maker = PlanMaker(
             self.config.planner,

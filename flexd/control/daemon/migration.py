@@ -183,11 +183,6 @@ class MigrationRecord(Model):
     """The gains of its plan, in sentences."""
     predicted_saving_seconds: Annotated[FiniteOrNone, Show("saving predicted")] = None
     """Exposed seconds of a step, by its plan; null without one."""
-    measured_saving_seconds: Annotated[FiniteOrNone, Show("measured")] = None
-    """Mean step before minus mean step after, without those that applied chunks; null until both are measured. A load
-    that changes at the same time is in it; ``planner.verify`` separates the two."""
-    measured_error_seconds: Annotated[FiniteOrNone, DETAIL] = None
-    """Standard error of the measured saving; null if it is not known."""
     generation: Annotated[int | None, HIDDEN] = None
     """Topology generation that it is for; null for any."""
     chunks_pushed: Annotated[int, DETAIL] = 0
@@ -229,13 +224,6 @@ class MigrationRecord(Model):
         gauge(
             "flexd_migration_progress_ratio", "Of the migration in flight, 0-1; NaN if none is.",
             lambda newest: None if newest.ended_unix_seconds or not newest.migration_id else newest.progress,
-        ),
-        gauge(
-            "flexd_migration_saving_seconds",
-            "Of a step, by the newest migration: as its plan predicted, and as the steps before and after it differ; "
-            "NaN where it is not known.",
-            lambda newest: {kind: getattr(newest, f"{kind}_saving_seconds") for kind in ("predicted", "measured")},
-            ("kind",),
         ),
     )  # fmt: skip
 
