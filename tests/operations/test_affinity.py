@@ -54,9 +54,6 @@ def test_a_plan_says_what_affinity_would_win_and_moves_nothing_for_it(
     report = proposal_report(proposal)
     shown = report.affinity
     found = proposal.affinity
-    assert shown is not None
-    assert found is not None
-    assert shown.loader is not None
     assert shown.dealing_loader is not None
     assert shown.loader.expected < 0.9
     assert found.forecast.rehomed_rows > 0
@@ -75,7 +72,6 @@ def test_a_plan_says_what_affinity_would_win_and_moves_nothing_for_it(
 def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     harness = with_samples(tmp_path, rehomed_slots_share=0.5)
     plan, execution = harness.execute("first")
-    assert execution is not None
     harness.coordinator.execute(execution)
     live = harness.coordinator.placement()
     moved = live.rehomed
@@ -149,14 +145,12 @@ def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(
     may_end.clear()
     monitor._wait_seconds = 0.01
     _, execution = harness.execute("with those of before")
-    assert execution is not None
     harness.coordinator.execute(execution)
     live = harness.coordinator.placement()
     assert np.array_equal(live.rehomed.keys, moved.keys)
     after = harness.propose("while rows have moved")
     assert np.array_equal(after.plan.target.rehomed.keys, moved.keys)
     assert after.plan.moves_save_seconds == 0
-    assert after.affinity is not None
     assert after.affinity.forecast.loader is not None, "what it would win is that of the newest"
 
     # One that fails is counted, and the next plan begins another.

@@ -54,7 +54,6 @@ def test_a_daemon_that_proposes_only_moves_nothing_until_apply(tmp_path: Path) -
     assert (proposal.trigger.kind, proposal.dry_run) == (TriggerKind.TOPOLOGY, False)
     assert it.planning.last_plan is proposal.plan
     _, execution = it.planning.apply("latest", ANN)
-    assert execution is not None
     assert (execution.record.requested_by, execution.record.reason) == (ANN.requested_by, ANN.reason)
 
 
@@ -302,7 +301,6 @@ def test_a_changed_topology_triggers_at_once_until_a_plan_is_made() -> None:
 def test_without_auto_every_trigger_is_held_with_a_reason() -> None:
     triggers = make(auto=False)
     due = ask(triggers, 100.0)
-    assert due is not None
     assert due.held == "planner.auto is false"
     triggers.plan_made(due, GENERATION)
     assert triggers.waiting_for_window is None, "no window will open"
@@ -323,7 +321,6 @@ def test_drift_is_proposed_once_until_a_plan_is_executed() -> None:
 def test_a_held_trigger_fires_when_the_window_opens() -> None:
     triggers = make(maintenance=NIGHT)
     due = ask(triggers, 1.0, CLOSED, drift=lambda: "drift 1.30 > 1.05")
-    assert due is not None
     assert due.held == "outside the maintenance windows"
     triggers.plan_made(due, GENERATION)
     interval = ask(triggers, 101.0, CLOSED)

@@ -78,7 +78,6 @@ class DriftHarness(PlanningHarness):
 
     def carry_out(self) -> Placement:
         migration = self.planning.execute(self.propose("now"), force=True)
-        assert migration is not None
         self.coordinator.execute(migration)
         self.monitor.planned()
         return self.coordinator.now
@@ -96,12 +95,10 @@ def test_a_steady_stream_never_triggers_and_a_moved_one_triggers_once(harness: D
     for _ in range(5):
         harness.see(seconds=5)
         drift = harness.monitor.evaluate()
-        assert drift is not None
         assert drift.ratio == pytest.approx(1.0, abs=0.01)
         assert harness.monitor.pop_reason() is None
     harness.see(moved=700)
     drift = harness.monitor.evaluate()
-    assert drift is not None
     assert drift.ratio > 1.03
     assert harness.monitor.pop_reason() == f"drift {drift.ratio:.2f} > 1.03 (table item)"
     assert harness.monitor.pop_reason() is None, "once for each look"
@@ -110,7 +107,6 @@ def test_a_steady_stream_never_triggers_and_a_moved_one_triggers_once(harness: D
     for _ in range(3):
         harness.see(moved=700, seconds=5)
         drift = harness.monitor.evaluate()
-        assert drift is not None
         assert drift.ratio < 1.02
         assert harness.monitor.pop_reason() is None
 
@@ -121,8 +117,6 @@ def test_a_flatter_popularity_that_no_plan_serves_better_is_no_drift(harness: Dr
     before = harness.monitor.evaluate()
     harness.see(exponent=0.9, seconds=60)
     drift = harness.monitor.evaluate()
-    assert before is not None
-    assert drift is not None
     assert drift.exposed_seconds[LIVE] > 1.2 * before.exposed_seconds[LIVE]
     assert len(placement) > 100
     assert drift.ratio < 1.03
@@ -135,7 +129,6 @@ def test_a_plan_that_would_be_withheld_is_no_reason(tmp_path: Path) -> None:
     harness.carry_out()
     harness.see(moved=700)
     drift = harness.monitor.evaluate()
-    assert drift is not None
     assert drift.ratio > 1.03
     assert harness.monitor.pop_reason() is None
 
@@ -201,7 +194,6 @@ def test_the_job_is_priced_with_its_training_settings(tmp_path: Path) -> None:
         harness.coordinator.topology = replace(harness.coordinator.topology, trainer=trainer)
         harness.see()
         drift = harness.monitor.evaluate()
-        assert drift is not None
         prices.append(drift.exposed_seconds[LIVE])
     assert len(set(prices)) == len(prices)
 
@@ -241,7 +233,6 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
         until(lambda: len(coordinator.migrations) >= 2 and daemon.status().stream.messages == 90)
         daemon.renew_status()
         plan = daemon.status().last_plan
-        assert plan is not None
         assert plan.reason.startswith("drift 1.")
         assert plan.reason.endswith("> 1.03 (table item)")
         # Planning may have begun while messages were still arriving; once all are in, at most one more follows.

@@ -100,7 +100,6 @@ def test_a_migration_is_kept_over_a_restart_as_it_was(keep: Callable[..., Runnin
     assert [record.migration_id for record in again.history.newest(1)] == ["m2"]
     found = again.history.find("m1")
     assert found == migration.record
-    assert found is not None
     assert (found.plan_id, found.parent_plan_id, found.problem, found.settled) == (
         "plan-m1", "parent", "because of stopped", True,
     )  # fmt: skip
@@ -138,12 +137,10 @@ def test_a_migration_that_a_crash_interrupted_has_failed(keep: Callable[..., Run
     kept.stop()
     again = keep()
     found, done = again.history.find("open"), again.history.find("done")
-    assert found is not None
     assert (found.state, found.problem, found.settled) == (MigrationState.FAILED, ENDED_UNSEEN, True)
     assert found.seconds is not None
     last = found.transitions[-1]
     assert (last.number, last.event, last.before, last.after) == (2, E.FAIL, MigrationState.PUSHING, found.state)
-    assert done is not None
     assert (done.problem, done.settled, len(done.transitions)) == ("because of fail", True, 3)
 
 
@@ -164,7 +161,6 @@ def test_the_transitions_of_one_migration_are_bounded(
     kept = keep()
     kept.migration("m", E.START, *(each for _ in range(20) for each in (E.EXHAUSTED, E.VOIDED)), E.FAIL)
     found = kept.history.find("m")
-    assert found is not None
     assert [each.number for each in found.transitions] == [0, *range(36, 43)]
 
 

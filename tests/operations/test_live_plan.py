@@ -229,7 +229,6 @@ def add(
 
 def test_shares_and_cover_are_what_ranks_measured() -> None:
     exposed = prices_of(FakeCoordinator(), monitor(0.3, 0.1, 0.2, overlapped=0.75)).exposed()
-    assert exposed is not None
     assert exposed.forward == pytest.approx(0.25)
     assert exposed.backward == 1.0
     assert exposed.sync == pytest.approx(1 - 0.75 * 0.3 / 0.4), "no replicas yet: as the whole"
@@ -251,7 +250,6 @@ def test_noise_does_not_change_prices() -> None:
     assert prices.exposed() is first
     add(training, 0.3, 0.1, 0.1, overlapped=1.0, steps=50)
     changed = prices.exposed()
-    assert changed is not None
     assert changed.cover_seconds == pytest.approx(0.1)
 
 

@@ -67,7 +67,6 @@ def test_a_plan_is_recorded_executed_and_logged(harness: PlanningHarness) -> Non
     assert planning.seconds > 0
     assert planning.outcomes == {}
     execution = planning.execute(proposal)
-    assert execution is not None
     assert planning.outcomes == {"changed": 1}
     assert planning.executions.live_plan_id == ""
     harness.coordinator.execute(execution)
@@ -89,7 +88,6 @@ def test_a_plan_is_recorded_executed_and_logged(harness: PlanningHarness) -> Non
 
 def test_a_plan_that_changes_nothing_pushes_nothing(harness: PlanningHarness) -> None:
     plan, execution = harness.execute("first")
-    assert execution is not None
     harness.coordinator.execute(execution)
     proposal = harness.propose("second")
     second, live = proposal.plan, proposal.live
@@ -164,7 +162,6 @@ ANN = Trigger(TriggerKind.MANUAL, "applied by hand", "ann@host")
 def test_a_proposal_is_applied_and_recorded_with_its_user(harness: PlanningHarness) -> None:
     plan = harness.propose("look", dry_run=True).plan
     proposal, execution = harness.planning.apply(plan.plan_id, ANN)
-    assert execution is not None
     harness.coordinator.execute(execution)
     assert harness.coordinator.now.digest() == plan.target.digest()
     record = execution.record
@@ -237,7 +234,6 @@ def test_a_plan_from_a_thin_profile_can_be_shown_and_applied_only_with_force(tmp
     with pytest.raises(PlanError, match="the profile is thin"):
         it.planning.apply(seen.plan.plan_id, ANN)
     _, execution = it.planning.apply(seen.plan.plan_id, ANN, force=True)
-    assert execution is not None
     assert execution.record.overridden_gates == ("samples",)
     assert it.planning.overridden == {"samples": 1}
     it.coordinator.execute(execution)
@@ -334,7 +330,6 @@ def test_a_user_may_force_a_plan_that_saves_little(tmp_path: Path) -> None:
         it.planning.apply(shown.plan.plan_id, ANN)
     assert it.planning.execute(it.propose("look")) is None
     _, execution = it.planning.apply(shown.plan.plan_id, ANN, force=True)
-    assert execution is not None
     assert execution.record.overridden_gates == ("saving",)
     assert it.planning.overridden == {"saving": 1}
 
@@ -377,13 +372,11 @@ def test_limits_that_the_live_placement_breaks_are_enforced_whatever_they_save(
 ) -> None:
     it = filled_harness(tmp_path)
     _, first = it.execute("first")
-    assert first is not None
     it.coordinator.execute(first)
     settings = {**it.config.planner.model_dump(), "min_saving": MUCH}
     it.planning.apply_config(it.config.model_validate({**it.config.model_dump(), "planner": {**settings, **changed}}))
     plan, execution = it.execute("second")
     assert not plan.live_fits
-    assert execution is not None
     it.coordinator.execute(execution)
     plan, execution = it.execute("third")
     assert plan.live_fits

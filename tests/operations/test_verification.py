@@ -234,12 +234,10 @@ def test_copies_that_may_not_stay_go_unmeasured_and_in_spite_of_a_hold(tmp_path:
 def test_another_migration_interrupts(tmp_path: Path) -> None:
     job = VerifiedJob(tmp_path, effect=-0.05)
     job.tick(60)
-    assert job.verifier.newest is not None
     assert job.verifier.newest.state == "running"
     job.it.see(500_000, seed=3)
     proposal = job.it.planning.propose(Trigger(TriggerKind.MANUAL, "by hand", "ann"))
     execution = job.it.planning.execute(proposal)
-    assert execution is not None
     job.tick(2)
     assert job.actions[0][3].startswith("interrupted: another migration was started; no verdict")
     assert job.verifier.newest.migration_id == execution.migration_id, "the user's plan is verified next"
