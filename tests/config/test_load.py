@@ -49,8 +49,7 @@ def fault(data: dict) -> str:
 
 def test_minimal_file_and_defaults(tmp_path):
     config = load_config(write(tmp_path / "c.yaml", MINIMAL), {})
-    assert config.job == "ads"
-    assert config.server.port == 9464
+    assert (config.job, config.server.port) == ("ads", 9464)
     assert config.server.metrics_listen is None
     assert config.keyspace().total_rows == 1000
 
@@ -205,8 +204,7 @@ def test_variables_replace_keys_of_the_file(tmp_path):
     )
     assert config.control.listen_port == 2
     assert config.sketch.half_life_seconds is None
-    assert config.job == "other"
-    assert config.tables[0].rows == 5
+    assert (config.job, config.tables[0].rows) == ("other", 5)
 
 
 def test_a_bad_variable_is_named(tmp_path):
@@ -478,8 +476,7 @@ def test_hot_keys_are_taken_and_the_others_stay_as_they_are() -> None:
     assert set(merged.pending) == {"server.port", "control.chunk_rows", "tables"}
     effective = merged.effective
     assert (effective.log.level, effective.shutdown_seconds, effective.planner.interval_seconds) == ("debug", 5.0, 20.0)
-    assert effective.control.throttle.bytes_per_second == 7
-    assert effective.planner.pins == wanted.planner.pins
+    assert (effective.control.throttle.bytes_per_second, effective.planner.pins) == (7, wanted.planner.pins)
     assert effective.tables == running.tables
     assert (effective.server.port, effective.control.chunk_rows) == (1000, 4096)
     assert running.log.level == "info", "nothing is changed in place"

@@ -50,8 +50,7 @@ def test_a_preview_lists_the_keys_of_a_reload_and_applies_none(job: DaemonOnFile
         ("planner.min_samples", config["planner"]["min_samples"], 5, False),
         ("control.chunk_rows", 4096, 7, True),
     ]
-    assert job.daemon.status().config == before
-    assert job.daemon.components.inspect.config().config == config
+    assert (job.daemon.status().config, job.daemon.components.inspect.config().config) == (before, config)
     answer = httpx.post(f"{job.daemon.address}/v1/config/reload/preview", headers=COMMAND_HEADERS)
     assert (answer.status_code, answer.json()["applied"]) == (200, ["planner.min_samples"])
     taken = job.daemon.call(routes.RELOAD)
@@ -76,8 +75,7 @@ def test_hot_keys_are_applied_at_once(job: DaemonOnFile) -> None:
     status = job.daemon.status()
     assert set(status.config.pending) == set(report.pending)
     assert (status.config.reloads["rejected"], status.config.problem) == (0, None)
-    assert status.drift.threshold == 1.5
-    assert status.throttle.bytes_per_second == 5_000
+    assert (status.drift.threshold, status.throttle.bytes_per_second) == (1.5, 5_000)
     assert logging.getLogger().level == logging.ERROR
     shown = job.daemon.components.inspect.config().config
     assert (shown["planner"]["min_samples"], shown["control"]["chunk_rows"]) == (5, 4096)
@@ -91,8 +89,7 @@ def test_hot_keys_are_applied_at_once(job: DaemonOnFile) -> None:
     back = job.daemon.call(routes.RELOAD)
     assert set(back.applied) == set(report.applied)
     assert back.pending == ()
-    assert job.daemon.status().config.pending == ()
-    assert job.daemon.call(routes.RELOAD).applied == ()
+    assert (job.daemon.status().config.pending, job.daemon.call(routes.RELOAD).applied) == ((), ())
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,7 @@ def test_commands_without_ranks(start: Start, make_config: Make) -> None:
     status = daemon.status()
     assert (status.job, status.healthy, status.ready, status.paused) == ("j", True, False, False)
     assert status.topology.ready is False
-    assert status.topology.nodes == 0
-    assert status.placement.version == 0
+    assert (status.topology.nodes, status.placement.version) == (0, 0)
     assert any("no rank" in reason for reason in status.reasons)
     assert daemon.health().ok
     assert not daemon.ready().ok
@@ -214,8 +213,7 @@ def test_unused_time_is_given_to_later_parts() -> None:
     assert it.budget.stop_part("first", it.part(1.0), reserve=0.6)
     assert it.budget.stop_part("second", it.part(2.0), reserve=0.1)
     assert it.budget.stop_part("third", it.part(15.0))
-    assert it.given == pytest.approx([8.0, 17.0, 17.0])
-    assert it.budget.late == []
+    assert (it.given, it.budget.late) == (pytest.approx([8.0, 17.0, 17.0]), [])
 
 
 def test_a_part_that_hangs_leaves_the_reserve_to_later_parts() -> None:
@@ -224,8 +222,7 @@ def test_a_part_that_hangs_leaves_the_reserve_to_later_parts() -> None:
     assert it.budget.stop_part("second", it.part(1.0), reserve=0.1)
     assert not it.budget.stop_part("third", it.part(1e9))
     assert it.budget.stop_part("fourth", it.part(0.0))
-    assert it.given == pytest.approx([8.0, 10.0, 11.0, 20.0 * MIN_SHARE])
-    assert it.budget.late == ["first", "third"]
+    assert (it.given, it.budget.late) == (pytest.approx([8.0, 10.0, 11.0, 20.0 * MIN_SHARE]), ["first", "third"])
 
 
 PROBE = """

@@ -160,8 +160,7 @@ def test_a_reset_starts_empty_and_the_newest_snapshot_can_be_renamed_back(config
     reset = state_directory.reset(config, keep_positions=keep_positions)
     assert reset.removed == ("snapshot-000000000001.flexd", "snapshot-000000000002.flexd")
     empty = started(config)
-    assert empty.sketches.samples == 0
-    assert empty.positions == (before.positions if keep_positions else None)
+    assert (empty.sketches.samples, empty.positions) == (0, before.positions if keep_positions else None)
     (aside,) = (config.state.dir / "snapshots").glob("*.unusable")
     aside.rename(aside.with_name("snapshot-000000000009.flexd"))
     again = started(config)

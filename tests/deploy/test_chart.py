@@ -96,9 +96,7 @@ def test_monitoring_equals_that_of_deploy():
 def test_values_of_the_user_replace_defaults():
     documents = rendered("-f", CHART / "ci" / "full-values.yaml")
     config = configs_of(documents)["flexd.yaml"]
-    assert config.job == "ads"
-    assert config.log.level == "debug"
-    assert config.control.listen_port == 30000
+    assert (config.job, config.log.level, config.control.listen_port) == ("ads", "debug", 30000)
     assert str(config.control.tls.cert_file) == "/etc/flexd/control-tls/tls.crt"
     (deployment,) = [d for d in documents if d["kind"] == "Deployment"]
     pod = deployment["spec"]["template"]["spec"]
@@ -246,8 +244,7 @@ def test_dockerfile():
     (entry,) = [line.removeprefix("ENTRYPOINT ") for line in final if line.startswith("ENTRYPOINT")]
     (command,) = [line.removeprefix("CMD ") for line in final if line.startswith("CMD")]
     # Exec form parses as JSON; a shell in between would keep SIGTERM from the daemon.
-    assert json.loads(entry) == ["flexd"]
-    assert json.loads(command) == ["run", "-c", "/etc/flexd/flexd.yaml"]
+    assert (json.loads(entry), json.loads(command)) == (["flexd"], ["run", "-c", "/etc/flexd/flexd.yaml"])
     assert "USER 10001:10001" in final
     exposed = {int(port) for line in final if line.startswith("EXPOSE") for port in line.split()[1:]}
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())

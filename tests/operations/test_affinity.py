@@ -90,8 +90,7 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     row = int(moved.keys[0])
     made, gates = harness.planning.explain("item", row, 1)
     answer = explanation(made, gates)
-    assert answer.explained[0].home.moved_to == nodes[0]
-    assert answer.live_rows["HOME"] == ROWS - len(live.copies)
+    assert (answer.explained[0].home.moved_to, answer.live_rows["HOME"]) == (nodes[0], ROWS - len(live.copies))
     emit(answer, blocks_of(answer), OutputFormat.TABLE)
     assert f"moved to {nodes[0]}" in " ".join(capsys.readouterr().out.split())
 
@@ -182,8 +181,7 @@ def test_nodes_of_users_come_from_the_newest_homes(tmp_path: Path) -> None:
     found = monitor.newest.plan
     page = commands.user_nodes(4, 3)
     assert (page.ids, page.users, page.nodes, page.learnt) == ((104, 105, 106), 10, 2, 1)
-    assert page.nodes_of == tuple(found.users.nodes_of[4:7].tolist())
-    assert page.by_user == shown.by_user
+    assert (page.nodes_of, page.by_user) == (tuple(found.users.nodes_of[4:7].tolist()), shown.by_user)
     assert len(commands.user_nodes(0, 100).ids) == 10
     harness.propose("again")
     assert commands.user_nodes(0, 1).learnt == 2

@@ -126,8 +126,7 @@ def test_a_verification_stays_with_its_migration(keep: Callable[..., RunningHist
     again = keep()
     later = {"verification": found, "settled": True}
     assert again.history.find("a") == migration.record.model_copy(update=later)
-    assert again.history.newest_verification() == found
-    assert again.ids == ["b", "a"]
+    assert (again.history.newest_verification(), again.ids) == (found, ["b", "a"])
 
 
 def test_a_migration_that_a_crash_interrupted_has_failed(keep: Callable[..., RunningHistory]) -> None:
@@ -149,8 +148,7 @@ def test_the_oldest_are_deleted(keep: Callable[..., RunningHistory]) -> None:
     for number in range(23):
         kept.migration(f"m{number}", E.START, E.FAIL)
         kept.action(f"r{number}")
-    assert kept.ids == [f"m{n}" for n in range(22, 17, -1)]
-    assert kept.actions == [f"r{n}" for n in range(22, 17, -1)]
+    assert (kept.ids, kept.actions) == ([f"m{n}" for n in range(22, 17, -1)], [f"r{n}" for n in range(22, 17, -1)])
     assert {len(each.detail) for each in kept.history.newest_actions(9)} == {2_000}
 
 

@@ -158,8 +158,7 @@ def test_the_status_says_what_was_learnt_and_why() -> None:
     status = prices_status(prices)
     by_link = {link.link: link for link in status.links}
     across, inside = by_link["inter_node"], by_link["intra_node"]
-    assert across.reports == 40
-    assert across.factor == pytest.approx(3.0, rel=0.1)
+    assert (across.reports, across.factor) == (40, pytest.approx(3.0, rel=0.1))
     assert inside.factor == 1.0
     assert across.probed_error == pytest.approx(2 / 3, rel=0.01)
     assert across.corrected_error == pytest.approx(0.03, abs=0.03)
@@ -229,8 +228,7 @@ def add(
 
 def test_shares_and_cover_are_what_ranks_measured() -> None:
     exposed = prices_of(FakeCoordinator(), monitor(0.3, 0.1, 0.2, overlapped=0.75)).exposed()
-    assert exposed.forward == pytest.approx(0.25)
-    assert exposed.backward == 1.0
+    assert (exposed.forward, exposed.backward) == (pytest.approx(0.25), 1.0)
     assert exposed.sync == pytest.approx(1 - 0.75 * 0.3 / 0.4), "no replicas yet: as the whole"
     assert exposed.cover_seconds == pytest.approx(0.2)
     machine = cluster(exposed=Exposed(1.0, 0.5, 0.5))
@@ -262,7 +260,6 @@ def test_plans_use_the_measured_exposure(tmp_path: Path) -> None:
     for rank in range(4):
         harness.training.add(rank, replace(report(2, tiers=(200_000, 0, 0)), phases=PhasesReport(phases, 1, 1000.0)))
     plan = harness.propose("after them").plan
-    assert plan.promotions == 0
-    assert plan.costs.before.exposed_seconds == 0
+    assert (plan.promotions, plan.costs.before.exposed_seconds) == (0, 0)
     assert "1e+06 ms cover the rest" in plan.costs.cluster.name
     assert math.isfinite(plan.costs.cluster.exposed.cover_seconds)

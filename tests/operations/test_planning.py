@@ -67,8 +67,7 @@ def test_a_plan_is_recorded_executed_and_logged(harness: PlanningHarness) -> Non
     assert planning.seconds > 0
     assert planning.outcomes == {}
     execution = planning.execute(proposal)
-    assert planning.outcomes == {"changed": 1}
-    assert planning.executions.live_plan_id == ""
+    assert (planning.outcomes, planning.executions.live_plan_id) == ({"changed": 1}, "")
     harness.coordinator.execute(execution)
     record = execution.record
     chunks = -(-len(plan.delta) // 16)

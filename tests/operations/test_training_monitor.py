@@ -53,8 +53,7 @@ def test_a_new_generation_resets_averages_and_versions_but_not_totals() -> None:
     assert monitor.ranks()[3].version == 2
     monitor.new_generation()
     assert monitor.accesses_per_step(2) is None
-    assert monitor.ranks() == {}
-    assert monitor.totals().step == 5
+    assert (monitor.ranks(), monitor.totals().step) == ({}, 5)
 
 
 STEP = StepReport(1, 1, PlacementState(0, 0), 2.0, 0.0, (1, 0, 0))

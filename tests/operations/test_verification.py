@@ -154,8 +154,7 @@ def test_a_faster_plan_stays(tmp_path: Path) -> None:
     assert ended.state == "faster"
     assert not ended.rolled_back
     assert ended.change == pytest.approx(-0.05, abs=0.01)
-    assert job.device_rows() == job.most_copies
-    assert job.verifier.decisions.held_reasons() == ()
+    assert (job.device_rows(), job.verifier.decisions.held_reasons()) == (job.most_copies, ())
     assert job.verifier.ended == {"faster": 1}
     migrations = len(job.it.coordinator.migrations)
     job.tick(50)
@@ -191,8 +190,7 @@ def test_of_a_plan_that_rather_takes_rows_back_all_changes_are_measured(tmp_path
     changes = measured_changes(base, after, keyspace, layout, 2**20)
     assert changes.takes_back is (promoted < 3)
     if changes.takes_back:
-        assert changes.part == 1.0
-        assert changes.without.keys.tolist() == base.keys.tolist()
+        assert (changes.part, changes.without.keys.tolist()) == (1.0, base.keys.tolist())
         assert changes.without.tiers.tolist() == base.tiers.tolist()
         part = measured_changes(base, after, keyspace, layout, 2 * 256)
         assert 0 < part.part < 1
@@ -227,8 +225,7 @@ def test_copies_that_may_not_stay_go_unmeasured_and_in_spite_of_a_hold(tmp_path:
     job.it.planning.apply_config(excluded)
     time.sleep(0.02)
     job.tick(5)
-    assert job.device_rows() == 0
-    assert job.verifier.newest == kept
+    assert (job.device_rows(), job.verifier.newest) == (0, kept)
 
 
 def test_another_migration_interrupts(tmp_path: Path) -> None:
@@ -274,8 +271,7 @@ def test_holds_outlive_the_daemon_double_and_end(tmp_path: Path) -> None:
         job.verifier.decisions.hold("NODE", "p1 measured 5 % slower", 600.0, now)
         (held,) = job.decisions.current.held_plans
         waits.append(held.seconds)
-    assert waits[:3] == [600.0, 1200.0, 2400.0]
-    assert waits[-1] == LONGEST_SECONDS
+    assert (waits[:3], waits[-1]) == ([600.0, 1200.0, 2400.0], LONGEST_SECONDS)
     job.start()
     assert job.verifier.decisions.held_reason("NODE", now + 1).startswith("p1 measured 5 % slower")
     assert job.verifier.decisions.held_reason("DEVICE", now + 1) == ""
