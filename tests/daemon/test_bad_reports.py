@@ -47,9 +47,6 @@ class Observed:
     def plan(self) -> httpx.Response:
         return httpx.post(self.daemon.address + "/v1/plan", headers=COMMAND_HEADERS, timeout=10.0)
 
-    def state(self) -> str:
-        return f"{self.get('/readyz').text} {self.plan().text}"
-
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.daemon.address + path, timeout=10.0)
 
@@ -57,9 +54,6 @@ class Observed:
         """Return the samples of a family by their labels."""
         lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(name)]
         return {line.rsplit(" ", 1)[0].removeprefix(name): float(line.rsplit(" ", 1)[1]) for line in lines}
-
-    def reported(self) -> int:
-        return self.ranks.ranks[1].agent.counters.get("reports", 0)
 
 
 @pytest.fixture
@@ -70,7 +64,7 @@ def observed(start: Callable[..., Any], make_config: Callable[..., Config]) -> I
     )  # fmt: skip
     made = Observed(start(config).daemon)
     with made.ranks:
-        until(made.ready, SECONDS, made.state)
+        until(made.ready, SECONDS, lambda: (made.get("/readyz").text, made.plan().text))
         yield made
 
 

@@ -43,11 +43,8 @@ def test_commands_without_ranks(start: Start, make_config: Make) -> None:
     running.until(lambda: any("no rank" in reason for reason in daemon.status().reasons))
     status = daemon.status()
     assert (status.job, status.healthy, status.ready, status.paused) == ("j", True, False, False)
-    assert status.topology.ready is False
-    assert (status.topology.nodes, status.placement.version) == (0, 0)
-    assert any("no rank" in reason for reason in status.reasons)
-    assert daemon.health().ok
-    assert not daemon.ready().ok
+    assert (status.topology.ready, status.topology.nodes, status.placement.version) == (False, 0, 0)
+    assert (daemon.health().ok, daemon.ready().ok) == (True, False)
     for verb in (daemon.components.planning.plan, lambda: daemon.components.planning.replan("r", 0.0)):
         with pytest.raises(PlanError, match="no plan without ranks"):
             verb()
@@ -59,8 +56,7 @@ def test_commands_without_ranks(start: Start, make_config: Make) -> None:
     with pytest.raises(PlanError, match="no plan without ranks"):
         daemon.components.planning.explain("item", 2_999, 10)
 
-    assert daemon.call(routes.PAUSE, reason="one").changed is True
-    assert daemon.call(routes.PAUSE, reason="two").changed is False
+    assert [daemon.call(routes.PAUSE, reason=reason).changed for reason in ("one", "two")] == [True, False]
     assert daemon.status().pause_reason == "two"
     with pytest.raises(ApiError, match="paused: two") as refused:
         daemon.components.planning.replan("r", 0.0)
@@ -69,8 +65,7 @@ def test_commands_without_ranks(start: Start, make_config: Make) -> None:
         daemon.components.planning.plan()
     accesses = daemon.status().stream.accesses
     running.until(lambda: daemon.status().stream.accesses > accesses)
-    assert daemon.components.operator.resume().changed is True
-    assert daemon.components.operator.resume().changed is False
+    assert [daemon.components.operator.resume().changed for _ in range(2)] == [True, False]
     with pytest.raises(PlanError):
         daemon.components.planning.replan("r", 0.0)
 
@@ -191,38 +186,30 @@ def test_daemon_whose_control_channel_cannot_be_hosted_ingests_and_tries_again(
         pass
 
 
-class FakeParts:
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.given: list[float] = []
-        self.budget = ShutdownBudget(20.0, lambda: self.now)
-
-    def part(self, needs: float) -> Callable[[float], bool]:
-        """Return a stop that takes ``needs`` seconds, or all of its share."""
-
-        def stop(seconds: float) -> bool:
-            self.given.append(seconds)
-            self.now += min(needs, seconds)
-            return needs <= seconds
-
-        return stop
+UNUSED = [(1.0, 0.6), (2.0, 0.1), (15.0, 0.0)]
+HANGS = [(1e9, 0.6), (1.0, 0.1), (1e9, 0.0), (0.0, 0.0)]
 
 
-def test_unused_time_is_given_to_later_parts() -> None:
-    it = FakeParts()
-    assert it.budget.stop_part("first", it.part(1.0), reserve=0.6)
-    assert it.budget.stop_part("second", it.part(2.0), reserve=0.1)
-    assert it.budget.stop_part("third", it.part(15.0))
-    assert (it.given, it.budget.late) == (pytest.approx([8.0, 17.0, 17.0]), [])
+@pytest.mark.parametrize(
+    ("parts", "given", "late"),
+    [(UNUSED, [8.0, 17.0, 17.0], []), (HANGS, [8.0, 10.0, 11.0, 20.0 * MIN_SHARE], ["0", "2"])],
+    ids=["unused time is given to later parts", "a part that hangs leaves the reserve to later parts"],
+)
+def test_the_deadline_is_shared(parts: list[tuple[float, float]], given: list[float], late: list[str]) -> None:
+    """Each part needs some seconds, and leaves a reserve to later ones."""
+    now, shares = 100.0, []
+    budget = ShutdownBudget(20.0, lambda: now)
 
+    def stop(seconds: float) -> bool:
+        nonlocal now
+        needs, _ = parts[len(shares)]
+        shares.append(seconds)
+        now += min(needs, seconds)
+        return needs <= seconds
 
-def test_a_part_that_hangs_leaves_the_reserve_to_later_parts() -> None:
-    it = FakeParts()
-    assert not it.budget.stop_part("first", it.part(1e9), reserve=0.6)
-    assert it.budget.stop_part("second", it.part(1.0), reserve=0.1)
-    assert not it.budget.stop_part("third", it.part(1e9))
-    assert it.budget.stop_part("fourth", it.part(0.0))
-    assert (it.given, it.budget.late) == (pytest.approx([8.0, 10.0, 11.0, 20.0 * MIN_SHARE]), ["first", "third"])
+    for number, (_, reserve) in enumerate(parts):
+        budget.stop_part(str(number), stop, reserve)
+    assert (shares, budget.late) == (pytest.approx(given), late)
 
 
 PROBE = """
@@ -238,17 +225,10 @@ print(changed, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def probe(how: str, **environment: str) -> tuple[bool, int]:
+def probe(how: str) -> tuple[bool, int]:
     clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, how],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        env={**clean, **environment},
-    )
-    changed, faults = done.stdout.split()
+    command = [sys.executable, "-c", PROBE, how]
+    changed, faults = subprocess.check_output(command, text=True, timeout=60, env=clean).split()
     return changed == "True", int(faults)
 
 
@@ -288,10 +268,9 @@ def test_a_daemon_without_torch_migrates_rows_of_its_ranks(tmp_path: Path, monke
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (hidden, ROOT))))
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
-    tables = [{"name": table.name, "rows": table.rows, "dim": table.dim} for table in TABLES.tables]
     settings = {
         "job": "job",
-        "tables": tables,
+        "tables": [{"name": table.name, "rows": table.rows, "dim": table.dim} for table in TABLES.tables],
         "stream": {"source": {"kind": "synthetic", "accesses_per_second": 50_000}, "poll_seconds": 0.05},
         "sketch": {"memory_bytes": 2**22},
         "control": {"secret_file": str(secret)},

@@ -1,14 +1,12 @@
-"""The state directory: its lock, the formats of its files, what ``flexd state`` shows, resets and a backup by copy."""
+"""The state directory: its lock, the formats of its files, what ``flexd state`` shows and resets."""
 
 from __future__ import annotations
 
 import re
-import shutil
 import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -47,29 +45,21 @@ def test_side_files_go_with_their_file(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def _newer_database(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as database:
-        database.execute("PRAGMA user_version = 3")
-
-
-def _newer_journal(path: Path) -> None:
-    path.parent.mkdir()
-    path.write_bytes(b"FLEXDPJ2" + bytes(8))
-
-
-OPENERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
-    "placement/placement.journal": (_newer_journal, lambda state: PlacementJournal(state / "placement")),
-    "state.sqlite": (_newer_database, lambda state: DecisionFile(StateDatabase(state / "state.sqlite"))),
-}  # fmt: skip
+OPENERS: dict[str, Callable[[Path], object]] = {
+    "placement/placement.journal": lambda state: PlacementJournal(state / "placement"),
+    "state.sqlite": lambda state: DecisionFile(StateDatabase(state / "state.sqlite")),
+}
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_newer_file_is_refused_by_name_and_unchanged(tmp_path: Path, name: str) -> None:
-    make_newer, read = OPENERS[name]
-    make_newer(tmp_path / name)
+    (tmp_path / "placement").mkdir()
+    (tmp_path / "placement" / "placement.journal").write_bytes(b"FLEXDPJ2" + bytes(8))
+    with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
+        database.execute("PRAGMA user_version = 3")
     before = (tmp_path / name).read_bytes()
     with pytest.raises(StateVersionError, match=f"{name}.*newer flexd"):
-        read(tmp_path)
+        OPENERS[name](tmp_path)
     with pytest.raises(UnusableStateError, match=f"{name}.*newer flexd"):
         check_files(tmp_path, start_empty=False)
     assert (tmp_path / name).read_bytes() == before
@@ -92,16 +82,6 @@ def test_a_killed_holder_leaves_no_lock(tmp_path):
     StateLock(tmp_path).release()
 
 
-def test_a_process_may_wait_for_the_lock_for_a_bounded_time(tmp_path):
-    holder = StateLock(tmp_path)
-    began = time.monotonic()
-    with pytest.raises(StateLockedError, match="used by another daemon"):
-        StateLock(tmp_path, wait_seconds=0.2)
-    assert time.monotonic() - began >= 0.2
-    threading.Timer(0.2, holder.release).start()
-    StateLock(tmp_path, wait_seconds=60.0).release()
-
-
 TABLES = [{"name": "users", "rows": 500, "dim": 8}, {"name": "items", "rows": 20_000, "dim": 8}]
 COUNTED = 90
 
@@ -122,8 +102,7 @@ def file(tmp_path: Path) -> Path:
         for table in TABLES:
             sketches.ingest(str(table["name"]), np.arange(COUNTED // 2), 0, 1.7e9 + number)
         meta, arrays = sketches.state()
-        saved = {"sketches": meta, "positions": {"p": number}, "generation": number, "saved": {}}
-        store.save(saved, arrays)
+        store.save({"sketches": meta, "positions": {"p": number}, "generation": number, "saved": {}}, arrays)
     return path
 
 
@@ -180,17 +159,6 @@ def test_a_running_daemon_is_not_disturbed(config: Config, monkeypatch: pytest.M
     state_directory.reset(config, keep_positions=False)
 
 
-def test_a_copy_of_the_directory_is_a_backup(config: Config, tmp_path: Path) -> None:
-    shutil.copytree(config.state.dir, tmp_path / "backup")
-    before = started(config)
-    state_directory.reset(config, keep_positions=False)
-    shutil.rmtree(config.state.dir)
-    shutil.copytree(tmp_path / "backup", config.state.dir)
-    again = started(config)
-    assert again.positions == before.positions
-    assert again.sketches.samples_by_table() == before.sketches.samples_by_table() == (COUNTED,) * 2
-
-
 @pytest.mark.parametrize(("point", "keep_positions"), [("reset.saved", True), ("reset.moved", False)])
 def test_a_reset_that_ends_halfway_is_run_again(config: Config, point: str, keep_positions: bool) -> None:
     assert {"reset.saved", "reset.moved"} == set(POINTS) - set(POINTS_OF_A_JOB)
@@ -229,9 +197,8 @@ def of_laptop(tmp_path: Path) -> Path:
 
 def content(directory: Path) -> dict[str, bytes]:
     """Return the files of the state but the lock."""
-    paths = [path for path in (directory / "state").rglob("*") if path.is_file()]
-    left_out = ("lock",)
-    return {str(path): path.read_bytes() for path in paths if not path.name.endswith(left_out)}
+    paths = (path for path in (directory / "state").rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path): path.read_bytes() for path in paths}
 
 
 @pytest.mark.parametrize("on_unusable", ["exit", "reset"])
@@ -249,15 +216,6 @@ def test_another_job_is_refused_by_name_and_nothing_changes(
     ) as no:
         Daemon(config)
     assert exit_code_of(no.value) is ExitCode.STATE_UNUSABLE
-    assert content(of_laptop) == before
-
-
-def test_a_daemon_that_waits_for_its_state_names_the_other_job(of_laptop: Path) -> None:
-    before = content(of_laptop)
-    state = {"dir": str(of_laptop / "state"), "on_unusable": "wait"}
-    config = parse_config(document(of_laptop, "sasrec", state=state))
-    daemon = Daemon(config)
-    assert "has the state of job 'laptop'" in daemon.ready().reasons[0]
     assert content(of_laptop) == before
 
 

@@ -47,7 +47,6 @@ class Job(DaemonOnFile):
     def propose(self) -> Any:
         """Let the ranks propose tables in the next tick."""
         learner = self.daemon._learner
-        assert learner is not None
         self.patch.setattr(learner, "tick", lambda: PROPOSED)
         return learner
 
@@ -88,8 +87,7 @@ def test_parts_that_cannot_be_started_leave_and_the_daemon_learns_again(
         job.daemon.tick()
     assert any("RuntimeError: can't start new thread" in reason for reason in job.daemon.ready().reasons)
     assert job.daemon.health().ok
-    learner = job.propose()
-    assert learner.members.problem == "RuntimeError: can't start new thread (tables of attempt 'a1')"
+    assert job.propose().members.problem == "RuntimeError: can't start new thread (tables of attempt 'a1')"
     until(lambda: job.daemon.tick() or job.daemon._components, 20, job.daemon.ready)
     assert [table.name for table in job.daemon.components.inspect.settings.tables] == ["item"]
 
@@ -143,9 +141,7 @@ def test_a_reload_during_a_take_over_stays(job: Job, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(learner, "stop", lambda: (reload_beside(), stop()))
     job.daemon.tick()
     reload.join(20)
-    components = job.daemon.components
-    assert components.inspect.settings.planner.min_samples == 5
-    assert components.inspect.config().config["planner"]["min_samples"] == 5
+    assert job.daemon.components.inspect.settings.planner.min_samples == 5
     assert job.daemon.reload().applied == ()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import dataclass
 
 import lock_image
 import pytest
@@ -23,36 +22,17 @@ _ENTRY = re.compile(r"^(?P<name>[a-z0-9-]+)==(?P<version>[^\s;]+)(?: ; (?P<marke
 _HASH = re.compile(r"^--hash=sha256:[0-9a-f]{64}$")
 
 
-@dataclass(frozen=True)
-class Locked:
-    """One line of the lock.
-
-    Attributes:
-        hashes: of its wheels and source distributions, for all platforms.
-    """
-
-    name: str
-    version: str
-    marker: Marker | None
-    hashes: tuple[str, ...]
-
-
 def environment(python: str) -> dict[str, str]:
     return {**default_environment(), "python_version": python, "python_full_version": f"{python}.9"}  # type: ignore[dict-item]
 
 
-def locked_lines() -> list[Locked]:
+def locked_lines() -> list[re.Match[str]]:
+    """Return name, version, marker and hashes of each line: those of all wheels and source distributions."""
     text = LOCK.read_text(encoding="utf-8").replace("\\\n", " ")
-    found = []
-    for line in text.splitlines():
-        line = re.sub(r"\s+", " ", line).strip()
-        if not line or line.startswith("#"):
-            continue
-        entry = _ENTRY.match(line)
-        assert entry, f"not NAME==VERSION with hashes: {line[:120]}"
-        marker = Marker(entry["marker"]) if entry["marker"] else None
-        found.append(Locked(entry["name"], entry["version"], marker, tuple(entry["hashes"].split())))
-    return found
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    found = {line: _ENTRY.match(line) for line in lines if line and not line.startswith("#")}
+    assert all(found.values()), "not NAME==VERSION with hashes"
+    return [entry for entry in found.values() if entry]
 
 
 LINES = locked_lines()
@@ -60,9 +40,9 @@ LINES = locked_lines()
 
 def versions(python: str) -> dict[str, str]:
     """Return the version of each package that this Python installs."""
-    chosen = [line for line in LINES if line.marker is None or line.marker.evaluate(environment(python))]
-    assert len({line.name for line in chosen}) == len(chosen), "a package is locked twice for one Python"
-    return {line.name: line.version for line in chosen}
+    chosen = [line for line in LINES if not line["marker"] or Marker(line["marker"]).evaluate(environment(python))]
+    assert len({line["name"] for line in chosen}) == len(chosen), "a package is locked twice for one Python"
+    return {line["name"]: line["version"] for line in chosen}
 
 
 def unmet(wanted: list[str], python: str) -> list[str]:
@@ -80,8 +60,9 @@ def unmet(wanted: list[str], python: str) -> list[str]:
 def test_every_line_has_a_version_and_hashes() -> None:
     assert len(LINES) > 20
     for line in LINES:
-        assert line.hashes, line.name
-        assert all(_HASH.match(each) for each in line.hashes), line.name
+        hashes = line["hashes"].split()
+        assert hashes, line
+        assert all(_HASH.match(each) for each in hashes), line
 
 
 def test_the_lock_names_no_index_address_or_path() -> None:

@@ -87,8 +87,7 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     status = placement_status(live, harness.config.keyspace(), 0)
     assert (status.rehomed_rows, sum(status.rows.values())) == (len(moved), ROWS)
 
-    row = int(moved.keys[0])
-    made, gates = harness.planning.explain("item", row, 1)
+    made, gates = harness.planning.explain("item", int(moved.keys[0]), 1)
     answer = explanation(made, gates)
     assert (answer.explained[0].home.moved_to, answer.live_rows["HOME"]) == (nodes[0], ROWS - len(live.copies))
     emit(answer, blocks_of(answer), OutputFormat.TABLE)

@@ -25,11 +25,6 @@ from flexd.operations import decisions
 from flexd.operations.decisions import NAME, DecisionFile, Decisions, HeldPlan, Pause, StateDatabase, ThrottleOverride
 
 CONFIGURED = ThrottleConfig(bytes_per_second=9_000)
-DECIDED = Decisions(
-    pause=Pause(reason="night", requested_by="ann", unix_seconds=5.0),
-    throttle=ThrottleOverride(bytes_per_step=7, configured=CONFIGURED.model_dump_json()),
-    rollback=("p2", "p3"),
-)
 
 
 class Start:
@@ -81,8 +76,7 @@ def test_every_action_is_recorded_with_user_and_reason(tmp_path: Path) -> None:
 
 def test_a_later_change_of_the_configured_throttle_replaces_the_override(tmp_path: Path) -> None:
     Start(tmp_path).commands.set_throttle(4_096, None)
-    changed = ThrottleConfig(bytes_per_second=500)
-    other = Start(tmp_path, changed)
+    other = Start(tmp_path, ThrottleConfig(bytes_per_second=500))
     assert other.throttle.limits == ThrottleLimits(None, 500)
     assert other.file.current.throttle is None
     assert Start(tmp_path).throttle.limits == ThrottleLimits(None, 9_000), "the override is removed for good"
@@ -99,15 +93,6 @@ def test_a_reload_keeps_the_chosen_throttle_unless_it_changes_the_configured_one
     assert it.file.current.throttle is None
 
 
-def test_decisions_hold_at_the_next_start(tmp_path: Path) -> None:
-    file = StateDatabase(tmp_path / NAME)
-    DecisionFile(file).update(pause=DECIDED.pause, throttle=DECIDED.throttle, rollback=DECIDED.rollback)
-    file.close()
-    it = Start(tmp_path)
-    assert it.file.current == DECIDED
-    assert (it.held, it.throttle.limits) == (True, ThrottleLimits(7, None))
-
-
 @pytest.mark.parametrize(
     "document",
     [
@@ -118,7 +103,7 @@ def test_decisions_hold_at_the_next_start(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_decisions_that_cannot_be_used_are_not_in_force(tmp_path: Path, document: str) -> None:
     file = StateDatabase(tmp_path / NAME)
-    DecisionFile(file).update(pause=DECIDED.pause)
+    DecisionFile(file).update(pause=Pause(reason="night", requested_by="ann", unix_seconds=5.0))
     file.write([("UPDATE documents SET document = ?", (document,))])
     file.close()
     it = Start(tmp_path)
@@ -183,30 +168,28 @@ def test_a_write_is_whole_and_kept(make: Callable[[], StateDatabase], tmp_path: 
     assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o600
 
 
-def _random_bytes(path: Path) -> None:
-    path.write_bytes(np.random.default_rng(1).bytes(8_192))
-
-
-def _truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:5_000])
-
-
-def _other_program(path: Path) -> None:
+def _other_program(path: Path) -> bytes:
     path.unlink()
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript("CREATE TABLE migrations (id); PRAGMA user_version = 1")
+    return path.read_bytes()
 
 
-@pytest.mark.parametrize("harm", [_random_bytes, _truncated, _other_program])
-def test_an_unusable_file_is_quarantined(
-    make: Callable[[], StateDatabase], tmp_path: Path, harm: Callable[[Path], None]
-) -> None:
+HARMS: dict[str, Callable[[Path], bytes]] = {
+    "random bytes": lambda path: np.random.default_rng(1).bytes(8_192),
+    "truncated": lambda path: path.read_bytes()[:5_000],
+    "of another program": _other_program,
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_an_unusable_file_is_quarantined(make: Callable[[], StateDatabase], tmp_path: Path, harm: str) -> None:
     for text in ("old", "newer"):
         file = make()
         file.write([(ADD, (text * 5_000,))])
         file.close()
-        harm(tmp_path / NAME)
-        harmed = (tmp_path / NAME).read_bytes()
+        harmed = HARMS[harm](tmp_path / NAME)
+        (tmp_path / NAME).write_bytes(harmed)
         again = make()
         assert documents(again) == []
         again.close()
@@ -241,8 +224,7 @@ def test_what_is_stored_does_not_change_without_a_new_format() -> None:
     )
     # A class that moves to another module stores the same.
     text = re.sub(r"flexd(\.\w+)*\.", "", "\n".join(fields))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    assert {2: "3d7da59971d8"}[decisions.FORMAT] == digest
+    assert {2: "3d7da59971d8"}[decisions.FORMAT] == hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def test_a_locked_file_is_an_error_and_not_quarantined(

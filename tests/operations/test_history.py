@@ -124,8 +124,7 @@ def test_a_verification_stays_with_its_migration(keep: Callable[..., RunningHist
     kept.migration("b", E.START, E.FAIL)
     kept.stop()
     again = keep()
-    later = {"verification": found, "settled": True}
-    assert again.history.find("a") == migration.record.model_copy(update=later)
+    assert again.history.find("a") == migration.record.model_copy(update={"verification": found, "settled": True})
     assert (again.history.newest_verification(), again.ids) == (found, ["b", "a"])
 
 

@@ -27,7 +27,7 @@ from flexd.core.placement import RankLayout, Tier
 from flexd.operations.live_plan import MIN_STEPS, LivePrices, TrainingJob, plan_limits, price_samples, priced_by
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.planner.model.prices import MIN_REPORTS, Exchange
-from flexd.topology.cluster import INTER, INTRA, Cluster, Collective, Exposed, Link, WorldModel
+from flexd.topology.cluster import Cluster, Collective, Exposed, Link, WorldModel
 from tests.support.components import report
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.planner_cases import cluster, flat
@@ -53,7 +53,6 @@ def test_every_setting_is_passed_on() -> None:
     whole, rows = limits.pins
     assert (whole.table, whole.tier, whole.rows) == ("c", Tier.NODE, None)
     assert (rows.table, rows.tier) == ("d", Tier.DEVICE)
-    assert rows.rows is not None
     np.testing.assert_array_equal(rows.rows, [3, 1])
 
 
@@ -67,8 +66,7 @@ def test_plans_for_a_trainer_that_chooses_are_for_the_exchange_that_it_has_measu
     for reason, exchange in (("trial", Exchange.CHAIN), ("measured", Exchange.DIRECT_DEDUP)):
         training.add(1, report(0))
         training.add(0, replace(report(0), exchange=UsedExchange("direct", reason)))
-        job = TrainingJob.of(TrainerSettings("auto"), TABLES, 1, training.measured_exchange())
-        assert job.exchange is exchange
+        assert TrainingJob.of(TrainerSettings("auto"), TABLES, 1, training.measured_exchange()).exchange is exchange
     assert TrainingJob.of(TrainerSettings("chain"), TABLES, 1, "direct").exchange is Exchange.CHAIN
 
 
@@ -131,26 +129,6 @@ def test_all_ranks_and_enough_steps_are_needed() -> None:
     assert prices.corrections()[Link.INTER_NODE].reports == 1, "less than a second of training"
 
 
-def test_plans_and_their_drift_are_priced_with_them(tmp_path: Path) -> None:
-    harness = filled_harness(tmp_path)
-    before = harness.propose("as probed", dry_run=True).plan
-    probed = harness.prices.cluster
-    rows = probed.curve(Link.INTER_NODE, Collective.ALL_TO_ALL)
-    for _ in range(20):
-        for rank in range(4):
-            seconds = 4 * rows.seconds(1e4)
-            phases = (PhaseReport("rows", inter_seconds=10 * seconds, inter_bytes=100_000, inter_collectives=10),)
-            harness.prices.add(
-                rank, replace(report(1, steps=10), phases=PhasesReport(phases, 10), exchange=UsedExchange("chain"))
-            )
-    after = harness.propose("corrected", dry_run=True).plan
-    assert after.costs.cluster.name.startswith(f"{probed.name} (corrected: between nodes x")
-    for link, factor in ((INTRA, 1.0), (INTER, 4.0)):
-        seconds = [float(plan.costs.before.phase_seconds[:, link].sum()) for plan in (before, after)]
-        assert seconds[0] > 0
-        assert seconds[1] == pytest.approx(factor * seconds[0], rel=0.15 if factor > 1 else 1e-9)
-
-
 def test_the_status_says_what_was_learnt_and_why() -> None:
     prices = prices_of(FakeCoordinator())
     assert prices_status(prices).links == ()
@@ -203,10 +181,8 @@ def test_a_collective_takes_as_long_as_for_the_rank_that_waits_least() -> None:
 def test_a_direct_exchange_shows_the_world() -> None:
     over_all = price_samples(ROWS, LAYOUT, with_world(MACHINE), "direct")
     assert over_all == {Link.INTER_NODE: pytest.approx((3e-4 + 4e6 / 0.5e9, 0.1))}
-    rail = price_samples(ROWS, LAYOUT, MACHINE, "direct")
-    assert rail[Link.INTER_NODE][0] == pytest.approx(1e-4 + 4e6 / 1e9)
-    one_node = price_samples(ROWS, RankLayout(1, 4), MACHINE, "direct")
-    assert one_node[Link.INTRA_NODE][1] == pytest.approx(0.02)
+    assert price_samples(ROWS, LAYOUT, MACHINE, "direct")[Link.INTER_NODE][0] == pytest.approx(1e-4 + 4e6 / 1e9)
+    assert price_samples(ROWS, RankLayout(1, 4), MACHINE, "direct")[Link.INTRA_NODE][1] == pytest.approx(0.02)
 
 
 def monitor(rows: float, push: float, cover: float, *, overlapped: float = 1.0, steps: int = 10) -> TrainingMonitor:

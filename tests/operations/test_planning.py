@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,6 @@ import numpy as np
 import pytest
 
 from flexd.api.plan import explanation, proposal_report
-from flexd.api.planning import planning_status
 from flexd.config.sections import PlannerConfig
 from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import MigrationState
@@ -21,7 +22,7 @@ from flexd.core.errors import ApiError, PlanError
 from flexd.core.placement import Placement, RankLayout
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.executions import Trigger, TriggerKind
-from flexd.operations.planning import MAX_PER_KIND, Planning, evaluate_gates, require_open
+from flexd.operations.planning import MAX_PER_KIND, evaluate_gates, require_open
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile, TableProfile
 from tests.support.planning_harness import ROWS, PlanningHarness, filled_harness
@@ -69,8 +70,7 @@ def test_a_plan_is_recorded_executed_and_logged(harness: PlanningHarness) -> Non
     execution = planning.execute(proposal)
     assert (planning.outcomes, planning.executions.live_plan_id) == ({"changed": 1}, "")
     harness.coordinator.execute(execution)
-    record = execution.record
-    chunks = -(-len(plan.delta) // 16)
+    record, chunks = execution.record, -(-len(plan.delta) // 16)
     assert record.plan_id == plan.plan_id == planning.executions.live_plan_id
     assert (record.reason, record.state, record.parent_plan_id) == ("because", MigrationState.COMMITTED, "")
     assert record.rows_applied == len(plan.delta) == record.promotions + record.demotions
@@ -100,30 +100,17 @@ def test_a_plan_that_changes_nothing_pushes_nothing(harness: PlanningHarness) ->
 
 
 def test_plans_are_made_one_at_a_time_with_ids_of_their_own(harness: PlanningHarness) -> None:
-    inside, most = 0, 0
-    whole = harness.profile
-    guard = threading.Lock()
+    idle, whole = threading.Lock(), harness.profile
 
     def slow(per_step: float) -> Profile:
-        nonlocal inside, most
-        with guard:
-            inside += 1
-            most = max(most, inside)
-        made = whole(per_step)
-        threading.Event().wait(0.02)
-        with guard:
-            inside -= 1
-        return made
+        assert idle.acquire(blocking=False), "another plan is being made"
+        time.sleep(0.02)
+        idle.release()
+        return whole(per_step)
 
     harness.profile = slow
-    ids: list[str] = []
-    threads = [threading.Thread(target=lambda: ids.append(harness.propose("x").plan.plan_id)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert len(set(ids)) == 4
-    assert most == 1
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(lambda _: harness.propose("x").plan.plan_id, range(4)))) == 4
 
 
 def test_an_explanation_names_pins_and_exclusions(tmp_path: Path) -> None:
@@ -180,32 +167,18 @@ def test_proposals_are_bounded_and_dry_runs_evict_no_automatic_proposal(harness:
     assert sum(each.dry_run for each in kept) == MAX_PER_KIND
 
 
-def _other_ranks(it: PlanningHarness) -> None:
-    it.coordinator.topology = LiveTopology(2, "b", RankLayout(2, 2), (200,), True, "")
-
-
-def _no_ranks(it: PlanningHarness) -> None:
-    it.coordinator.topology = None
-
-
-def _other_placement(it: PlanningHarness) -> None:
-    it.coordinator.now = Placement.of(np.array([5]), np.array([1], np.uint8), version=1)
-
-
-def _migrating(it: PlanningHarness) -> None:
-    it.execute("meanwhile")
-
-
-def _other_accesses(it: PlanningHarness) -> None:
-    it.see(500_000, seed=10)
+OTHER_RANKS = LiveTopology(2, "b", RankLayout(2, 2), (200,), True, "")
+OTHER_PLACEMENT = Placement.of(np.array([5]), np.array([1], np.uint8), version=1)
 
 
 @pytest.mark.parametrize(
     ("meanwhile", "said"),
     [
-        (_other_ranks, "topology generation 1, they are at 2"), (_no_ranks, "not all ranks are ready"),
-        (_other_placement, "starts from version 0, the ranks are at 1"), (_migrating, "a migration is running"),
-        (_other_accesses, r"the accesses have moved on since it was made: drift \d"),
+        (lambda it: setattr(it.coordinator, "topology", OTHER_RANKS), "topology generation 1, they are at 2"),
+        (lambda it: setattr(it.coordinator, "topology", None), "not all ranks are ready"),
+        (lambda it: setattr(it.coordinator, "now", OTHER_PLACEMENT), "starts from version 0, the ranks are at 1"),
+        (lambda it: it.execute("meanwhile"), "a migration is running"),
+        (lambda it: it.see(500_000, seed=10), r"the accesses have moved on since it was made: drift \d"),
     ],
 )  # fmt: skip
 def test_an_outdated_proposal_is_refused_with_the_reason(
@@ -282,16 +255,9 @@ def test_tables_count_by_their_accesses_in_coverage() -> None:
 MUCH = {"seconds": 1.0, "share": 0.0}
 
 
-def said_by(planning: Planning) -> list[tuple[str, str]]:
-    said: list[tuple[str, str]] = []
-    planning._on_withheld = lambda requested_by, reason: said.append((requested_by, reason))
-    return said
-
-
 def intervals(it: PlanningHarness, count: int, more: int = 20_000) -> None:
     """Let a daemon plan ``count`` times while equally distributed look-ups arrive; every migration succeeds."""
-    no_drift: Any = SimpleNamespace(pop_reason=lambda: None)
-    auto = AutoPlanner(it.config.planner, it.planning, no_drift, it.coordinator.live)
+    auto = AutoPlanner(it.config.planner, it.planning, SimpleNamespace(pop_reason=lambda: None), it.coordinator.live)
     for number in range(count):
         before = len(it.coordinator.migrations)
         auto.triggers._next_plan_at = 0.0
@@ -299,7 +265,6 @@ def intervals(it: PlanningHarness, count: int, more: int = 20_000) -> None:
         for migration in it.coordinator.migrations[before:]:
             it.coordinator.execute(migration)
         it.see(more, draw=number + 1)
-    it.auto_status = planning_status(it.planning, auto)  # type: ignore[attr-defined]
 
 
 def test_a_daemon_does_not_migrate_a_few_rows_up_and_down_at_every_interval(tmp_path: Path) -> None:
@@ -309,7 +274,8 @@ def test_a_daemon_does_not_migrate_a_few_rows_up_and_down_at_every_interval(tmp_
         directory = tmp_path / name
         directory.mkdir()
         it = filled_harness(directory, min_saving={"seconds": seconds, "share": 0.0}, horizon_steps=1e9)
-        said = said_by(it.planning)
+        said: list[tuple[str, ...]] = []
+        it.planning._on_withheld = lambda *reason, said=said: said.append(reason)
         intervals(it, 8)
         moves[name] = len(it.coordinator.migrations)
         outcomes = it.planning.outcomes
@@ -337,15 +303,10 @@ def test_the_saving_counts_as_a_share_of_the_measured_step(tmp_path: Path) -> No
     it = filled_harness(tmp_path)
     proposal = it.propose("look", dry_run=True)
     plan, report = proposal.plan, proposal_report(proposal)
-    assert plan.step_seconds == pytest.approx(0.1)
-    assert (
-        report.saved_seconds
-        == plan.saved_seconds
-        == plan.costs.before.exposed_seconds - plan.costs.after.exposed_seconds
-        > 0
-    )
-    assert report.saved_share == pytest.approx(plan.saved_seconds / 0.1)
     share = plan.saved_seconds / 0.1
+    saved = plan.costs.before.exposed_seconds - plan.costs.after.exposed_seconds
+    assert report.saved_seconds == plan.saved_seconds == saved > 0
+    assert (plan.step_seconds, report.saved_share) == (pytest.approx(0.1), pytest.approx(share))
     for factor, withheld in ((0.99, False), (1.01, True)):
         settings = it.config.planner.min_saving.model_copy(update={"share": share * factor})
         it.planning.apply_config(
