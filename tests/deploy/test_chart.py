@@ -126,8 +126,8 @@ def test_values_of_the_user_replace_defaults():
     ],
 )
 def test_chart_refuses_bad_values(setting, words):
-    how = "--set-json" if setting.startswith("networkPolicy.trainers=") else "--set"
-    done = run_tool("helm", "template", "release", CHART, *TRAINERS, how, setting)
+    given = ("--set-json", setting) if setting.startswith("networkPolicy") else (*TRAINERS, "--set", setting)
+    done = run_tool("helm", "template", "release", CHART, *given)
     assert done.returncode != 0
     assert words in done.stderr
 
