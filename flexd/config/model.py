@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -43,6 +43,9 @@ from flexd.config.sections import (
 from flexd.core.errors import ConfigError, SketchError, StreamError, TopologyError
 from flexd.core.keyspace import KeySpace, RowDType, RowOptimizer, TableSpec
 from flexd.core.sharding_types import ROW_WISE, ShardingType
+
+if TYPE_CHECKING:
+    from flexd.topology.cluster import Cluster
 
 
 class TableConfig(Section):
@@ -142,6 +145,15 @@ class Config(Section):
                 remedy="list them, or start the training once with a daemon that runs",
             )
         return KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, t.optimizer, t.sharding) for t in self.tables])
+
+    def cluster(self) -> Cluster:
+        """Return the cluster. Raises TopologyError if the preset is not known, or the file cannot be used."""
+        from flexd.topology.files import load_cluster, load_preset
+
+        topology = self.topology
+        return (
+            load_preset(topology.preset or "azure-a100-200g") if topology.file is None else load_cluster(topology.file)
+        )
 
     def document(self) -> dict[str, Any]:
         """Return the effective configuration as plain JSON values, without secrets."""
@@ -320,7 +332,7 @@ def _memory_faults(config: Config) -> Iterator[str]:
 
 def _topology_faults(config: Config) -> Iterator[str]:
     try:
-        config.topology.cluster()
+        config.cluster()
     except TopologyError as error:
         yield f"topology.{'preset' if config.topology.file is None else 'file'}: {error}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 from zoneinfo import ZoneInfo
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -22,9 +22,6 @@ from flexd.config.base import (
     split_address,
 )
 from flexd.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from flexd.topology.cluster import Cluster
 
 
 class FileLogSourceConfig(Section):
@@ -168,12 +165,6 @@ class TopologyConfig(Section):
         if value is not None and info.data.get("preset") is not None:
             raise ValueError("give `preset` or `file`, not both")
         return value
-
-    def cluster(self) -> Cluster:
-        """Return the cluster. Raises TopologyError if the preset is not known, or the file cannot be used."""
-        from flexd.topology.files import load_cluster, load_preset
-
-        return load_preset(self.preset or "azure-a100-200g") if self.file is None else load_cluster(self.file)
 
 
 class PinConfig(Section):

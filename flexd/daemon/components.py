@@ -128,7 +128,7 @@ class DaemonComponents:
         decisions = DecisionFile(state)
         self.operator = OperatorCommands(config.control, decisions, self._history, self.coordinator, throttle)
         self._executions = Executions(keyspace, self.coordinator, self._history, decisions)
-        self._prices = LivePrices(config.topology.cluster(), self.training, self.coordinator)
+        self._prices = LivePrices(config.cluster(), self.training, self.coordinator)
         maker = PlanMaker(
             config.planner, keyspace, self._prices, self.ingestor.profile, self.coordinator, self.training
         )

@@ -173,7 +173,7 @@ def check_files(state_dir: Path, *, start_empty: bool) -> None:
         raise UnusableStateError("; ".join(found.values()), remedy=UNUSABLE_REMEDY)
     for name, problem in found.items():
         logger.error("%s: it is now %s%s", problem, name, UNUSABLE)
-        decisions.set_aside(state_dir / name)
+        decisions.quarantine(state_dir / name)
 
 
 LOCK_WAIT_SECONDS = 3.0
@@ -323,7 +323,7 @@ def _reset(config: Config, directory: Path, keep_positions: bool) -> list[str]:
         moved.append(path.name)
         fault_point("reset.moved")
     for name in newer_files(directory):
-        decisions.set_aside(directory / name)
+        decisions.quarantine(directory / name)
         moved.append(name)
     return moved
 

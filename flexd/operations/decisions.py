@@ -122,7 +122,7 @@ class StateDatabase:
             if self._read_only or not _is_unusable(error):
                 raise
             self._close()
-            set_aside(self._path)
+            quarantine(self._path)
             logger.error(
                 "%s cannot be used (%s): it is kept as *%s; no pause, throttle or rollback is in force",
                 self._path, error, UNUSABLE,
@@ -197,7 +197,7 @@ def _upgrade(connection: sqlite3.Connection, version: int) -> None:
         raise _UnusableFileError(f"it is of format {version} and lacks what that has: {error}") from error
 
 
-def set_aside(path: Path) -> None:
+def quarantine(path: Path) -> None:
     """Rename a file, with SQLite's log of it if there is one, so that a start does without it.
 
     Raises:

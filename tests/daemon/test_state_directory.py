@@ -29,7 +29,7 @@ from flexd.core.supervision import POINTS, POINTS_OF_A_JOB, VARIABLE, InjectedFa
 from flexd.daemon import Daemon, state_directory
 from flexd.daemon.config_file import sketch_settings
 from flexd.daemon.state_directory import FILES, StateLock, check_files
-from flexd.operations.decisions import DecisionFile, StateDatabase, set_aside
+from flexd.operations.decisions import DecisionFile, StateDatabase, quarantine
 from flexd.sketch import snapshot
 from flexd.sketch.restore import RestoredState, restore
 from flexd.sketch.sketch_set import SketchSet
@@ -39,7 +39,7 @@ from flexd.sketch.snapshot import SnapshotStore
 def test_side_files_go_with_their_file(tmp_path: Path) -> None:
     for suffix in ("", "-journal"):
         (tmp_path / f"state.sqlite{suffix}").write_text(suffix)
-    set_aside(tmp_path / "state.sqlite")
+    quarantine(tmp_path / "state.sqlite")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         f"state.sqlite{UNUSABLE}": "", f"state.sqlite{UNUSABLE}-journal": "-journal",
     }  # fmt: skip

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexd.config.model import parse_config
-from flexd.config.sections import TopologyConfig
+from flexd.config.model import Config, parse_config
 from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.protocol.report import TrainerSettings
 from flexd.core.placement import Placement, RankLayout
@@ -201,7 +200,7 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
     """From messages in a file log to the reason of the plan in one process; only the ranks are fake."""
     coordinator = FakeCoordinator(obedient=True)
     monkeypatch.setattr("flexd.daemon.components.Coordinator", lambda *_, **__: coordinator)
-    monkeypatch.setattr(TopologyConfig, "cluster", lambda self: CLUSTER)
+    monkeypatch.setattr(Config, "cluster", lambda self: CLUSTER)
     monkeypatch.setattr("flexd.operations.autoplan.MAX_DUTY_CYCLE", 1.0)
     sink = FileLogSink(tmp_path / "log", "p0", flush_seconds=0.0)
     clock = 0.0

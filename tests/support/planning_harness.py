@@ -50,7 +50,7 @@ class PlanningHarness:
         history: Any = SimpleNamespace(newest_moves=lambda limit: ())
         executions = Executions(keyspace, self.coordinator, history, None)  # type: ignore[arg-type]
         self.coordinator.on_migration = executions.on_migration
-        cluster = scale_model(self.config.topology.cluster(), 1e6)
+        cluster = scale_model(self.config.cluster(), 1e6)
         self.prices = LivePrices(cluster, self.training, self.coordinator)
         maker = PlanMaker(
             self.config.planner,
