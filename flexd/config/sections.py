@@ -49,8 +49,6 @@ class KafkaSourceConfig(Section):
     same ones, and counts are scaled to the whole stream. Each partition must hold messages of every rank, as
     ``flexd.Publisher`` writes them. Below 1 the touches of nodes are estimated and not counted, because a step's
     messages lie in several partitions. After a change all counters start empty."""
-    on_position_lost: Literal["earliest", "latest", "fail"] = "earliest"
-    """Where to continue when the broker no longer has the saved position; ``fail`` stops the daemon."""
     connect_timeout_seconds: Seconds = 15.0
     """Deadline of the first connection."""
     session_timeout_seconds: Seconds = 10.0

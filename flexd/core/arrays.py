@@ -20,8 +20,8 @@ UInt32Array = npt.NDArray[np.uint32]
 UInt64Array = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
 RowArray = Int32Array | Int64Array
+# By name.
 Arrays = dict[str, npt.NDArray[Any]]
-"""By name."""
 
 
 def first_of_run(ordered: npt.NDArray[Any]) -> BoolArray:

@@ -18,9 +18,9 @@ class Longest(NamedTuple):
     length: int
 
 
+# As many as a float counts one by one.
 Count = Annotated[int, Range(0, 2**53)]
-"""As many as a float counts one by one."""
+# Thirty years.
 Seconds = Annotated[float, Range(0.0, 1e9)]
-"""Thirty years."""
 UnixSeconds = Annotated[float, Range(0.0, 1e11)]
 Name = Annotated[str, Longest(64)]

@@ -10,8 +10,8 @@ from pathlib import Path
 from flexd.core.errors import SnapshotError
 from flexd.core.supervision import fault_point
 
+# Suffix of a quarantined file; the newest such file is kept.
 UNUSABLE = ".unusable"
-"""Suffix of a quarantined file; the newest such file is kept."""
 
 
 def replace_file(path: Path, parts: Iterable[bytes | memoryview], points: str = "") -> None:

@@ -37,10 +37,6 @@ class CodecError(StreamError):
         super().__init__(message)
 
 
-class PositionLostError(StreamError):
-    """The saved position is beyond the log's end or before its start: the log lost data."""
-
-
 class SketchError(FlexdError):
     """Values do not fit a sketch, or two sketches cannot be merged."""
 

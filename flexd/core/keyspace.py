@@ -82,10 +82,6 @@ class TableSpec:
         return sum(state_columns(self.optimizer, self.dim).values()) * (8 if self.dtype == "float64" else 4)
 
 
-_WHOLE_NUMBERS = frozenset({"rows", "dim"})
-_TABLE_FIELDS = frozenset(field.name for field in fields(TableSpec))
-
-
 def table_from_document(document: Any) -> TableSpec:
     """Return the table of a JSON object (``dataclasses.asdict``); fields that this version does not know are ignored.
 
@@ -95,9 +91,9 @@ def table_from_document(document: Any) -> TableSpec:
     """
     if not isinstance(document, dict):
         raise ValueError("a table that is no JSON object")
-    known = {name: value for name, value in document.items() if name in _TABLE_FIELDS}
+    known = {each.name: document[each.name] for each in fields(TableSpec) if each.name in document}
     for name, value in known.items():
-        if type(value) is not (int if name in _WHOLE_NUMBERS else str):
+        if type(value) is not (int if name in ("rows", "dim") else str):
             raise ValueError(f"{name} of a table is {str(value)[:40]!r}")
     return TableSpec(**known)
 
@@ -142,8 +138,8 @@ class KeySpace:
         members: dict[tuple[int, str, str], list[int]] = {}
         for i, table in enumerate(self.tables):
             members.setdefault((table.dim, table.dtype, table.optimizer), []).append(i)
+        # int64[tables]: the key of each table's row 0.
         self.first_key: Int64Array = np.zeros(len(self.tables), dtype=np.int64)
-        """int64[tables]: the key of each table's row 0."""
         groups: list[DimGroup] = []
         key = 0
         for (dim, dtype, optimizer), indices in members.items():
@@ -203,12 +199,12 @@ def digest_of(tables: Iterable[TableSpec]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+# Requests carry addresses in 44 bits (``COUNT_SHIFT`` of ``flexd.embedding.exchange.route``).
 MAX_ADDRESS = 2**44
-"""Requests carry addresses in 44 bits (``COUNT_SHIFT`` of ``flexd.embedding.exchange.route``)."""
+# In place of a key, for an address that no row has.
 NO_KEY = -1
-"""In place of a key, for an address that no row has."""
+# A rank's turn in one number: ``(rank << TURN_BITS) + turn``.
 TURN_BITS = 44
-"""A rank's turn in one number: ``(rank << TURN_BITS) + turn``."""
 
 
 @dataclass(frozen=True)
@@ -268,10 +264,10 @@ class Homes:
 
     def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
         self.keyspace, self.layout = keyspace, layout
+        # Of each table.
         self.rules = keyspace.sharding_types
-        """Of each table."""
+        # True if addresses are keys.
         self.linear = all(rule.spread for rule in self.rules)
-        """True if addresses are keys."""
         world = layout.world_size
         parts: list[HomePart] = []
         groups: list[DimGroup] = []
@@ -290,10 +286,10 @@ class Homes:
                 f"{end // world} rows on one of {world} ranks are more than addresses of 44 bits have room for",
                 remedy="spread the largest tables over more ranks",
             )
+        # Of each table, in the order of their keys.
         self.home_parts = tuple(sorted(parts, key=lambda part: int(keyspace.first_key[part.table])))
-        """Of each table, in the order of their keys."""
+        # The dim-groups, with ranges of addresses in place of ranges of keys.
         self.groups = tuple(groups)
-        """The dim-groups, with ranges of addresses in place of ranges of keys."""
         self._turns = turns
 
     # ---- keys and addresses ----
@@ -345,10 +341,6 @@ class Homes:
         """Return bool [n]: true where ``rank`` holds a copy beside the home copy of the row at its tier."""
         return self.layout.holds_replica(rank, self.addresses(keys), tiers)
 
-    def replica_slots_used(self, keys: Int64Array, tiers: UInt8Array) -> Int64Array:
-        """Return int64 [ranks]: replica slots that rows at these tiers use on each rank."""
-        return self.layout.replica_slots_used(self.addresses(keys), tiers)
-
     @cached_property
     def copied_keys(self) -> Int64Array:
         """int64 [n] ascending: the keys of all rows that every rank has copies of by their table's rule."""
@@ -367,9 +359,10 @@ class Homes:
 
     # ---- tables ----
 
-    def part_of(self, table: int) -> HomePart:
-        """Return the places of a table's rows."""
-        return self._part_of[table]
+    @cached_property
+    def part_of(self) -> dict[int, HomePart]:
+        """The places of each table's rows."""
+        return {part.table: part for part in self.home_parts}
 
     # ---- slots of a rank ----
 
@@ -384,7 +377,7 @@ class Homes:
         Args:
             rows: of a contiguous range alone.
         """
-        part, first_key = self._part_of[table], int(self.keyspace.first_key[table])
+        part, first_key = self.part_of[table], int(self.keyspace.first_key[table])
         wanted = range(self.keyspace.tables[table].rows) if rows is None else rows
         first = wanted.start + (rank - part.first_rank - first_key - wanted.start) % part.span
         if not part.first_rank <= rank < part.first_rank + part.span or first >= wanted.stop:
@@ -438,10 +431,6 @@ class Homes:
     @cached_property
     def _group_of(self) -> dict[int, int]:
         return {table: g for g, group in enumerate(self.keyspace.groups) for table in group.tables}
-
-    @cached_property
-    def _part_of(self) -> dict[int, HomePart]:
-        return {part.table: part for part in self.home_parts}
 
 
 @lru_cache(maxsize=16)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 
+# Limit on the series of one metric; the rest is summed (counters) or left out (gauges), as the metrics docs say.
 MAX_LABEL_VALUES = 4096
-"""Limit on the series of one metric; the rest is summed (counters) or left out (gauges), as the metrics docs say."""
 
 
 def with_zeros(values: Iterable[str], counts: Mapping[str, int]) -> dict[str, int]:
@@ -86,8 +86,8 @@ def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+# A number that may be unknown: NaN and infinities, which JSON cannot express, become null.
 FiniteOrNone = Annotated[float | None, BeforeValidator(_finite_or_none)]
-"""A number that may be unknown: NaN and infinities, which JSON cannot express, become null."""
 
 
 @dataclass(frozen=True)

@@ -12,22 +12,22 @@ import numpy as np
 from flexd.core.arrays import BoolArray, Int64Array, UInt8Array, UInt64Array, first_of_run, matches
 from flexd.core.errors import PlacementError, TopologyError
 
+# ``REHOMED + n`` in place of a tier: the row's one copy is in node n, on the node owner of its rail there, and not in
+# the node of its home rank.
 REHOMED = 3
-"""``REHOMED + n`` in place of a tier: the row's one copy is in node n, on the node owner of its rail there, and not in
-the node of its home rank."""
+# Nodes that such numbers have room for in a byte.
 MAX_REHOMED_NODES = 256 - REHOMED
-"""Nodes that such numbers have room for in a byte."""
 
 
 class Tier(IntEnum):
     """Tier of a row, which states where its copies live. Chunks contain the value."""
 
+    # One copy, on the home rank.
     HOME = 0
-    """One copy, on the home rank."""
+    # One copy in every node, on the node owner.
     NODE = 1
-    """One copy in every node, on the node owner."""
+    # A copy on every rank.
     DEVICE = 2
-    """A copy on every rank."""
 
 
 def is_rehomed(tiers: UInt8Array) -> BoolArray:
@@ -213,17 +213,13 @@ class Placement:
     def copies(self) -> Placement:
         """The placement with re-homed rows at HOME."""
         kept = ~is_rehomed(self.tiers)
-        return self if kept.all() else self.with_rows(self.keys[kept], self.tiers[kept])
+        return self if kept.all() else replace(self, keys=self.keys[kept], tiers=self.tiers[kept])
 
     @cached_property
     def rehomed(self) -> Placement:
         """The re-homed rows alone."""
         kept = is_rehomed(self.tiers)
-        return self.with_rows(self.keys[kept], self.tiers[kept])
-
-    def with_rows(self, keys: Int64Array, tiers: UInt8Array) -> Placement:
-        """Return the placement with other listed rows: sorted int64[n] keys with uint8[n] tiers."""
-        return replace(self, keys=keys, tiers=tiers)
+        return replace(self, keys=self.keys[kept], tiers=self.tiers[kept])
 
     def tiers_of(self, keys: Int64Array) -> UInt8Array:
         """Map int64[n] keys in any order to uint8[n] tiers."""

@@ -96,16 +96,12 @@ class Reloaded(Generic[Value]):
             if now - self._checked_at >= interval_seconds:
                 self._checked_at, seen, self._seen = now, self._seen, self._identity()
                 if seen != self._seen:
-                    self._reload()
+                    try:
+                        self._value = self._load()
+                        logger.info("%s: the files have changed and are in use", self._named_by)
+                    except ConfigError as error:
+                        logger.error("%s; what was read before stays in use", error)
             return self._value
-
-    def _reload(self) -> None:
-        try:
-            self._value = self._load()
-        except ConfigError as error:
-            logger.error("%s; what was read before stays in use", error)
-        else:
-            logger.info("%s: the files have changed and are in use", self._named_by)
 
     def _identity(self) -> tuple[object, ...]:
         try:
@@ -118,8 +114,8 @@ class Reloaded(Generic[Value]):
 MIN_SECRET_BYTES = 16
 MAX_KEYS = 2
 MAX_FILE_BYTES = 4096
+# Time between two checks for a changed file.
 RELOAD_SECONDS = 1.0
-"""Time between two checks for a changed file."""
 
 
 def read_keys(path: str | Path, named_by: str) -> tuple[bytes, ...]:
@@ -176,8 +172,8 @@ class KeyFile(Reloaded[tuple[bytes, ...]]):
         return self.value(RELOAD_SECONDS)
 
 
+# Source of keys: a file that may change, a fixed key, or none (loopback only).
 Secret = KeyFile | bytes | None
-"""Source of keys: a file that may change, a fixed key, or none (loopback only)."""
 
 
 def accepted_keys(secret: Secret) -> tuple[bytes, ...]:

@@ -10,12 +10,12 @@ from flexd.core.errors import ConfigError, TopologyError
 if TYPE_CHECKING:  # it imports numpy, which would double the time of a client command
     from flexd.core.placement import RankLayout
 
+# Of what ``flexd shard`` writes: table rules, and TorchRec's sharding plans.
 DOCUMENT_FORMAT = 1
-"""Of what ``flexd shard`` writes: table rules, and TorchRec's sharding plans."""
+# The type of a table that names none.
 ROW_WISE = "row_wise"
-"""The type of a table that names none."""
+# Rows are spread over all ranks, and every rank has a copy of each.
 DATA_PARALLEL = "data_parallel"
-"""Rows are spread over all ranks, and every rank has a copy of each."""
 _REMEDY = (
     f'"{ROW_WISE}" (spread over all ranks), "table_row_wise:N" (over the ranks of node N), "table_wise:R" (whole on '
     f'rank R) or "{DATA_PARALLEL}" (copied to each)'

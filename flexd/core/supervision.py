@@ -37,6 +37,8 @@ from flexd.core.errors import ConfigError, FlexdError
 
 VARIABLE = "FLEXD_FAULT_POINT"
 
+# In the order in which a daemon first passes them, except for snapshots. Those from ``reset.saved`` on are passed by
+# ``flexd state reset``.
 POINTS = (
     "hello.accepted", "epoch.begin", "epoch.announced", "epoch.settled", "epoch.go", "epoch.joined", "epoch.live",
     "epoch.end", "epoch.ended", "migration.started", "journal.begin", "journal.renamed", "journal.begun",
@@ -45,35 +47,39 @@ POINTS = (
     "snapshot.renamed", "snapshot.committed",
     "reset.saved", "reset.moved",
 )  # fmt: skip
-"""In the order in which a daemon first passes them, except for snapshots. Those from ``reset.saved`` on are
-passed by ``flexd state reset``."""
+# The points that the daemon of a training job passes again and again.
 POINTS_OF_A_JOB = POINTS[: POINTS.index("reset.saved")]
-"""The points that the daemon of a training job passes again and again."""
 
+# One in the work of every thread of the daemon, for ``raise``.
 THREAD_POINTS = (
     "thread.loop", "thread.planning", "thread.coordinator", "thread.channel", "thread.ingest", "thread.counting",
     "thread.drift", "thread.history", "thread.http",
 )  # fmt: skip
-"""One in the work of every thread of the daemon, for ``raise``."""
 
 _ACTIONS: Mapping[str, signal.Signals | None] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": None}
-
-_MAX_PASSAGES = 10_000
 
 
 class InjectedFaultError(Exception):
     """Raised by a fault point that was armed with ``raise``."""
 
 
+# Signal, or None to raise, by point and number of the passage (from 1).
 _armed: dict[str, dict[int, signal.Signals | None]] = {}
-"""Signal, or None to raise, by point and number of the passage (from 1)."""
 _passed: dict[str, int] = {}
 
 
 def fault_point(name: str) -> None:
     """Record that the process passes point ``name``."""
-    if _armed:
-        _pass(name)
+    if not _armed:
+        return
+    passage = _passed[name] = _passed.get(name, 0) + 1
+    actions = _armed.get(name, {})
+    if passage not in actions:
+        return
+    signal_to_send = actions.pop(passage)
+    if signal_to_send is None:
+        raise InjectedFaultError(f"{name} was armed to raise")
+    os.kill(os.getpid(), signal_to_send)
 
 
 def arm(environ: Mapping[str, str] = os.environ) -> None:
@@ -91,24 +97,13 @@ def arm(environ: Mapping[str, str] = os.environ) -> None:
         last = last or first
         passages = range(int(first), int(last) + 1) if first.isdecimal() and last.isdecimal() else range(0)
         known = name in POINTS or name in THREAD_POINTS
-        if not known or action not in _ACTIONS or not 0 < len(passages) <= _MAX_PASSAGES or passages[0] < 1:
+        if not known or action not in _ACTIONS or not 0 < len(passages) <= 10_000 or passages[0] < 1:
             _armed.clear()
             raise ConfigError(
                 f"{VARIABLE}: {entry!r} is not a fault point",
                 remedy="unset it, or give name:count:action (kill, stop, raise) with a point of core/supervision.py",
             )
         _armed.setdefault(name, {}).update(dict.fromkeys(passages, _ACTIONS[action]))
-
-
-def _pass(name: str) -> None:
-    passage = _passed[name] = _passed.get(name, 0) + 1
-    actions = _armed.get(name, {})
-    if passage not in actions:
-        return
-    signal_to_send = actions.pop(passage)
-    if signal_to_send is None:
-        raise InjectedFaultError(f"{name} was armed to raise")
-    os.kill(os.getpid(), signal_to_send)
 
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-+:/,@%")
@@ -151,17 +146,12 @@ class _TextLines(logging.Formatter):
     """Format a record as text whose message is one line: what a user has written forges no other."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = "".join(map(_visible, record.message))
+        characters = (each if each.isprintable() else each.encode("unicode_escape").decode() for each in record.message)
+        record.message = "".join(characters)
         return super().formatMessage(record)
 
 
-def _visible(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
-
-
 class _JsonLines(logging.Formatter):
-    """Format a record as one JSON object, for log collectors. Fields of an event are an object under ``fields``."""
-
     def __init__(self, job: str) -> None:
         super().__init__()
         self._job = job
@@ -218,12 +208,12 @@ class Backoff:
 
 _log = logging.getLogger(__name__)
 
+# Exit status of a daemon that ended in order because it could not trust its state any more.
 EXIT_UNSAFE_STATE = 8
-"""Exit status of a daemon that ended in order because it could not trust its state any more."""
 FIRST_BACKOFF_SECONDS = 0.25
 MAX_BACKOFF_SECONDS = 30.0
+# Limit of kinds of faults that one thread remembers for its log.
 _MAX_KINDS = 32
-"""Limit of kinds of faults that one thread remembers for its log."""
 
 
 class UnsafeStateError(FlexdError):
@@ -263,8 +253,8 @@ class Watch:
     def __init__(self, thread: str, work: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self.thread = thread
         self.work = work
+        # Exceptions since the start.
         self.faults = 0
-        """Exceptions since the start."""
         self.problem: ThreadProblem | None = None
         self._clock = clock
         self._backoff = Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
@@ -480,7 +470,6 @@ def _text(error: BaseException) -> str:
 
 
 def _origin(traceback: TracebackType | None) -> str:
-    """Return file and line where an exception was raised."""
     if traceback is None:
         return ""
     while traceback.tb_next is not None:

@@ -16,8 +16,8 @@ from functools import cache
 
 import numpy as np
 
+# Pairs of the first look: with fewer, no difference is significant at the level of a look.
 FIRST_LOOK = 8
-"""Pairs of the first look: with fewer, no difference is significant at the level of a look."""
 PAIRS_BETWEEN_LOOKS = 4
 
 

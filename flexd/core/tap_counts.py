@@ -14,14 +14,13 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
-from flexd.core.arrays import Int64Array, UInt64Array
+from flexd.core.arrays import Int64Array
 from flexd.core.errors import CodecError, StreamError
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -29,18 +28,8 @@ FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
 
-def mixed(values: npt.NDArray[np.integer[Any]]) -> UInt64Array:
-    """Return uint64 [n]: the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of each value."""
-    with np.errstate(over="ignore"):
-        z = values.astype(np.uint64) + np.uint64(GAMMA)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(FIRST)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(SECOND)
-        result: UInt64Array = z ^ (z >> np.uint64(31))
-    return result
-
-
 def mixed_one(value: int) -> int:
-    """Return ``mixed`` of one number, which may be negative."""
+    """Return the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of a number, which may be negative."""
     z = (value + GAMMA) & _MASK
     z = ((z ^ (z >> 30)) * FIRST) & _MASK
     z = ((z ^ (z >> 27)) * SECOND) & _MASK
@@ -48,7 +37,7 @@ def mixed_one(value: int) -> int:
 
 
 def step_base(source_rank: int, step: int) -> int:
-    """Return the hash of a rank's forward pass. The i-th sample of the pass has the key ``mixed(base + i)``."""
+    """Return the hash of a rank's forward pass. The i-th sample of the pass has the key ``mixed_one(base + i)``."""
     return mixed_one(mixed_one(step) ^ source_rank)
 
 
@@ -67,24 +56,23 @@ def is_sampled(number: int, every: int) -> bool:
 
 
 FORMAT = 2
-"""The format that ``encode`` writes."""
+# Those that ``decode`` reads; ``encode`` writes ``FORMAT``.
 OLDEST_FORMAT, NEWEST_FORMAT = 2, 2
-"""The formats that ``decode`` reads."""
 MAGIC = b"FXC%d" % FORMAT
+# Numbers in one message: bounds what its reader allocates (8 bytes each).
 MAX_VALUES = 2**24
-"""Numbers in one message: bounds what its reader allocates (8 bytes each)."""
 MAX_PAYLOAD_BYTES = 128 * 2**20
 MAX_TABLES = 65_536
 MAX_TABLE_NAME_CHARS = 256
+# Limit of the count of one row in one message: in units of a decayed sketch (2^18 an access) it fits 62 bits.
 MAX_COUNT = 2**40
-"""Limit of the count of one row in one message: in units of a decayed sketch (2^18 an access) it fits 62 bits."""
 MAX_ROW = 2**44
 MAX_PASS = 2**62
+# As in other messages: larger values are milliseconds or worse by mistake.
 MAX_EVENT_TIME_SECONDS = 1e11
-"""Equal to the limit of the other codecs: larger values are milliseconds or worse by mistake."""
 
+# Every value that ``CodecError.reason`` takes here.
 REASONS = ("counted_corrupt", "counted_header", "counted_too_large", "counted_values", "bad_event_time")
-"""Every value that ``CodecError.reason`` takes here."""
 
 _NUMBER_BYTES = 8
 _HEAD = struct.Struct("<4sI")
@@ -191,11 +179,6 @@ def encode(counts: TapCounts) -> bytes:
     return b"".join((_HEAD.pack(MAGIC, len(text)), text, zlib.compress(body, 1)))
 
 
-def is_tap_counts(payload: bytes | memoryview) -> bool:
-    """Return whether the payload starts like a message of ``TapCounts``."""
-    return bytes(payload[: len(MAGIC)]) == MAGIC
-
-
 def decode(payload: bytes | memoryview) -> TapCounts:
     """Return the message's counts, or refuse it whole. Memory is bounded by ``MAX_VALUES`` for any bytes.
 
@@ -204,24 +187,39 @@ def decode(payload: bytes | memoryview) -> TapCounts:
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
         _fail("counted_too_large", f"{len(payload)} bytes, at most {MAX_PAYLOAD_BYTES} are read")
-    header, body_at = _header(payload)
-    entries = header["tables"]
-    sizes = [size for entry in entries for size in _array_sizes(entry)]
-    names, *sampled_sizes = _sampled_sizes(header.get("sampled"))
-    sizes += sampled_sizes
+    try:
+        mark, length = _HEAD.unpack_from(payload)
+        end = _HEAD.size + length
+        if mark != MAGIC or length > _MAX_HEADER_BYTES or end > len(payload):
+            raise ValueError(f"{bytes(mark)!r} and a header of {length} bytes in {len(payload)}")
+        header = json.loads(bytes(payload[_HEAD.size : end]))
+        rows = [_whole(entry["rows"], 0, MAX_VALUES) for entry in header["tables"]]
+        names = _distinct_names([entry["table"] for entry in header["tables"]])
+        source_rank = _whole(header["source_rank"], 0, 2**31 - 1)
+        body_bytes = _whole(header["body_bytes"], 0, MAX_VALUES * _NUMBER_BYTES)
+        seconds = header["event_time"]
+        sizes = [size for each in rows for size in (each, each)]
+        sampled = header.get("sampled")
+        if sampled is not None:
+            sampled_names, passes = _distinct_names(sampled["tables"]), _whole(sampled["passes"], 1, MAX_VALUES)
+            parts = _whole(passes * len(sampled_names), 1, MAX_VALUES)
+            sizes += [passes, parts, parts, _whole(sampled["rows"], 0, MAX_VALUES)]
+    except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _fail("counted_header", repr(error)[:200])
+    # Written so that NaN fails too.
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_EVENT_TIME_SECONDS:
+        _fail("bad_event_time", f"event_time {str(seconds)[:40]}, Unix seconds are expected")
     total = sum(sizes)
     if total > MAX_VALUES:
         _fail("counted_too_large", f"{total} numbers, at most {MAX_VALUES} are read")
-    body_bytes = header["body_bytes"]
     width = body_bytes // max(1, total)
     if body_bytes != width * total or (total and not 1 <= width <= _NUMBER_BYTES):
         _fail("counted_header", f"{body_bytes} bytes for {total} numbers")
-    values = _numbers(_inflate(payload[body_at:], body_bytes), total)
+    values = _numbers(_inflate(payload[end:], body_bytes), total)
     arrays = iter(np.split(values, np.cumsum(sizes)[:-1]) if sizes else [])
-    tables = tuple(_table(entry["table"], arrays) for entry in entries)
-    if len({table.table for table in tables}) != len(tables):
-        _fail("counted_header", "a table is named twice")
-    return TapCounts(header["source_rank"], float(header["event_time"]), tables, _sampled(names, arrays))
+    tables = tuple(_table(name, arrays) for name in names)
+    found = TapPasses() if sampled is None else _sampled(sampled_names, arrays)
+    return TapCounts(source_rank, float(seconds), tables, found)
 
 
 def merge(older: TableCounts, newer: TableCounts) -> TableCounts:
@@ -250,64 +248,7 @@ def _fail(reason: str, message: str) -> NoReturn:
     raise CodecError(f"counts of a tap cannot be decoded ({reason}): {message}", reason=reason)
 
 
-def _header(payload: bytes | memoryview) -> tuple[Mapping[str, Any], int]:
-    """Return the checked header and the offset of the body."""
-    if len(payload) < _HEAD.size or not is_tap_counts(payload):
-        _fail("counted_header", "the first bytes are of another format")
-    _, length = _HEAD.unpack(bytes(payload[: _HEAD.size]))
-    end = _HEAD.size + length
-    if length > _MAX_HEADER_BYTES or end > len(payload):
-        _fail("counted_header", f"a header of {length} bytes in {len(payload)}")
-    try:
-        header = json.loads(bytes(payload[_HEAD.size : end]))
-    except (ValueError, RecursionError) as error:
-        _fail("counted_header", str(error)[:200])
-    if not isinstance(header, dict) or not header.keys() >= {"source_rank", "event_time", "body_bytes", "tables"}:
-        _fail("counted_header", "missing fields")
-    tables = header["tables"]
-    if not isinstance(tables, list) or len(tables) > MAX_TABLES or not all(isinstance(entry, dict) for entry in tables):
-        _fail("counted_header", f"tables is not a list of at most {MAX_TABLES} objects")
-    _whole(header["source_rank"], 0, 2**31 - 1, "source_rank")
-    _whole(header["body_bytes"], 0, MAX_VALUES * _NUMBER_BYTES, "body_bytes")
-    seconds = header["event_time"]
-    # Written so that NaN fails too.
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_EVENT_TIME_SECONDS:
-        _fail("bad_event_time", f"event_time {str(seconds)[:40]}, Unix seconds are expected")
-    return header, end
-
-
-def _array_sizes(entry: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the lengths of a table's arrays: rows, counts."""
-    if not entry.keys() >= {"table", "rows"}:
-        _fail("counted_header", f"fields {str(sorted(entry))[:200]} of a table")
-    name = entry["table"]
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_TABLE_NAME_CHARS:
-        _fail("counted_header", f"table name {str(name)[:40]!r}")
-    rows = _whole(entry["rows"], 0, MAX_VALUES, "rows")
-    return rows, rows
-
-
-def _sampled_sizes(entry: object) -> tuple[tuple[str, ...], int, int, int, int]:
-    """Return the tables of the sampled passes and the lengths of the arrays: numbers, sizes, accesses, rows."""
-    if entry is None:
-        return (), 0, 0, 0, 0
-    if not isinstance(entry, dict) or not entry.keys() >= {"tables", "passes", "rows"}:
-        _fail("counted_header", "sampled passes without their fields")
-    names = entry["tables"]
-    if not isinstance(names, list) or not 0 < len(names) <= MAX_TABLES:
-        _fail("counted_header", f"tables of the sampled passes: not a list of 1 to {MAX_TABLES} names")
-    if not all(isinstance(name, str) and 0 < len(name) <= MAX_TABLE_NAME_CHARS for name in names):
-        _fail("counted_header", "table names of the sampled passes")
-    if len(set(names)) != len(names):
-        _fail("counted_header", "a table of the sampled passes is named twice")
-    passes = _whole(entry["passes"], 1, MAX_VALUES, "passes")
-    rows = _whole(entry["rows"], 0, MAX_VALUES, "rows of the sampled passes")
-    return tuple(names), passes, passes * len(names), passes * len(names), rows
-
-
 def _sampled(names: tuple[str, ...], arrays: Iterator[Int64Array]) -> TapPasses:
-    if not names:
-        return TapPasses()
     numbers = _from_differences(next(arrays), MAX_PASS, "numbers of passes")
     sizes, accesses, rows = next(arrays), next(arrays), next(arrays)
     low, high = int(sizes.min()), int(sizes.max())
@@ -325,24 +266,25 @@ def _sampled(names: tuple[str, ...], arrays: Iterator[Int64Array]) -> TapPasses:
     ))  # fmt: skip
 
 
-def _whole(value: object, lowest: int, highest: int, name: str) -> int:
+def _whole(value: object, lowest: int, highest: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
-        _fail("counted_header", f"{name} {str(value)[:40]}, {lowest} to {highest} are read")
+        raise ValueError(f"{str(value)[:40]} where {lowest} to {highest} are read")
     return value
 
 
+def _distinct_names(names: list[object]) -> tuple[str, ...]:
+    valid = tuple(name for name in names if isinstance(name, str) and 0 < len(name) <= MAX_TABLE_NAME_CHARS)
+    if not len(names) == len(set(valid)) <= MAX_TABLES:
+        raise ValueError(f"{len(names)} names of tables, of which {len(set(valid))} are valid and distinct")
+    return valid
+
+
 def _table(name: str, arrays: Iterator[Int64Array]) -> TableCounts:
-    rows, counts = _from_differences(next(arrays), MAX_ROW, name), _counts(next(arrays), name)
+    rows, counts = _from_differences(next(arrays), MAX_ROW, name), next(arrays)
     # 2^24 counts of at most 2^40 each can pass 2^63 by themselves.
-    if len(counts) and float(counts.sum(dtype=np.float64)) > MAX_COUNT:
-        _fail("counted_values", f"table {name!r}: more than {MAX_COUNT} accesses")
+    if len(counts) and not (int(counts.min()) >= 1 and float(counts.sum(dtype=np.float64)) <= MAX_COUNT):
+        _fail("counted_values", f"table {name!r}: a count below 1, or more than {MAX_COUNT} accesses")
     return TableCounts(name, rows, counts)
-
-
-def _counts(values: Int64Array, name: str) -> Int64Array:
-    if len(values) and not (int(values.min()) >= 1 and int(values.max()) <= MAX_COUNT):
-        _fail("counted_values", f"table {name!r}: counts of {int(values.min())} to {int(values.max())}")
-    return values
 
 
 def _differences(ascending: Int64Array) -> Int64Array:
@@ -350,7 +292,6 @@ def _differences(ascending: Int64Array) -> Int64Array:
 
 
 def _from_differences(differences: Int64Array, highest: int, name: str) -> Int64Array:
-    """Invert ``_differences``; the result must be ascending without repeats and within 0..highest."""
     if not len(differences):
         return differences
     if float(differences.sum(dtype=np.float64)) > highest:
@@ -361,7 +302,6 @@ def _from_differences(differences: Int64Array, highest: int, name: str) -> Int64
 
 
 def _numbers(body: bytes, count: int) -> Int64Array:
-    """Invert ``to_body``."""
     columns = np.zeros((count, _NUMBER_BYTES), np.uint8)
     parts = np.frombuffer(body, np.uint8).reshape(-1, max(1, count))
     columns[:, : len(parts)] = parts.T[:count]

@@ -11,27 +11,27 @@ from typing import Annotated
 
 from flexd.core.bounds import Count, Longest, Name, UnixSeconds
 
+# Characters of a text that are kept.
 MAX_TEXT = 400
-"""Characters of a text that are kept."""
 
 
 class UsageWarningKind(StrEnum):
     """Mistakes of a trainer."""
 
+    # Tables or loaded values have other row counts than on another rank, or than the table.
     ROW_COUNTS = "row_counts"
-    """Tables or loaded values have other row counts than on another rank, or than the table."""
+    # The loop changed ids that ``flexd.prefetch`` had located, so that they were located again.
     CHANGED_IDS = "changed_ids"
-    """The loop changed ids that ``flexd.prefetch`` had located, so that they were located again."""
+    # ``state_dict()`` was called on some ranks only.
     PARTIAL_STATE_DICT = "partial_state_dict"
-    """``state_dict()`` was called on some ranks only."""
+    # Ranks have other seeds, or gave other values for the same rows.
     DIFFERING_SEEDS = "differing_seeds"
-    """Ranks have other seeds, or gave other values for the same rows."""
+    # The gradient of rows was given to ``torch.nn.utils.clip_grad_norm_``, which cannot compute its norm.
     CLIPPED_BY_TORCH = "clipped_by_torch"
-    """The gradient of rows was given to ``torch.nn.utils.clip_grad_norm_``, which cannot compute its norm."""
+    # A look-up of training had no backward pass before its step, and momentum or weight decay moved its rows.
     NO_BACKWARD = "no_backward"
-    """A look-up of training had no backward pass before its step, and momentum or weight decay moved its rows."""
+    # The installed pyarrow does not load with the installed numpy.
     NUMPY = "numpy"
-    """The installed pyarrow does not load with the installed numpy."""
 
 
 @dataclass(frozen=True)
@@ -85,5 +85,5 @@ class UsageWarningLog:
                 self._listeners.remove(listener)
 
 
+# Of this process.
 USAGE_WARNINGS = UsageWarningLog()
-"""Of this process."""

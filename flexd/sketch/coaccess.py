@@ -15,7 +15,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -23,41 +23,20 @@ import numpy.typing as npt
 
 from flexd.core import tap_counts
 from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowArray, UInt32Array, places_of_runs
-from flexd.core.errors import SketchError
 from flexd.core.tap_counts import GAMMA
 from flexd.sketch.kernel_parts import finalise
 from flexd.sketch.table_sketch import readonly
 
 MIN_BYTES = 65_536
+# Rows of a table from here on are left out: a row takes four bytes.
 MAX_ROWS = 2**32
-"""Rows of a table from here on are left out: a row takes four bytes."""
+# A sample's part of more than a sixteenth of the memory is left out.
 LONGEST_SHARE = 16
-"""A sample's part of more than a sixteenth of the memory is left out."""
+# Of the memory after a trim. What comes until the next one has the rest.
 _KEPT_SHARE = 0.75
-"""Of the memory after a trim. What comes until the next one has the rest."""
 _ARRAY = "coaccess/words"
-_NONE = np.empty(0, dtype=np.int64)
 HEADER = 8
 NO_USER = -(2**63)
-
-
-class _LookUp(NamedTuple):
-    """One table's rows in the samples of one message.
-
-    Attributes:
-        ids: int64 [s] sample ids, or empty: samples are the positions from ``base`` on.
-        users: int64 [s], or empty.
-        lengths: int32 [s], of the samples.
-    """
-
-    ids: Any
-    base: Any
-    users: Any
-    lengths: Any
-    rows: Any
-    table: int
-    table_rows: int
-    time: float
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
@@ -73,20 +52,34 @@ def _draw(key: Any) -> Any:
 
 @numba.njit(cache=True, nogil=True)
 def _offer(
-    look_up: Any, largest_draw: float, longest: int, start: int, first_row: int, words: Any, used: int
+    ids: Any,
+    base: Any,
+    users: Any,
+    lengths: Any,
+    rows: Any,
+    table: int,
+    table_rows: int,
+    time: float,
+    largest_draw: float,
+    longest: int,
+    start: int,
+    first_row: int,
+    words: Any,
+    used: int,
 ) -> tuple[int, int, int]:
     """Append the samples whose draw is at most ``largest_draw``, until the next one does not fit into ``words``.
 
     Samples with more than ``longest`` rows are left out.
 
     Args:
-        look_up: a ``_LookUp``.
+        ids: int64 [s] sample ids, or empty: samples are the positions from ``base`` on.
+        users: int64 [s], or empty.
+        lengths: int32 [s], of the samples.
         start, first_row: sample to begin with, and its first place in ``rows``.
 
     Returns:
         (next sample, its first place in ``rows``, words used).
     """
-    ids, base, users, lengths, rows, table, table_rows, time = look_up
     at = start
     place = first_row
     floats = np.empty(1, dtype=np.float64)
@@ -136,21 +129,19 @@ def _priorities(words: Any, places: Any, weight_per_second: float) -> Any:
 
 
 @numba.njit(cache=True, nogil=True)
-def _locate_parts(words: Any) -> tuple[Any, int]:
-    """Return (int64 [parts] places of the parts, place behind the last: if that is not the end, words are damaged)."""
+def _locate_parts(words: Any) -> Any:
     places = np.empty(words.size // HEADER, dtype=np.int64)
     at: Any = 0
     count = 0
-    while at + HEADER <= words.size and words[at + 7] > 0:
+    while at < words.size:
         places[count] = at
         at += HEADER + np.int64(words[at + 7])
         count += 1
-    return places[:count], at
+    return places[:count]
 
 
 @numba.njit(cache=True, nogil=True)
 def _compact(words: Any, places: Any, kept: Any) -> Any:
-    """Move the kept parts to the front, in their order. Return the words that they take."""
     used: Any = 0
     for i in range(places.size):
         if kept[i]:
@@ -204,8 +195,8 @@ class CoAccessSample:
         self._table_rows = tuple(min(rows, MAX_ROWS) for rows in table_rows)
         self._words: UInt32Array = np.zeros(memory_bytes // 4, dtype=np.uint32)
         self._used = 0
+        # Largest priority kept: ``log(Exp(1)) - log(forward weight)``; infinite until memory is full once.
         self.limit = math.inf
-        """Largest priority kept: ``log(Exp(1)) - log(forward weight)``; infinite until memory is full once."""
         self._longest = len(self._words) // LONGEST_SHARE - HEADER
         self._weight_per_second = 0.0 if half_life_seconds is None else math.log(2.0) / half_life_seconds
 
@@ -236,16 +227,17 @@ class CoAccessSample:
             base = tap_counts.step_base(source_rank, step)
         else:
             base = tap_counts.entry_base(table, source_rank, bits)
-        look_up = _LookUp(
-            readonly(_NONE if sample_ids is None else sample_ids), np.uint64(base),
-            readonly(_NONE if user_ids is None else user_ids), readonly(lengths), readonly(rows), table,
+        none = np.empty(0, dtype=np.int64)
+        look_up = (
+            readonly(none if sample_ids is None else sample_ids), np.uint64(base),
+            readonly(none if user_ids is None else user_ids), readonly(lengths), readonly(rows), table,
             self._table_rows[table], event_time_seconds,
         )  # fmt: skip
         at = place = 0
         while at < len(lengths):
             power = self.limit + event_time_seconds * self._weight_per_second
             largest = math.exp(power) if power < 700 else math.inf
-            at, place, self._used = _offer(look_up, largest, self._longest, at, place, self._words, self._used)
+            at, place, self._used = _offer(*look_up, largest, self._longest, at, place, self._words, self._used)
             if at < len(lengths):
                 self._trim()
 
@@ -288,16 +280,9 @@ class CoAccessSample:
         """Replace everything by what ``state`` returned, of the same tables and half-life; all if it fits the memory.
 
         Raises:
-            SketchError: it is damaged.
             KeyError, TypeError, ValueError: fields are missing or malformed.
         """
         limit, words = float.fromhex(meta["limit"]), arrays[_ARRAY]
-        if words.dtype != np.uint32 or words.ndim != 1 or math.isnan(limit):
-            raise SketchError("saved co-access sample is malformed", remedy="use an earlier snapshot")
-        places, _ = _parts(words)
-        table = words[places + 6]
-        if len(table) and int(table.max()) >= len(self._table_rows):
-            raise SketchError("saved co-access sample is of more tables", remedy="use an earlier snapshot")
         if len(words) <= len(self._words):
             self._words[: len(words)] = words
             self.limit, self._used = limit, len(words)
@@ -322,8 +307,5 @@ class CoAccessSample:
 
 
 def _parts(words: UInt32Array) -> tuple[Int64Array, Int64Array]:
-    """Return int64 [parts] places in the words, and numbers of rows. Raises SketchError if these are no whole parts."""
-    places, end = _locate_parts(words)
-    if end != len(words):
-        raise SketchError("saved co-access sample is damaged", remedy="use an earlier snapshot")
+    places = _locate_parts(words)
     return places, words[places + 7].astype(np.int64)

@@ -21,20 +21,20 @@ import numpy as np
 
 from flexd.sketch.kernel_parts import prefetch
 
+# Ids hashed at once, while the cells of the block before are counted; their cache lines (64 KiB) fit the second-level
+# cache.
 BLOCK_IDS = 256
-"""Ids hashed at once, while the cells of the block before are counted; their cache lines (64 KiB) fit the second-level
-cache."""
 DEPTH = 4
+# Accesses past the admission threshold within which a row is still reported as a candidate.
 ADMISSION_BAND = 2
-"""Accesses past the admission threshold within which a row is still reported as a candidate."""
 _HALF = np.uint64(2**31 - 1)
 _FULL = np.uint64(2**31)
 _MOST = np.uint64(2**62 - 1)
 _TOP32 = np.uint32(31)
 _FLAG = np.uint32(2**31)
 _ONE = np.uint64(1)
+# DEFAULT_SEED of DataSketches.
 SEED = 9001
-"""DEFAULT_SEED of DataSketches."""
 _SPREAD = (4480857443237077987, 6631161516192690341, 11350819014790085518, 4160660749069242171)
 _MASK = 2**64 - 1
 # Both halves of the state start as the seed; the length of the key, 8, is mixed into each.
@@ -126,7 +126,6 @@ def _set(cells: Any, at: Any, value: Any) -> int:
 
 @numba.njit(cache=True, nogil=True)
 def _copy_valid(rows: Any, start: int, count: int, limit: Any, kept: Any) -> tuple[int, int]:
-    """Copy the ids inside the table. Return how many they are, and how many ids are below 0."""
     bad = 0
     for i in range(count):
         row: Any = np.int64(rows[start + i])
@@ -245,24 +244,14 @@ def add(
                 candidate_count += 1
         for j in range(heavies):
             i = heavy[j]
-            a = np.uint64(position[0, i])
-            b = np.uint64(position[1, i])
-            c = np.uint64(position[2, i])
-            d = np.uint64(position[3, i])
-            xa = _value(cells, a)
-            xb = _value(cells, b)
-            xc = _value(cells, c)
-            xd = _value(cells, d)
-            lowest = min(min(xa, xb), min(xc, xd))
+            lowest = _MOST
+            for row in range(DEPTH):
+                lowest = min(lowest, _value(cells, np.uint64(position[row, i])))
             goal = lowest + units
-            if xa < goal:
-                joined += _set(cells, a, goal)
-            if xb < goal:
-                joined += _set(cells, b, goal)
-            if xc < goal:
-                joined += _set(cells, c, goal)
-            if xd < goal:
-                joined += _set(cells, d, goal)
+            for row in range(DEPTH):
+                at = np.uint64(position[row, i])
+                if _value(cells, at) < goal:
+                    joined += _set(cells, at, goal)
             if lowest < band and goal >= threshold:
                 candidates[candidate_count] = kept[i]
                 candidate_count += 1
@@ -282,10 +271,9 @@ def query(rows: Any, cells: Any, log2_width: int, out: Any) -> None:
         count = min(BLOCK_IDS, rows.size - start)
         cell_positions(rows[start:], count, log2_width, position)
         for i in range(count):
-            least = _value(cells, np.uint64(position[0, i]))
-            for d in range(1, DEPTH):
-                least = min(least, _value(cells, np.uint64(position[d, i])))
-            out[start + i] = least
+            out[start + i] = _MOST
+            for d in range(DEPTH):
+                out[start + i] = min(out[start + i], _value(cells, np.uint64(position[d, i])))
 
 
 @numba.njit(cache=True, nogil=True)
@@ -311,11 +299,8 @@ def rescale(cells: Any, bits: Any) -> int:
 
 @numba.njit(cache=True, nogil=True)
 def joined_pairs(cells: Any) -> int:
-    """Return the number of joined pairs, or -1 if the top bits of some pair differ."""
+    """Return the number of joined pairs."""
     joined = 0
     for pair in range(cells.size // 2):
-        first = cells[2 * pair] >> _TOP32
-        if first != cells[2 * pair + 1] >> _TOP32:
-            return -1
-        joined += first
+        joined += cells[2 * pair] >> _TOP32
     return joined

@@ -8,27 +8,24 @@ from typing import Any
 import numpy as np
 
 from flexd.core.arrays import Arrays, Float64Array, Int64Array, RowArray, UInt8Array, UInt32Array, first_of_run
-from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import count_min_kernels as kernels
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.profile import TableProfile
-from flexd.sketch.table_sketch import TableChoice, TableSketch, are_rows, readonly
+from flexd.sketch.table_sketch import TableChoice, TableSketch, readonly
 
 MIN_LOG2_WIDTH = 8
 MAX_LOG2_WIDTH = 30
+# Probability that one estimate exceeds its bound (Cormode and Muthukrishnan 2005, theorem 1).
 FAILURE_PROBABILITY = math.exp(-kernels.DEPTH)
-"""Probability that one estimate exceeds its bound (Cormode and Muthukrishnan 2005, theorem 1)."""
+# Share of a decayed count-min's cells that may share a value before the unit is made coarser.
 JOINED_SHARE = 1 / 8
-"""Share of a decayed count-min's cells that may share a value before the unit is made coarser."""
-_CANDIDATES = 65_536
-_ABSENT_ROWS = 4096
 LOG2_REGISTERS = 12
+# Relative standard error of the distinct count, 1.6 % (Flajolet et al. 2007).
 DISTINCT_ERROR = 1.04 / math.sqrt(2**LOG2_REGISTERS)
-"""Relative standard error of the distinct count, 1.6 % (Flajolet et al. 2007)."""
 _TAIL_BINS = 32
+# Bits examined for leading zeros: a register holds 0 to 63, as in DataSketches.
 _HASH_BITS = 62
-"""Bits examined for leading zeros: a register holds 0 to 63, as in DataSketches."""
 
 
 def error_share(log2_width: int) -> float:
@@ -43,7 +40,7 @@ def bytes_of(log2_width: int, hot_rows: int) -> int:
 
 
 def _buffer_rows(hot_rows: int) -> int:
-    return min(_CANDIDATES, max(2 * kernels.BLOCK_IDS, hot_rows))
+    return min(65_536, max(2 * kernels.BLOCK_IDS, hot_rows))
 
 
 class CountMinTable(TableSketch):
@@ -64,23 +61,23 @@ class CountMinTable(TableSketch):
     **Distinct rows**: the same pass fills the registers of a HyperLogLog.
     """
 
+    # Fewer than an exact counter's: rounding up costs at most 0.1 % of a weight, less than the error of a count-min,
+    # and a row's cells join, which slows counting down, 64 times later.
     unit_bits = 10
-    """Fewer than an exact counter's: rounding up costs at most 0.1 % of a weight, less than the error of a count-min,
-    and a row's cells join, which slows counting down, 64 times later."""
+    # An access's weight is off by 0.4 % at most. From there on cells join, at no memory.
     coarsest_units = 2**8
-    """An access's weight is off by 0.4 % at most. From there on cells join, at no memory."""
     rounds_up = True
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
         super().__init__(spec, choice, seed)
         self.log2_width = choice.log2_width
+        # Units added to all rows together.
         self.total_units = 0
-        """Units added to all rows together."""
         self.cells: UInt32Array = np.zeros(kernels.DEPTH << choice.log2_width, dtype=np.uint32)
         self._joined_pairs = 0
         self.hot_capacity = choice.hot_rows
+        # The admitted candidates, ascending.
         self.hot: Int64Array = np.empty(0, dtype=np.int64)
-        """The admitted candidates, ascending."""
         self._threshold = 0
         self._buffer: Int64Array = np.empty(_buffer_rows(choice.hot_rows), dtype=np.int64)
         self._buffered = 0
@@ -103,7 +100,7 @@ class CountMinTable(TableSketch):
         bound is exceeded with probability e^-4, as ``error_share`` is, and is never larger than that while no pairs are
         joined. For accessed rows it is too high, because of the conservative update.
         """
-        estimates = self.row_units(np.arange(self.spec.rows, self.spec.rows + _ABSENT_ROWS, dtype=np.int64))
+        estimates = self.row_units(np.arange(self.spec.rows, self.spec.rows + 4096, dtype=np.int64))
         bound = float(np.quantile(estimates, 1 - FAILURE_PROBABILITY, method="higher"))
         width_share = error_share(self.log2_width) * (1 + self.joined_share)
         return float(estimates.mean()), min(bound, width_share * self.total_units)
@@ -115,13 +112,17 @@ class CountMinTable(TableSketch):
         algorithm 6): unbiased from zero up, without the empirical tables of HLL++.
         """
         m = len(self.registers)
-        counts = np.bincount(self.registers, minlength=_HASH_BITS + 2).tolist()
+        counts: list[int] = np.bincount(self.registers, minlength=_HASH_BITS + 2).tolist()
         if counts[0] == m:
             return 0.0
-        z = m * _tau(1 - counts[_HASH_BITS + 1] / m)
+        powers = 2.0 ** np.arange(1, 64)
+        # tau(x) and sigma(x) of his equations 25 and 20.
+        x = 1 - counts[_HASH_BITS + 1] / m
+        z = m * (1 - x - float(((1 - x ** (1 / powers)) ** 2 / powers).sum())) / 3
         for k in range(_HASH_BITS, 0, -1):
             z = 0.5 * (z + counts[k])
-        z += m * _sigma(counts[0] / m)
+        x = counts[0] / m
+        z += m * (x + float((x**powers * powers / 2).sum()))
         return m * m / (2 * math.log(2)) / z
 
     def rescale(self, bits: int) -> None:
@@ -214,7 +215,6 @@ class CountMinTable(TableSketch):
     def _tail(
         self, hot: Int64Array, mean_noise: float, access_units: float, distinct: float
     ) -> tuple[Float64Array, Float64Array]:
-        """Return (rows in each bin, units of one such row) of the rows not in ``hot``."""
         sampled = self._sample.rows()
         cold = sampled[~np.isin(sampled, hot)]
         share = len(cold) / max(1, len(sampled))
@@ -231,51 +231,11 @@ class CountMinTable(TableSketch):
         return {"total_units": self.total_units, "hot_threshold": self._threshold}, arrays
 
     def _load(self, meta: dict[str, Any], arrays: Arrays) -> None:
-        cells, registers, hot, buffer = (arrays[name] for name in ("cells", "registers", "hot_rows", "hot_buffer"))
-        joined = kernels.joined_pairs(cells) if cells.dtype == np.uint32 and cells.shape == self.cells.shape else -1
-        if (
-            joined < 0
-            or registers.dtype != np.uint8
-            or registers.shape != self.registers.shape
-            or int(registers.max()) > _HASH_BITS + 1
-            or not are_rows(hot, self.spec.rows, ascending=True)
-            or not are_rows(buffer, self.spec.rows)
-            or len(hot) > 2 * self.hot_capacity
-            or len(buffer) > len(self._buffer)
-        ):
-            raise SketchError(f"saved cells do not fit 4 x 2^{self.log2_width}", remedy="start from empty counters")
-        self.cells, self.registers, self.hot = cells, registers, hot
-        self._joined_pairs, self.total_units = joined, int(meta["total_units"])
+        self.cells, self.registers, self.hot = arrays["cells"], arrays["registers"], arrays["hot_rows"]
+        self._joined_pairs, self.total_units = kernels.joined_pairs(self.cells), int(meta["total_units"])
+        buffer = arrays["hot_buffer"]
         self._threshold, self._buffered = int(meta["hot_threshold"]), len(buffer)
         self._buffer[: self._buffered] = buffer
-
-
-def _sigma(x: float) -> float:
-    """Return the sum over k of x^(2^k) 2^(k-1), plus x (Ertl, equation 20)."""
-    if x == 1:
-        return math.inf
-    y, z = 1.0, x
-    while True:
-        x *= x
-        before = z
-        z += x * y
-        y += y
-        if z == before:
-            return z
-
-
-def _tau(x: float) -> float:
-    """Return tau(x) of Ertl, equation 25."""
-    if x in (0, 1):
-        return 0.0
-    y, z = 1.0, 1 - x
-    while True:
-        x = math.sqrt(x)
-        before = z
-        y *= 0.5
-        z -= (1 - x) ** 2 * y
-        if z == before:
-            return z / 3
 
 
 def tail_curve(units: Float64Array, tail_units: float, max_rows: float) -> tuple[Float64Array, Float64Array]:

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from flexd.core.errors import SketchError
 
+# Of an exact counter: an access is counted with 2^16 to 2^18 units, so rounding to a whole unit changes its weight by
+# at most 2^-17.
 UNIT_BITS = 16
-"""Of an exact counter: an access is counted with 2^16 to 2^18 units, so rounding to a whole unit changes its weight by
-at most 2^-17."""
-_MAX_POWER = 500.0
-
-
-@dataclass(frozen=True)
-class Admission:
-    """The rule by which the accesses of one event time are counted.
-
-    Attributes:
-        event_time_seconds: the time at which they are counted (different from their own only if ``future_clamped``).
-        late: older than the newest event by more than the allowance; weighted by their own time nevertheless.
-        future_clamped: dated too far ahead of their arrival, counted at their arrival.
-    """
-
-    event_time_seconds: float
-    late: bool = False
-    future_clamped: bool = False
 
 
 class ForwardDecay:
@@ -55,15 +38,19 @@ class ForwardDecay:
         self.half_life_seconds = half_life_seconds
         self.max_future_seconds = max_future_seconds
         self.late_after_seconds = late_after_seconds
+        # Newest event time, NaN before the first.
         self.newest_seconds = math.nan
-        """Newest event time, NaN before the first."""
 
-    def admit(self, event_time_seconds: float, arrival_seconds: float = math.inf) -> Admission:
+    def admit(self, event_time_seconds: float, arrival_seconds: float = math.inf) -> tuple[float, bool, bool]:
         """Place one event time on the clock and move the clock.
 
         Args:
             arrival_seconds: when the message arrived, by a clock that no publisher sets. Infinite if the times are of
                 no clock, such as step numbers: every time is then believed.
+
+        Returns:
+            (time at which accesses are counted, True if it is older than the newest event by more than the allowance,
+            True if it is the arrival, because they are dated too far ahead of it).
 
         Raises:
             SketchError: the time is not finite.
@@ -77,7 +64,7 @@ class ForwardDecay:
         late = time < self.newest_seconds - self.late_after_seconds
         if not time < self.newest_seconds:
             self.newest_seconds = time
-        return Admission(time, late, clamped)
+        return time, late, clamped
 
     def limit(self, now_seconds: float) -> None:
         """Set the clock back if it is further ahead of ``now_seconds`` than events may be dated.
@@ -117,7 +104,7 @@ class ForwardDecay:
             return 1.0
         power = exponent - self.newest_seconds / self.half_life_seconds
         # Positive where the clock was set back (``limit``), perhaps by years.
-        return 2.0 ** min(power, _MAX_POWER) if power > -1000 else 0.0
+        return 2.0 ** min(power, 500.0) if power > -1000 else 0.0
 
     def log_weight(self, event_time_seconds: float) -> float:
         """Return the natural logarithm of the forward weight ``2^(t/H)``; 0 without decay."""

@@ -9,29 +9,27 @@ import numba
 import numpy as np
 
 from flexd.core.arrays import Arrays, Float64Array, Int64Array, RowArray, UInt32Array, matches
-from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.kernel_parts import prefetch
 from flexd.sketch.profile import TableProfile
-from flexd.sketch.table_sketch import TableChoice, TableSketch, are_rows, readonly
+from flexd.sketch.table_sketch import TableChoice, TableSketch, readonly
 
+# Least units of an access after the unit was made coarser: its weight is off by 3 % at most. Reached at 10^12 decayed
+# accesses of one table.
 COARSEST_UNITS = 2**4
-"""Least units of an access after the unit was made coarser: its weight is off by 3 % at most. Reached at 10^12 decayed
-accesses of one table."""
 
+# ``low`` holds less than 2^31 units between calls; the excess is carried to ``high``.
 CARRY_BITS = 31
-"""``low`` holds less than 2^31 units between calls; the excess is carried to ``high``."""
 _CARRY_MASK = np.uint32(2**CARRY_BITS - 1)
 _PENDING_CARRIES = 8_192
+# Ids counted between two checks of the length of the side list.
 CHECK_IDS = 8_192
-"""Ids counted between two checks of the length of the side list."""
-_MIN_SIDE_ROWS = 1024
 _BLOCK_IDS = 4096
+# Ids between the one prefetched and the one counted: out-of-order execution alone covers only about ten.
 _PREFETCH_IDS = 96
-"""Ids between the one prefetched and the one counted: out-of-order execution alone covers only about ten."""
+# 8 bins an octave: the rows of a bin differ by less than 12.5 % in frequency; values below 16 have a bin each.
 BINS = 256
-"""8 bins an octave: the rows of a bin differ by less than 12.5 % in frequency; values below 16 have a bin each."""
 
 
 @numba.njit(cache=True, nogil=True)
@@ -144,7 +142,7 @@ def enumerate_rows(
 
 def side_rows_allowed(rows: int) -> int:
     """Return the number of rows that may exceed 31 bits before the unit of a decayed table is made coarser."""
-    return max(_MIN_SIDE_ROWS, rows // 64)
+    return max(1024, rows // 64)
 
 
 def bytes_of(rows: int) -> int:
@@ -251,20 +249,7 @@ class DenseTable(TableSketch):
         return {}, {"low": self._low, "high_rows": self._high_rows, "high_carries": self._high_carries}
 
     def _load(self, meta: dict[str, Any], arrays: Arrays) -> None:
-        low, rows, carries = arrays["low"], arrays["high_rows"], arrays["high_carries"]
-        fits = (
-            low.shape == self._low.shape
-            and low.dtype == np.uint32
-            and are_rows(rows, self.spec.rows, ascending=True)
-            and rows.shape == carries.shape
-            and carries.dtype == np.int64
-            and bool((carries > 0).all())
-        )
-        if not fits:
-            raise SketchError(
-                f"saved counters do not fit a table of {self.spec.rows} rows", remedy="start from empty counters"
-            )
-        self._low, self._high_rows, self._high_carries = low, rows, carries
+        self._low, self._high_rows, self._high_carries = (arrays[name] for name in ("low", "high_rows", "high_carries"))
         self._pending_count = 0
 
     def _high_units(self) -> Int64Array:

@@ -32,9 +32,8 @@ from flexd.stream.types import REFUSAL_REASONS, AccessBatch, OffsetsInWork, Refu
 
 _log = logging.getLogger(__name__)
 
+# Later ones are kept at the 128th, 256th ... rejection of a reason, so that rare reasons stay visible.
 SAMPLES_OF_EACH_REASON = 64
-"""Later ones are kept at the 128th, 256th ... rejection of a reason, so that rare reasons stay visible."""
-_DETAIL_CHARS = 300
 
 
 class DeadLetterFile:
@@ -76,7 +75,7 @@ class DeadLetterFile:
             return
         entry = {
             "reason": reason,
-            "detail": detail[:_DETAIL_CHARS],
+            "detail": detail[:300],
             "partition": message.partition,
             "offset": message.offset,
             **(
@@ -89,36 +88,26 @@ class DeadLetterFile:
         line = (json.dumps(entry) + "\n").encode()
         if len(line) > self._half:
             return
-        self._append(line)
-        self.written += 1
-
-    def _append(self, line: bytes) -> None:
-        size = len(line)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists() and self._path.stat().st_size + size > self._half:
+        if self._path.exists() and self._path.stat().st_size + len(line) > self._half:
             self._path.replace(self._path.with_name(self._path.name + ".1"))
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            if os.write(descriptor, line) != size:
-                raise OSError("short write")
-        finally:
-            os.close(descriptor)
+        with os.fdopen(descriptor, "ab") as file:
+            file.write(line)
+        self.written += 1
 
 
+# A stream that has been read to its end is idle after this long without a message: event time then follows the clock.
 IDLE_AFTER_SECONDS = 2.0
-"""A stream that has been read to its end is idle after this long without a message: event time then follows the
-clock."""
-_LAG_INTERVAL_SECONDS = 1.0
+# Shortest and longest wait after a failure of the source.
 _BACKOFF_SECONDS = (0.1, 5.0)
-"""Shortest and longest wait after a failure of the source."""
+# Reasons for which a whole message is not counted.
 MESSAGE_REASONS = tuple(sorted({*codec.REASONS, *tap_counts.REASONS, *REFUSAL_REASONS, "internal_error"}))
-"""Reasons for which a whole message is not counted."""
+# Reasons for which single accesses are not counted.
 ROW_REASONS = ("unknown_table", "negative_row", "row_out_of_range")
-"""Reasons for which single accesses are not counted."""
 SKEW_SECONDS = 10.0
+# Ranks with a tap send one message each and then nothing until the daemon's next snapshot, half a minute later.
 RATE_SECONDS = 60.0
-"""Ranks with a tap send one message each and then nothing until the daemon's next snapshot, half a minute later."""
-_STEP_SECONDS = 1.0
 
 
 def decode_message(payload: bytes | memoryview, max_message_bytes: int) -> Sequence[AccessBatch | TapCounts]:
@@ -158,8 +147,8 @@ class MessageCounter:
         self._dead_letters = dead_letters
         self._max_message_bytes = max_message_bytes
         self._work = work
+        # Newest time of append by partition.
         self._appended: dict[str, float] = {}
-        """Newest time of append by partition."""
         self.messages = self.bytes = 0
         self.accesses = AccessCounts()
         self.rejected: dict[str, int] = {}
@@ -260,7 +249,7 @@ class RateMeter:
 
     def update(self, now: float, messages: int, accesses: int) -> None:
         """Update both rates if a second has passed."""
-        if now - self._seen[-1][0] < _STEP_SECONDS:
+        if now - self._seen[-1][0] < 1.0:
             return
         self._seen.append((now, messages, accesses))
         while self._seen[1][0] <= now - RATE_SECONDS:
@@ -336,11 +325,11 @@ class Ingestor:
         self.failures: Counter[str] = Counter()
         self.lag_messages = 0
         self._lag_at = -math.inf
+        # Current problem of each step of the loop that has one: its part, and a word where a part has several.
         self._problems: dict[str, str] = {}
-        """Current problem of each step of the loop that has one: its part, and a word where a part has several."""
         self._counted_at = time.monotonic()
+        # From the first messages on until a poll has none: by then every partition has been seen. None: not begun.
         self._backlog: bool | None = None
-        """From the first messages on until a poll has none: by then every partition has been seen. None: not begun."""
         self._unrestored_positions = self.restored.positions
         self._generation = self.restored.generation
         self._generation_lock = threading.Lock()
@@ -475,7 +464,7 @@ class Ingestor:
             self._counted_at = time.monotonic()
         now = time.monotonic()
         self.counter.end_window(now)
-        if now >= self._lag_at + _LAG_INTERVAL_SECONDS:
+        if now >= self._lag_at + 1.0:
             self.sketches.limit_clock(time.time())
             self.lag_messages, self._lag_at = self.source.lag(), now
 
@@ -485,5 +474,4 @@ class Ingestor:
             self._unrestored_positions = None
 
     def _scaled(self, table: TableProfile) -> TableProfile:
-        """Return a table's profile with the weight of the whole stream, of which a share is read."""
         return dataclasses.replace(table, weight=table.weight / self.source.read_share)

@@ -14,8 +14,6 @@ from flexd.core.tap_counts import FIRST, SECOND
 
 
 def _prefetch_code(typing_context: Any, array: Any, index: Any) -> Any:
-    """Build the instruction that loads the cache line of ``array[index]``."""
-
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -30,8 +28,8 @@ def _prefetch_code(typing_context: Any, array: Any, index: Any) -> Any:
     return types.void(array, index), codegen
 
 
+# ``prefetch(array, index)``: loads the cache line of the element; an index outside the array does nothing.
 prefetch: Any = intrinsic(_prefetch_code)
-"""``prefetch(array, index)``: loads the cache line of the element; an index outside the array does nothing."""
 
 
 @numba.njit(cache=True, nogil=True, inline="always")

@@ -9,21 +9,20 @@ from typing import Any
 import numpy as np
 
 from flexd.core.arrays import Arrays, Float64Array, Int64Array, RowArray, UInt8Array
-from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import logarithmic_kernels as kernels
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.table_sketch import TableChoice, TableSketch, readonly
 
+# Ratio of the steps of two successive levels, by bits of a counter.
 BASES = {3: 1.4, 4: 1.25, 8: 1.04}
-"""Ratio of the steps of two successive levels, by bits of a counter."""
+# Ids counted between two checks of the number of rows at the top level.
 CHECK_IDS = 8_192
-"""Ids counted between two checks of the number of rows at the top level."""
+# Share of the rows that may be at the top level before the step is doubled.
 TOP_SHARE = 1 / 32
-"""Share of the rows that may be at the top level before the step is doubled."""
+# Times that share: so many rows may have come to the top before the step doubled, and share what lay beyond it.
 _MOST_CROWDS = 2
-"""Times that share: so many rows may have come to the top before the step doubled, and share what lay beyond it."""
 
 
 def relative_error(bits: int) -> float:
@@ -43,10 +42,10 @@ def level_values(bits: int) -> Float64Array:
     return values
 
 
+# Standard deviations within which half of the estimates of a normal error lie. The planner promotes and keeps a row by
+# these bounds. With wider ones, and counters this coarse, it would keep rows at home that are worth a copy. A counter's
+# error stays the same from profile to profile until its row is accessed, so narrow bounds do not make a row flap.
 QUARTILE = 0.6745
-"""Standard deviations within which half of the estimates of a normal error lie. The planner promotes and keeps a row by
-these bounds. With wider ones, and counters this coarse, it would keep rows at home that are worth a copy. A counter's
-error stays the same from profile to profile until its row is accessed, so narrow bounds do not make a row flap."""
 
 
 def packed_bytes(rows: int, bits: int) -> int:
@@ -73,14 +72,14 @@ class LogTable(TableSketch):
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
         super().__init__(spec, choice, seed)
         self.bits = choice.counter_bits
+        # Units added to all rows together.
         self.total_units = 0
-        """Units added to all rows together."""
+        # Units of the first level; 0 before any access.
         self.step = 0.0
-        """Units of the first level; 0 before any access."""
         self._draws = (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64
         self._packed: UInt8Array = np.zeros(packed_bytes(spec.rows, self.bits), dtype=np.uint8)
+        # Number of rows at each level.
         self.level_rows: Int64Array = np.zeros(1 << self.bits, dtype=np.int64)
-        """Number of rows at each level."""
         self.level_rows[0] = spec.rows
 
     @property
@@ -156,17 +155,6 @@ class LogTable(TableSketch):
         kernels.read(self._packed, np.ascontiguousarray(rows, dtype=np.int64), self.bits, out)
         return out
 
-    def rows_of_levels(self, room: Int64Array) -> Int64Array:
-        """Return row ids by level, highest level first, ascending within a level.
-
-        Args:
-            room: int64[2^bits], rows to return of each level, at most as many as it has.
-        """
-        ends = np.cumsum(room[::-1])[::-1]
-        rows = np.empty(int(room.sum()), dtype=np.int64)
-        kernels.collect(self._packed, self.spec.rows, self.bits, ends - room, ends, rows)
-        return rows
-
     def _level_errors(self, decay: ForwardDecay) -> Float64Array:
         """Return the relative standard error of the estimate of each level, float64[2^bits].
 
@@ -199,7 +187,6 @@ class LogTable(TableSketch):
             self._set_step(units)
 
     def _double_step_if_crowded(self) -> bool:
-        """Double the step until few rows are at the top level. Return whether it was."""
         before = self.step
         while self.level_rows[-1] > max(1, int(self.spec.rows * TOP_SHARE)):
             self._set_step(2 * self.step)
@@ -277,7 +264,10 @@ class LogTable(TableSketch):
         above = np.cumsum(histogram[::-1])[::-1] - histogram
         room = np.clip(max_hot_rows - above, 0, histogram)
         room[0], room[top:] = 0, histogram[top:]
-        rows = self.rows_of_levels(room)
+        # Highest level first, ascending within a level.
+        ends = np.cumsum(room[::-1])[::-1]
+        rows = np.empty(int(room.sum()), dtype=np.int64)
+        kernels.collect(self._packed, self.spec.rows, self.bits, ends - room, ends, rows)
         level = np.repeat(np.arange(len(values) - 1, -1, -1), room[::-1])
         units, half = values[level], QUARTILE * self._level_errors(decay)[level]
         lower, upper = units * np.exp(-half), units * np.exp(half)
@@ -328,21 +318,6 @@ class LogTable(TableSketch):
         return meta, {"levels": self._packed}
 
     def _load(self, meta: dict[str, Any], arrays: Arrays) -> None:
-        packed, step, total = arrays["levels"], float.fromhex(meta["step"]), int(meta["total_units"])
-        draws = int(meta["draws"], 16)
-        fits = (
-            packed.dtype == np.uint8
-            and packed.shape == self._packed.shape
-            and int(meta["bits"]) == self.bits
-            and 0 <= step < math.inf
-            and total >= 0
-            and 0 <= draws < 2**64
-            and (step > 0 or not packed.any())
-        )
-        if not fits:
-            raise SketchError(
-                f"saved counters do not fit {self.spec.rows} rows of {self.bits} bits",
-                remedy="start from empty counters",
-            )
-        self._packed, self.step, self.total_units, self._draws = packed, step, total, draws
+        self._packed, self.step = arrays["levels"], float.fromhex(meta["step"])
+        self.total_units, self._draws = int(meta["total_units"]), int(meta["draws"], 16)
         self._count_levels()

@@ -12,7 +12,6 @@ from flexd.core.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from flexd.core.placement import RankLayout
 
 _LEAST_AFFINITY = 1e-4
-_LEAST_PRIOR_ACCESSES = 1e-2
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,15 @@ class TableSources:
         row without sampled accesses gets the mix. The prior weight follows from the affinity: two draws from one
         Dirichlet-multinomial agree beyond the mix with probability 1 / (prior + 1).
         """
-        counts = self._counts(positions)
-        prior = self.prior_accesses * self.node_share
-        share: Float64Array = (counts + prior) / (counts.sum(axis=1, keepdims=True) + self.prior_accesses)
-        return share.astype(np.float32)
-
-    def _counts(self, positions: Int64Array) -> Float32Array:
         wanted, where = np.unique(positions, return_inverse=True)
         counts = np.zeros((len(wanted), self.nodes), dtype=np.float32)
         found, at = matches(wanted, self.hot_position)
         # Assignment is enough, because (row, node) pairs do not repeat.
         counts[at, self.hot_node[found]] = self.hot_accesses[found]
-        return counts[where.reshape(-1)]
+        counts = counts[where.reshape(-1)]
+        prior = self.prior_accesses * self.node_share
+        share: Float64Array = (counts + prior) / (counts.sum(axis=1, keepdims=True) + self.prior_accesses)
+        return share.astype(np.float32)
 
 
 def read_sources(rows: Int64Array, ranks: Int32Array, hot_rows: Int64Array, layout: RankLayout) -> TableSources:
@@ -84,7 +80,11 @@ def read_sources(rows: Int64Array, ranks: Int32Array, hot_rows: Int64Array, layo
     pair_row, pair_node = pairs // nodes, (pairs % nodes).astype(np.int32)
     accesses = np.bincount(pair_of.reshape(-1), minlength=len(pairs)).astype(np.float64)
 
-    position = _positions(seen, hot_rows)[pair_row]
+    # The sample is shorter: searching the listed rows in it avoids sorting a million rows.
+    found, at = matches(seen, hot_rows)
+    position = np.full(len(seen), -1, dtype=np.int64)
+    position[at] = found
+    position = position[pair_row]
     listed = np.flatnonzero(position >= 0)
     listed = listed[np.argsort(position[listed], kind="stable")]
     affinity = _affinity(accesses, pair_row, pair_node, nodes)
@@ -94,22 +94,12 @@ def read_sources(rows: Int64Array, ranks: Int32Array, hot_rows: Int64Array, layo
         hot_position=position[listed],
         hot_node=pair_node[listed],
         hot_accesses=accesses[listed].astype(np.float32),
-        prior_accesses=max(prior, _LEAST_PRIOR_ACCESSES),
+        prior_accesses=max(prior, 1e-2),
         affinity=affinity,
     )
 
 
-def _positions(seen: Int64Array, hot_rows: Int64Array) -> Int64Array:
-    """Return the index in ``hot_rows`` of each of int64[s] ascending rows, -1 if it is not listed."""
-    position = np.full(len(seen), -1, dtype=np.int64)
-    # The sample is shorter: searching the listed rows in it avoids sorting a million rows.
-    found, at = matches(seen, hot_rows)
-    position[at] = found
-    return position
-
-
 def _affinity(accesses: Float64Array, pair_row: Int64Array, pair_node: Int32Array, nodes: int) -> float:
-    """Return the affinity of float64[p] sampled accesses of each (row, node) pair; pairs ascend by row."""
     if nodes == 1:
         return 0.0
     if not len(accesses):

@@ -28,8 +28,8 @@ from flexd.sketch.table_sketch import SketchSettings, TableChoice
 
 _log = logging.getLogger(__name__)
 
+# Added to the saved profile generation on restore, so that profiles made after the snapshot keep unique numbers.
 GENERATION_RESERVE = 1000
-"""Added to the saved profile generation on restore, so that profiles made after the snapshot keep unique numbers."""
 UNUSABLE_REMEDY = (
     "run the flexd and the configuration that wrote it (`flexd state show -c FILE` compares), or start without it: "
     "`flexd state reset -c FILE`, in a pod once with FLEXD__STATE__ON_UNUSABLE=reset"
@@ -188,7 +188,6 @@ def find_newest(
 
 
 def _load(state: RestoredState, path: Path, tables: Sequence[TableSpec], settings: SketchSettings) -> None:
-    """Load one snapshot into ``state``: as a whole or not at all."""
     meta, arrays = snapshot.read(path)
     saved = SnapshotMeta.of(meta)
     sketches, outcomes = restore_tables(saved.sketches, arrays, tables, settings)

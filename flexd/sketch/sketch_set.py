@@ -21,7 +21,7 @@ from flexd.core.tap_counts import TapCounts
 from flexd.sketch import count_min_table, dense_table
 from flexd.sketch.coaccess import MIN_BYTES, CoAccess, CoAccessSample
 from flexd.sketch.count_min_table import FAILURE_PROBABILITY, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH, CountMinTable, error_share
-from flexd.sketch.decay import Admission, ForwardDecay
+from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.dense_table import DenseTable
 from flexd.sketch.logarithmic_table import LogTable, packed_bytes, relative_error
 from flexd.sketch.profile import Profile, TableProfile
@@ -100,7 +100,6 @@ def choose(
 
 
 def _smallest(table: TableSpec, max_hot_rows: int, *, logarithmic: bool) -> TableChoice:
-    """Return the choice that takes the least memory; of equal ones the most precise."""
     least = _count_min(table, MIN_LOG2_WIDTH, max_hot_rows)
     if logarithmic:
         least = min(least, _logarithmic(table, LOG_BITS[0], max_hot_rows), key=lambda choice: choice.bytes)
@@ -163,27 +162,11 @@ class AccessCounts:
 
 @dataclass
 class _Table:
-    """The counters of one table, at ``index`` in the order of the key space."""
-
     index: int
     spec: TableSpec
     choice: TableChoice
     sketch: TableSketch
     touches: TableTouches
-
-    def state(self) -> tuple[dict[str, Any], Arrays]:
-        meta, arrays = self.sketch.state()
-        meta["choice"] = dataclasses.asdict(self.choice)
-        touched, parts = self.touches.state()
-        if parts:
-            meta["touches"] = touched
-            arrays.update(parts)
-        return meta, arrays
-
-    def load(self, meta: Mapping[str, Any], arrays: Arrays) -> None:
-        self.sketch.load(dict(meta), arrays)
-        if "touches" in meta:
-            self.touches.load(meta["touches"], arrays)
 
 
 class SketchSet:
@@ -219,12 +202,12 @@ class SketchSet:
             )
             for index, (spec, choice) in enumerate(zip(specs, choices, strict=True))
         }  # fmt: skip
+        # The sample of rows that occur together; None if none is kept.
         self.coaccess_sample = (
             CoAccessSample([spec.rows for spec in specs], settings.coaccess_memory_bytes, settings.half_life_seconds)
             if settings.coaccess_memory_bytes
             else None
         )
-        """The sample of rows that occur together; None if none is kept."""
 
     @property
     def newest_event_seconds(self) -> float:
@@ -276,14 +259,13 @@ class SketchSet:
                 # The rank looked nothing up: without this entry its step would never be complete.
                 to.touches.add(rows, source_rank, step_of_touches, self._decay.newest_seconds, self._decay, partition)
             return AccessCounts()
-        admission = self._decay.admit(event_time_seconds, arrival_seconds)
-        time = admission.event_time_seconds
+        time, late, clamped = self._decay.admit(event_time_seconds, arrival_seconds)
         ids = rows if rows.flags.c_contiguous else rows.copy()
         negative, outside = to.sketch.add(ids, source_rank, time, self._decay)
         if sequence_lengths is not None and self.coaccess_sample is not None:
             self.coaccess_sample.add(to.index, ids, sequence_lengths, source_rank, time, step, sample_ids, user_ids)
         to.touches.add(ids, source_rank, step_of_touches, time, self._decay, partition)
-        return _access_counts(admission, len(rows) - negative - outside, negative, outside)
+        return _access_counts(len(rows) - negative - outside, negative, outside, late, clamped)
 
     def ingest_tap(self, counts: TapCounts, arrival_seconds: float = math.inf) -> AccessCounts:
         """Count what a rank's tap has counted by row, and the touches of its sampled passes.
@@ -300,16 +282,14 @@ class SketchSet:
             if to is None:
                 found += AccessCounts(unknown_table=accesses)
             elif accesses:
-                admission = self._decay.admit(counts.event_time_seconds, arrival_seconds)
+                time, late, clamped = self._decay.admit(counts.event_time_seconds, arrival_seconds)
                 # Seeded by the message: counted again after a crash, it gives the same sample.
                 random = np.random.default_rng([rank, int(np.float64(counts.event_time_seconds).view(np.uint64))])
-                outside = to.sketch.add_counted(
-                    table.rows, table.counts, rank, admission.event_time_seconds, self._decay, random
-                )
-                found += _access_counts(admission, accesses - outside, 0, outside)
+                outside = to.sketch.add_counted(table.rows, table.counts, rank, time, self._decay, random)
+                found += _access_counts(accesses - outside, 0, outside, late, clamped)
         for at, name in enumerate(sampled.tables if sampled.passes else ()):
             if name in self._tables:
-                time = self._decay.admit(counts.event_time_seconds, arrival_seconds).event_time_seconds
+                time, _, _ = self._decay.admit(counts.event_time_seconds, arrival_seconds)
                 touches = self._tables[name].touches
                 for each in sampled.passes:
                     touches.add_pass(each.rows[at], each.accesses[at], rank, each.number, time, self._decay)
@@ -403,9 +383,13 @@ class SketchSet:
         metas: list[dict[str, Any]] = []
         arrays: Arrays = {}
         for table in self._tables.values():
-            meta, parts = table.state()
+            meta, parts = table.sketch.state()
+            meta["choice"] = dataclasses.asdict(table.choice)
+            touches, touched = table.touches.state()
+            if touches:
+                meta["touches"] = touches
             metas.append(meta)
-            arrays.update({f"{table.index}/{name}": array for name, array in parts.items()})
+            arrays.update({f"{table.index}/{name}": array for name, array in {**parts, **touched}.items()})
         state = {
             "format": STATE_FORMAT,
             "settings": dataclasses.asdict(self.settings),
@@ -433,7 +417,10 @@ class SketchSet:
         for name, index in kept.items():
             prefix = f"{index}/"
             parts = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-            self._tables[name].load(state["sketches"][index], parts)
+            meta = dict(state["sketches"][index])
+            self._tables[name].sketch.load(meta, parts)
+            if "touches" in meta:
+                self._tables[name].touches.load(meta["touches"], parts)
         same_tables = state["table_list"] == [dataclasses.asdict(table.spec) for table in self._tables.values()]
         if coaccess and same_tables and self.coaccess_sample is not None and "coaccess" in state:
             self.coaccess_sample.load(dict(state["coaccess"]), arrays)
@@ -445,7 +432,6 @@ class SketchSet:
         return found
 
     def _as_of(self, idle_seconds: float) -> ForwardDecay:
-        """Return a copy of the clock, ``idle_seconds`` later."""
         decay = copy.copy(self._decay)
         decay.advance(decay.newest_seconds + idle_seconds)
         return decay
@@ -462,13 +448,13 @@ class SketchSet:
         return profile if measured is None else dataclasses.replace(profile, touches=measured)
 
 
-def _access_counts(admission: Admission, accepted: int, negative: int, outside: int) -> AccessCounts:
+def _access_counts(accepted: int, negative: int, outside: int, late: bool, clamped: bool) -> AccessCounts:
     return AccessCounts(
         accepted=accepted,
         negative_row=negative,
         row_out_of_range=outside,
-        future_clamped=accepted if admission.future_clamped else 0,
-        late=accepted if admission.late else 0,
+        future_clamped=accepted if clamped else 0,
+        late=accepted if late else 0,
     )
 
 

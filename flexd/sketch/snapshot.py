@@ -28,13 +28,12 @@ from flexd.core.supervision import fault_point
 from flexd.sketch.sketch_set import SketchSet
 from flexd.stream.types import Positions, Source
 
+# Of any snapshot: its format is the one that its description states (``flexd.sketch.sketch_set.STATE_FORMAT``).
 _MARK = b"FLEXDSN2"
-"""Of any snapshot: its format is the one that its description states (``flexd.sketch.sketch_set.STATE_FORMAT``)."""
+# Mark, bytes of the description, its CRC-32.
 _HEAD = struct.Struct("<8sQI")
-"""Mark, bytes of the description, its CRC-32."""
 _DTYPES = ("|u1", "<u2", "<u4", "<u8", "<i4", "<i8", "<f4", "<f8")
 _NAME = re.compile(r"^snapshot-(\d{12})\.flexd$")
-_TEMPORARY = re.compile(r"^snapshot-\d{12}\.flexd\.tmp$")
 
 
 class SnapshotStore:
@@ -59,9 +58,8 @@ class SnapshotStore:
             return
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for entry in directory.iterdir():
-                if _TEMPORARY.match(entry.name):
-                    entry.unlink()
+            for left_over in directory.glob("snapshot-*.flexd.tmp"):
+                left_over.unlink()
         except OSError as error:
             raise SnapshotError(
                 f"snapshot directory {directory}: {error}", remedy="make it writable or set state.dir"
@@ -171,7 +169,6 @@ def _encode(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
 
 
 def _bytes(array: npt.NDArray[Any]) -> memoryview:
-    """Return the memory of a contiguous array."""
     return array.reshape(-1).view(np.uint8).data
 
 

@@ -10,10 +10,8 @@ from typing import Any, Literal
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
 from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowArray
-from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.core.placement import RankLayout
 from flexd.core.tap_counts import GAMMA
@@ -86,16 +84,15 @@ class TableChoice:
         return "dense" if self.kind == "dense" else f"count-min (2^{self.log2_width}, {self.hot_rows} hot rows)"
 
 
+# Counted accesses offered to a table's sample for each one that it keeps, at most.
 OFFERED_ACCESSES = 4
-"""Counted accesses offered to a table's sample for each one that it keeps, at most."""
+# Half-lives of event time between two rescales of a counter.
 GROWTH_HALF_LIVES = 2
-"""Half-lives of event time between two rescales of a counter."""
+# Bits by which the unit becomes coarser at a time.
 COARSEN_BITS = 2
-"""Bits by which the unit becomes coarser at a time."""
+# Below this chance of an access to enter, the distance to the next one is drawn instead of every access.
 _SPARSE = 0.1
-"""Below this chance of an access to enter, the distance to the next one is drawn instead of every access."""
 _MAX_RANK = 2**31 - 1
-_LEAST_DRAW = 5e-324
 
 
 @numba.njit(cache=True, nogil=True)
@@ -145,7 +142,7 @@ def _select(
         if 0 <= row < table_rows:
             rows[count] = row
             ranks[count] = rank
-            keys[count] = np.log(max(draw, _LEAST_DRAW)) - log_weight
+            keys[count] = np.log(max(draw, 5e-324)) - log_weight
             count += 1
     return at, gap, count
 
@@ -171,10 +168,10 @@ class AccessSample:
         self._ranks: Int32Array = np.empty(2 * capacity, dtype=np.int32)
         self._keys: Float64Array = np.empty(2 * capacity, dtype=np.float64)
         self._count = 0
+        # Accesses with a larger key are not in the sample.
         self._limit = math.inf
-        """Accesses with a larger key are not in the sample."""
+        # Distance to the next access that enters, in units of an access' chance to enter.
         self._gap = float(_exponential(self._random))
-        """Distance to the next access that enters, in units of an access' chance to enter."""
 
     @staticmethod
     def bytes_of(capacity: int) -> int:
@@ -229,43 +226,23 @@ class AccessSample:
         }  # fmt: skip
         return meta, arrays
 
-    def load(self, meta: dict[str, Any], arrays: Arrays, table_rows: int) -> None:
-        """Replace everything by what ``state`` returned, of a sample of any capacity.
-
-        Raises:
-            SketchError: it is of other rows, or malformed.
-        """
+    def load(self, meta: dict[str, Any], arrays: Arrays) -> None:
+        """Replace everything by what ``state`` returned, of a sample of any capacity."""
         rows, ranks, keys = arrays["sample_rows"], arrays["sample_ranks"], arrays["sample_keys"]
-        gap = float.fromhex(meta["sample_gap"])
-        fits = (
-            rows.dtype == np.int64
-            and ranks.dtype == np.int32
-            and keys.dtype == np.float64
-            and rows.shape == ranks.shape == keys.shape == (len(rows),)
-            and int(rows.min(initial=0)) >= 0
-            and int(rows.max(initial=-1)) < table_rows
-            and int(ranks.min(initial=0)) >= -1
-            and 0 <= gap < math.inf
-        )
-        if not fits:
-            raise SketchError(f"saved sample does not fit {table_rows} rows", remedy="start from empty counters")
-        self._limit, self._gap = float.fromhex(meta["sample_limit"]), gap
+        self._limit, self._gap = float.fromhex(meta["sample_limit"]), float.fromhex(meta["sample_gap"])
         self._random = np.array([int(meta["sample_random"], 16) % 2**64], dtype=np.uint64)
         if len(rows) > 2 * self.capacity:
             self._keep_best(rows, ranks, keys)
             return
         self._count = len(rows)
-        self._rows[: self._count] = rows
-        self._ranks[: self._count] = ranks
-        self._keys[: self._count] = keys
+        for held, saved in ((self._rows, rows), (self._ranks, ranks), (self._keys, keys)):
+            held[: self._count] = saved
 
     def _keep_best(self, rows: Int64Array, ranks: Int32Array, keys: Float64Array) -> None:
-        """Hold the ``capacity`` accesses with the lowest keys."""
         kept = self.capacity
         best = np.sort(np.argpartition(keys, kept - 1)[:kept])
-        self._rows[:kept] = rows[best]
-        self._ranks[:kept] = ranks[best]
-        self._keys[:kept] = keys[best]
+        for held, given in ((self._rows, rows), (self._ranks, ranks), (self._keys, keys)):
+            held[:kept] = given[best]
         self._count = kept
         self._limit = float(self._keys[:kept].max())
 
@@ -301,19 +278,19 @@ class TableSketch(ABC):
         seed: of the sample.
     """
 
+    # An access is counted with a weight of ``2^unit_bits`` to four times as many units.
     unit_bits: int
-    """An access is counted with a weight of ``2^unit_bits`` to four times as many units."""
+    # Least units of one access at which ``coarsen_if_crowded`` still makes the unit coarser.
     coarsest_units: int
-    """Least units of one access at which ``coarsen_if_crowded`` still makes the unit coarser."""
+    # Round the weight of an access up to whole units, instead of to nearest.
     rounds_up = False
-    """Round the weight of an access up to whole units, instead of to nearest."""
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
         self.spec = spec
         self._sample = AccessSample(choice.sampled_accesses, seed)
         self.exponent: int | None = None
+        # Accesses counted, undecayed.
         self.samples = 0
-        """Accesses counted, undecayed."""
 
     def add(self, rows: RowArray, source_rank: int, event_time_seconds: float, decay: ForwardDecay) -> tuple[int, int]:
         """Count accesses of one event time and one rank.
@@ -390,14 +367,15 @@ class TableSketch(ABC):
         return {"exponent": self.exponent, "samples": self.samples, **meta, **sample_meta}, copies
 
     def load(self, meta: dict[str, Any], arrays: Arrays) -> None:
-        """Replace everything by what ``state`` returned; the arrays are taken over.
+        """Replace everything by what ``state`` returned, of equal rows and choice; the arrays are taken over.
+
+        Checksums and format number of the snapshot are checked before, and nothing is checked again.
 
         Raises:
-            SketchError: the arrays do not fit this table.
             KeyError, TypeError, ValueError: fields are missing or malformed.
         """
         self._load(meta, arrays)
-        self._sample.load(meta, arrays, self.spec.rows)
+        self._sample.load(meta, arrays)
         self.exponent = None if meta["exponent"] is None else int(meta["exponent"])
         self.samples = int(meta["samples"])
 
@@ -429,7 +407,6 @@ class TableSketch(ABC):
         """Divide all counters by ``2^bits``; ``bits`` is 1 or more."""
 
     def _crowded(self) -> bool:
-        """Return whether too many counters exceed their word."""
         return False
 
     @abstractmethod
@@ -451,13 +428,6 @@ class TableSketch(ABC):
     @abstractmethod
     def _load(self, meta: dict[str, Any], arrays: Arrays) -> None:
         """Implement ``load`` for the counters."""
-
-
-def are_rows(ids: npt.NDArray[Any], table_rows: int, *, ascending: bool = False) -> bool:
-    """Return whether saved ids are int64 rows of a table, without repeats if they must ascend."""
-    inside = ids.dtype == np.int64 and ids.ndim == 1 and int(ids.min(initial=0)) >= 0
-    inside = inside and int(ids.max(initial=-1)) < table_rows
-    return inside and not (ascending and (np.diff(ids) <= 0).any())
 
 
 def readonly(values: Any) -> Any:

@@ -17,44 +17,37 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.arrays import Arrays, Float64Array, Int64Array
-from flexd.core.errors import SketchError
 from flexd.core.placement import RankLayout
 from flexd.core.tap_counts import is_sampled
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.profile import RowTouches
 
+# Rows of a table that are kept when it is pruned; between two prunes it has up to twice as many.
 MAX_ROWS = 262_144
-"""Rows of a table that are kept when it is pruned; between two prunes it has up to twice as many."""
-ROW_BYTES = 48
+# Decayed batches, and complete steps, below which nothing is said about a table.
 MIN_PASSES = 8.0
-"""Decayed batches, and complete steps, below which nothing is said about a table."""
+# Share of the counted batches since which a row must be followed, below which nothing is said about it.
 MIN_EXPOSURE = 0.25
-"""Share of the counted batches since which a row must be followed, below which nothing is said about it."""
 
+# Accesses of all tables together up to which every batch is counted.
 WHOLE_ACCESSES = 2**20
-"""Accesses of all tables together up to which every batch is counted."""
+# Beyond, one step in this many is counted, the same one of all ranks; without step numbers one batch in this many.
+# Sorting a batch takes 80 times as long as counting its accesses.
 SAMPLED_BATCHES = 64
-"""Beyond, one step in this many is counted, the same one of all ranks; without step numbers one batch in this many.
-Sorting a batch takes 80 times as long as counting its accesses."""
 
+# A partition has no more batches of the table, because publishers have left it, after so many opened steps without.
 STALE_STEPS = 128
-"""A partition has no more batches of the table, because publishers have left it, after so many opened steps without."""
 _MAX_OPEN_STEPS = 1024
-_MAX_OPEN_ROWS = 2**22
-_LEAST_OPEN_ROWS = 2**16
 _OVERTAKING_STEPS = 16
+# A step number this far behind is of a training that was started again, or of a partition that is read later.
 _RESTART_STEPS = 10_000
-"""A step number this far behind is of a training that was started again, or of a partition that is read later."""
-_NOTHING = (-1, 0)
 _PENDING_ROWS = 65_536
-_UNIT_BITS = 16
-_RESCALE_HALF_LIVES = 8
 _ARRAYS = ("touch_row_gaps", "touch_counts", "touch_since", "touch_totals")
 
 
 def capacity(rows: int, tables: int, memory_bytes: int) -> int:
     """Return the rows to keep of a table: all tables together need at most an eighth of ``memory_bytes``."""
-    return max(256, min(rows, MAX_ROWS, memory_bytes // 16 // tables // ROW_BYTES))
+    return max(256, min(rows, MAX_ROWS, memory_bytes // 16 // tables // 48))
 
 
 @dataclass
@@ -89,12 +82,12 @@ class TableTouches:
         self._table_rows = rows
         self._capacity = capacity
         self._whole_accesses = WHOLE_ACCESSES // tables
-        self._max_open_rows = max(_LEAST_OPEN_ROWS, _MAX_OPEN_ROWS // tables)
+        self._max_open_rows = max(2**16, 2**22 // tables)
         self._seen_accesses = self._seen_batches = 0
         self._backlog = False
         self.layout: RankLayout | None = None
+        # Of the layout; 0 without one.
         self._ranks = 0
-        """Of the layout; 0 without one."""
         self._forget()
 
     def _forget(self) -> None:
@@ -106,19 +99,18 @@ class TableTouches:
         self._floor: Float64Array = np.zeros(2)
         self._pending: list[tuple[Int64Array, Float64Array]] = []
         self._pending_rows = 0
+        # In the order in which their first entries arrived.
         self._open: dict[int, _OpenStep] = {}
-        """In the order in which their first entries arrived."""
+        # Rows of all open entries, and steps that were ever opened.
         self._open_rows = self._opened = 0
-        """Rows of all open entries, and steps that were ever opened."""
         self._follow_anew()
 
     def _follow_anew(self) -> None:
+        # Newest step number by rank.
         self._newest: dict[int, int] = {}
-        """Newest step number by rank."""
+        # By partition its newest step number, and the steps that were opened when it came. A rank's batches may lie in
+        # several partitions, which are read unevenly: a step is over when every rank and every partition has passed it.
         self._reached: dict[str, tuple[int, int]] = {}
-        """By partition its newest step number, and the steps that were opened when it came. A rank's batches may lie in
-        several partitions, which are read unevenly: a step is over when every rank and every partition has passed it.
-        """
         self._closed_before = 0
         self._closed: set[int] = set()
         self._passed = 0
@@ -156,7 +148,7 @@ class TableTouches:
             self._count_batch(distinct, len(inside), event_time_seconds, decay)
         else:
             self._add_to_step(distinct, len(inside), rank, step, event_time_seconds, decay)
-            forward = step > self._reached.get(partition, _NOTHING)[0]
+            forward = step > self._reached.get(partition, (-1, 0))[0]
             if forward:
                 self._reached[partition] = step, self._opened
             if forward or self._newest.get(rank) == step:
@@ -266,19 +258,12 @@ class TableTouches:
         return meta, {name: array.astype(kind) for name, array, kind in named}
 
     def load(self, meta: dict[str, Any], arrays: Arrays) -> None:
-        """Replace everything by what ``state`` returned.
+        """Replace everything by what ``state`` returned, of a table of as many rows.
 
         Raises:
-            SketchError: the arrays do not fit each other or this table.
             KeyError, TypeError, ValueError: fields are missing or malformed.
         """
         gaps, counts, since, totals = (arrays[name] for name in _ARRAYS)
-        number = len(gaps)
-        fits = gaps.shape == (number,) and counts.shape == (3, number) and since.shape == (2, number)
-        if not fits or totals.shape != (5,) or any(arrays[name].dtype.kind != "u" for name in _ARRAYS):
-            raise SketchError("touch counts do not fit each other", remedy="use an earlier snapshot")
-        if int((gaps[1:] == 0).sum()) or float(gaps.sum(dtype=np.float64)) >= self._table_rows:
-            raise SketchError("touch counts do not fit the table", remedy="use an earlier snapshot")
         layout = meta["layout"]
         self._forget()
         self.layout, self._ranks = None, 0
@@ -355,10 +340,10 @@ class TableTouches:
 
     def _weight(self, time: float, decay: ForwardDecay) -> float:
         """Return the whole units of a batch of this time, and choose or raise the exponent for it."""
-        exponent = decay.unit_exponent(time, _UNIT_BITS)
+        exponent = decay.unit_exponent(time, 16)
         if self._exponent is None:
             self._exponent = exponent
-        elif exponent >= self._exponent + _RESCALE_HALF_LIVES:
+        elif exponent >= self._exponent + 8:
             self._fold()
             factor = math.ldexp(1.0, max(self._exponent - exponent, -1000))
             for values in (self._counts, self._since, self._totals, self._floor):
@@ -368,7 +353,6 @@ class TableTouches:
         return float(decay.units(time, self._exponent))
 
     def _fold(self) -> None:
-        """Add the pending counts to their rows."""
         if not self._pending:
             return
         new = np.concatenate([rows for rows, _ in self._pending])

@@ -18,13 +18,13 @@ from flexd.core.errors import StreamError
 from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 from flexd.stream.trace import Trace
 
+# Events of the shortest sample: one to look up and one to predict.
 LEAST_EVENTS = 2
-"""Events of the shortest sample: one to look up and one to predict."""
+# Global batches that a sample waits while others of its user are trained; then it is left out, so that batches stay in
+# order of time.
 MAX_WAIT_BATCHES = 8
-"""Global batches that a sample waits while others of its user are trained; then it is left out, so that batches stay
-in order of time."""
+# Samples of a rank and micro-batch where none is given, at most.
 MAX_BATCH_SIZE = 512
-"""Samples of a rank and micro-batch where none is given, at most."""
 
 
 _WORDS = {
@@ -108,10 +108,10 @@ class Batches:
         shape = (self.steps, micro_batches, self.batch_size, world_size)
         self._first, self._length = self._samples.first.reshape(shape), self._samples.length.reshape(shape)
         newest = trace.seconds[made.events[self._samples.first + self._samples.length - 1]].reshape(self.steps, -1)
+        # [steps]: event time of the newest sample up to each step.
         self.seconds: Float64Array = np.maximum.accumulate(newest.max(axis=1))
-        """[steps]: event time of the newest sample up to each step."""
+        # Event time between the first and the last sample.
         self.span_seconds = float(self.seconds[-1] - newest[0].min())
-        """Event time between the first and the last sample."""
         used, in_samples = self._samples.events_in(), made.events_in()
         self.events = UsedEvents(
             used=used,
@@ -173,8 +173,8 @@ def _sequences(made: Samples, each: int, batch_size: int | None, steps: int | No
     if size is None:
         size = min(MAX_BATCH_SIZE, max(1, len(made) // (each * (steps or 1))), max(1, made.users // each))
     while True:
-        grouping = group_by_user(made.user, size * each)
-        found = len(grouping.samples)
+        samples, waited_too_long = group_by_user(made.user, size * each)
+        found = len(samples)
         if found >= (steps or 1):
             break
         if batch_size is not None or size == 1:
@@ -184,7 +184,7 @@ def _sequences(made: Samples, each: int, batch_size: int | None, steps: int | No
                 remedy="fewer steps, smaller batches or shorter histories, or samples that overlap (impressions)",
             )
         size = max(1, min(size - 1, size * found // (steps or 1)))
-    return grouping.samples[_spread(found, steps or found)], int(made.length[grouping.waited_too_long].sum())
+    return samples[_spread(found, steps or found)], int(made.length[waited_too_long].sum())
 
 
 def _spread(available: int, wanted: int) -> Int64Array:
@@ -270,24 +270,14 @@ def _histories(trace: Trace) -> tuple[Int64Array, Int64Array, Int64Array]:
     return events, np.flatnonzero(starts)[user], user
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """Samples in global batches.
-
-    Attributes:
-        samples: int64 [batches, batch size], indices of samples.
-        waited_too_long: int64 [n], samples left out because their user had a sample in every batch that they could
-            have been in.
-    """
-
-    samples: Int64Array
-    waited_too_long: Int64Array
-
-
-def group_by_user(user: Int64Array, size: int) -> Grouping:
+def group_by_user(user: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
     """Fill batches of ``size`` in order of time with at most one sample of a user each.
 
     A sample of a user who is already in the batch waits for the next one. Those at the end that fill no batch are left.
+
+    Returns:
+        (int64 [batches, size] indices of samples, int64 [n] samples left out because their user had a sample in every
+        batch that they could have been in).
     """
     batches: list[Int64Array] = []
     waiting, since = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
@@ -302,8 +292,7 @@ def group_by_user(user: Int64Array, size: int) -> Grouping:
             since = np.concatenate([since, np.full(len(come), len(batches))])
             chosen = _first_of_each_user(user, waiting)
         if len(chosen) < size:
-            found = np.array(batches, dtype=np.int64).reshape(len(batches), size)
-            return Grouping(found, np.concatenate(dropped))
+            return np.array(batches, dtype=np.int64).reshape(len(batches), size), np.concatenate(dropped)
         batches.append(waiting[chosen[:size]])
         kept = np.ones(len(waiting), dtype=bool)
         kept[chosen[:size]] = False
@@ -313,5 +302,4 @@ def group_by_user(user: Int64Array, size: int) -> Grouping:
 
 
 def _first_of_each_user(user: Int64Array, samples: Int64Array) -> Int64Array:
-    """Return the places in ``samples`` of each user's first, ascending."""
     return np.sort(np.unique(user[samples], return_index=True)[1])

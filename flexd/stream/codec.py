@@ -1,4 +1,4 @@
-"""Encode and decode access messages: an Arrow IPC record batch for programs, JSON lines for people.
+"""Encode and decode access messages: a stream of one Arrow IPC record batch.
 
 ``check`` is the one place that checks a batch: ``decode`` calls it for each entry, publishers before they queue one.
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -33,9 +32,9 @@ except ImportError as error:
         "pyarrow (16), or count with flexd.Tap, which needs neither",
     ) from error
 
+# Every value that ``CodecError.reason`` takes.
 REASONS = (
     "bad_event_time",
-    "bad_json",
     "bad_lengths",
     "bad_source_rank",
     "bad_step",
@@ -43,25 +42,23 @@ REASONS = (
     "compressed",
     "corrupt",
     "empty",
-    "not_arrow_or_json",
+    "not_arrow",
     "null_value",
     "too_large",
     "too_many_entries",
     "wrong_schema",
     "wrong_type",
 )
-"""Every value that ``CodecError.reason`` takes."""
 
+# Maximum entries of a message. Without it, a message of empty entries would cost 20 times its size in objects.
 MAX_ENTRIES = 65_536
-"""Maximum entries of a message. Without it, a message of empty entries would cost 20 times its size in objects."""
 MAX_TABLE_NAME_CHARS = 256
+# Year 5138. Larger values are milliseconds or finer by mistake, and would decay every counter to nothing.
 MAX_EVENT_TIME_SECONDS = 1e11
-"""Year 5138. Larger values are milliseconds or finer by mistake, and would decay every counter to nothing."""
 
-_MAX_SCHEMAS = 64
-_MAX_SCHEMA_BYTES = 2**16
 _UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _REQUIRED = ("table", "rows", "source_rank", "event_time")
+# Columns of a message in the order of the fields of ``AccessBatch``.
 _TYPES = {
     "table": pa.utf8(),
     "rows": pa.list_(pa.int64()),
@@ -72,13 +69,10 @@ _TYPES = {
     "sample_ids": pa.list_(pa.int64()),
     "user_ids": pa.list_(pa.int64()),
 }
-"""Columns of a message in the order of the fields of ``AccessBatch``."""
 _OPTIONAL = tuple(name for name in _TYPES if name not in _REQUIRED)
-_ROW_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
-_MAX_STEP = 2**62 - 1
+_is_list = pa.types.is_list
 
 _CONTINUATION = b"\xff\xff\xff\xff"
-_MAX_DICTIONARIES = 16
 
 _UINT16, _UINT32, _INT32 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<i")
 
@@ -98,24 +92,23 @@ def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
     if sum(len(b.rows) for b in batches) >= 2**31:
         raise StreamError("more than 2^31 - 1 row ids in a message", remedy="send several messages")
     wide = any(b.rows.dtype == np.int64 for b in batches)
-    columns = [
-        pa.array([b.table for b in batches], type=pa.utf8()),
-        _list_array([b.rows for b in batches], np.dtype(np.int64 if wide else np.int32)),
-        pa.array(np.array([b.source_rank for b in batches], dtype=np.int32)),
-        pa.array(np.array([b.event_time_seconds for b in batches], dtype=np.float64)),
-    ]
-    given = []
+    columns = {
+        "table": pa.array([b.table for b in batches], type=pa.utf8()),
+        "rows": _list_array([b.rows for b in batches], np.dtype(np.int64 if wide else np.int32)),
+        "source_rank": pa.array(np.array([b.source_rank for b in batches], dtype=np.int32)),
+        "event_time": pa.array(np.array([b.event_time_seconds for b in batches], dtype=np.float64)),
+    }
     for name in _OPTIONAL:
         values = [getattr(b, name) for b in batches]
-        if all(value is None for value in values):
-            continue
-        given.append(name)
-        if name == "step":
-            columns.append(pa.array(values, type=pa.int64()))
-        else:
-            columns.append(_list_array(values, np.dtype(_TYPES[name].value_type.to_pandas_dtype())))
-    schema, schema_bytes = _schema(wide, tuple(given))
-    batch = pa.RecordBatch.from_arrays(columns, schema=schema)
+        if any(value is not None for value in values):
+            kind = _TYPES[name]
+            columns[name] = (
+                _list_array(values, np.dtype(kind.value_type.to_pandas_dtype()))
+                if _is_list(kind)
+                else pa.array(values, type=kind)
+            )
+    schema, schema_bytes = _schema(wide, tuple(columns))
+    batch = pa.RecordBatch.from_arrays(list(columns.values()), schema=schema)
     return b"".join((schema_bytes, batch.serialize()))
 
 
@@ -123,7 +116,7 @@ def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBa
     """Decode the entries of one message, in order; Arrow row ids share the payload's memory where it is aligned.
 
     A message is decoded whole or not at all. For any bytes, memory is bounded by a small multiple of
-    ``max_message_bytes``. Unknown columns and JSON keys are refused, so that a misspelt optional one is noticed.
+    ``max_message_bytes``. Unknown columns are refused, so that a misspelt optional one is noticed.
 
     Raises:
         CodecError: ``reason`` is one of ``REASONS``.
@@ -133,11 +126,18 @@ def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBa
     head = bytes(payload[:4])
     if not head:
         _fail("empty", "no bytes")
-    if head[:1] in b"{ \t\r\n":
-        return _decode_json(payload)
     if head != _CONTINUATION:
-        _fail("not_arrow_or_json", f"begins with {head!r}")
-    return _decode_arrow(payload)
+        _fail("not_arrow", f"begins with {head!r}")
+    try:
+        schema, batch = _read_batch(payload)
+        if not 0 < batch.num_rows <= MAX_ENTRIES:
+            reason = "empty" if batch.num_rows == 0 else "too_many_entries"
+            _fail(reason, f"{batch.num_rows} entries, 1 to {MAX_ENTRIES} are read")
+        # Arrow reads offsets and text without a check.
+        batch.validate(full=True)
+        return _entries(batch, schema)
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
+        _fail("corrupt", f"Arrow refuses it: {str(error)[:200]}")
 
 
 def _fail(reason: str, message: str) -> NoReturn:
@@ -151,7 +151,7 @@ def check(batch: AccessBatch) -> None:
         CodecError: ``reason`` is one of ``REASONS``.
     """
     rows, lengths = batch.rows, batch.sequence_lengths
-    if rows.ndim != 1 or rows.dtype not in _ROW_DTYPES:
+    if rows.ndim != 1 or rows.dtype not in (np.int32, np.int64):
         _fail("wrong_type", f"rows are {rows.dtype}{list(rows.shape)}, one dimension of int32 or int64 is read")
     if not isinstance(batch.table, str) or not 0 < len(batch.table) <= MAX_TABLE_NAME_CHARS:
         _fail("bad_table_name", f"{len(batch.table)} characters, 1 to {MAX_TABLE_NAME_CHARS} are allowed")
@@ -160,8 +160,8 @@ def check(batch: AccessBatch) -> None:
     # In this form the comparison fails for NaN too.
     if not 0 <= batch.event_time_seconds <= MAX_EVENT_TIME_SECONDS:
         _fail("bad_event_time", f"event_time {batch.event_time_seconds}, Unix seconds are expected")
-    if batch.step is not None and not 0 <= batch.step <= _MAX_STEP:
-        _fail("bad_step", f"step {batch.step}, 0 to {_MAX_STEP} are read")
+    if batch.step is not None and not 0 <= batch.step <= 2**62 - 1:
+        _fail("bad_step", f"step {batch.step}, 0 to {2**62 - 1} are read")
     if lengths is not None and (
         lengths.ndim != 1 or (len(lengths) and lengths.min() < 0) or int(lengths.sum(dtype=np.int64)) != len(rows)
     ):
@@ -172,7 +172,6 @@ def check(batch: AccessBatch) -> None:
 
 
 def _list_array(parts: Sequence[RowArray | None], dtype: np.dtype[Any]) -> pa.ListArray:
-    """Return a list for each part; null where there is none."""
     missing = [part is None for part in parts]
     arrays = [np.empty(0, dtype=dtype) if part is None else part for part in parts]
     offsets = np.zeros(len(arrays) + 1, dtype=np.int32)
@@ -183,73 +182,49 @@ def _list_array(parts: Sequence[RowArray | None], dtype: np.dtype[Any]) -> pa.Li
 
 
 @functools.cache
-def _schema(wide: bool, optional: tuple[str, ...]) -> tuple[pa.Schema, bytes]:
-    fields = {name: _TYPES[name] for name in (*_REQUIRED, *optional)}
+def _schema(wide: bool, names: tuple[str, ...]) -> tuple[pa.Schema, bytes]:
+    fields = {name: _TYPES[name] for name in names}
     if not wide:
         fields["rows"] = pa.list_(pa.int32())
     schema = pa.schema(list(fields.items()))
     return schema, schema.serialize().to_pybytes()
 
 
-# ---- Arrow ----
-
-
 class _Schema(NamedTuple):
-    """A checked schema: its columns by name, and for those that are lists the dtypes of (offsets, values)."""
+    """A checked schema: its columns by name, and the dtypes of the values of those that are lists."""
 
     schema: pa.Schema
     columns: dict[str, int]
-    lists: dict[str, tuple[np.dtype[Any], np.dtype[Any]]]
+    lists: dict[str, np.dtype[Any]]
 
 
+# Checked schemas by their bytes: producers repeat their schema in every message.
 _schemas: dict[bytes, _Schema] = {}
-"""Checked schemas by their bytes: producers repeat their schema in every message."""
-
-
-def _decode_arrow(payload: bytes | memoryview) -> list[AccessBatch]:
-    try:
-        schema, batch = _read_batch(payload)
-        if not 0 < batch.num_rows <= MAX_ENTRIES:
-            reason = "empty" if batch.num_rows == 0 else "too_many_entries"
-            _fail(reason, f"{batch.num_rows} entries, 1 to {MAX_ENTRIES} are read")
-        # Arrow reads offsets, dictionary indices and text without a check.
-        batch.validate(full=True)
-        return _entries({name: batch.column(at) for name, at in schema.columns.items()}, schema.lists)
-    except CodecError:
-        raise
-    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
-        _fail("corrupt", f"Arrow refuses it: {str(error)[:200]}")
 
 
 def _read_batch(payload: bytes | memoryview) -> tuple[_Schema, pa.RecordBatch]:
-    """Read the only batch of an Arrow stream; what it holds is not validated yet."""
-    buffer = pa.py_buffer(payload)
-    stream = pa.BufferReader(buffer)
-    dictionaries = 0
+    stream = pa.BufferReader(pa.py_buffer(payload))
     try:
         schema = _read_schema(payload, stream)
-        while (message := pa.ipc.read_message(stream)).type == "dictionary":
-            dictionaries += 1
-            if dictionaries > _MAX_DICTIONARIES:
-                _fail("wrong_schema", f"more than {_MAX_DICTIONARIES} dictionaries")
-            _check_uncompressed(message)
+        message = pa.ipc.read_message(stream)
     except EOFError:
         _fail("empty", "the Arrow stream holds no record batch")
     if message.type != "record batch":
         _fail("wrong_schema", f"Arrow message of type {message.type} where a record batch was expected")
-    _check_uncompressed(message)
-    rest = bytes(payload[stream.tell() :][:9])
-    if rest not in (b"", _CONTINUATION + bytes(4)):
+    # Arrow allocates the length that each compressed buffer claims to have uncompressed. ``format/Message.fbs``: a
+    # ``Message`` has its header as field 2, a ``RecordBatch`` its compression as field 3. Arrow has verified both.
+    metadata = memoryview(message.metadata)
+    batch = _child(metadata, _UINT32.unpack_from(metadata)[0], 2)
+    if batch is not None and _child(metadata, batch, 3) is not None:
+        _fail("compressed", "the Arrow buffers are compressed")
+    if bytes(payload[stream.tell() :][:9]) not in (b"", _CONTINUATION + bytes(4)):
         _fail("wrong_schema", "bytes after the record batch: one batch per message")
-    if dictionaries:
-        return schema, pa.ipc.open_stream(buffer).read_next_batch()
     return schema, pa.ipc.read_record_batch(message, schema.schema)
 
 
 def _read_schema(payload: bytes | memoryview, stream: pa.BufferReader) -> _Schema:
-    """Read the schema from the begin of a stream and move behind it."""
     # A cached schema must make no difference: a replay after a restart must give the same result for every message.
-    key = bytes(payload[: 8 + min(int.from_bytes(payload[4:8], "little"), _MAX_SCHEMA_BYTES)])
+    key = bytes(payload[: 8 + min(int.from_bytes(payload[4:8], "little"), 2**16)])
     known = _schemas.get(key)
     if known is not None:
         stream.seek(len(key))
@@ -262,37 +237,13 @@ def _read_schema(payload: bytes | memoryview, stream: pa.BufferReader) -> _Schem
     if not schema.equals(pa.schema(list(schema))):
         _fail("wrong_schema", "big-endian values, little-endian ones are read")
     _check_schema(schema)
-    known = _Schema(
-        schema,
-        {name: at for at, name in enumerate(schema.names)},
-        {
-            field.name: (
-                np.dtype(np.int64 if pa.types.is_large_list(field.type) else np.int32),
-                np.dtype(field.type.value_type.to_pandas_dtype()),
-            )
-            for field in schema
-            if pa.types.is_list(field.type) or pa.types.is_large_list(field.type)
-        },
-    )
-    if len(_schemas) >= _MAX_SCHEMAS:
+    lists = {each.name: np.dtype(each.type.value_type.to_pandas_dtype()) for each in schema if _is_list(each.type)}
+    known = _Schema(schema, {name: at for at, name in enumerate(schema.names)}, lists)
+    if len(_schemas) >= 64:
         _schemas.clear()
     if stream.tell() == len(key):
         _schemas[key] = known
     return known
-
-
-def _check_uncompressed(message: pa.Message) -> None:
-    """Refuse compressed buffers: Arrow allocates the length that each claims to have uncompressed.
-
-    ``format/Message.fbs``: a ``Message`` has its header as field 2, a ``RecordBatch`` its compression as field 3, and
-    a ``DictionaryBatch`` its ``RecordBatch`` as field 1. Arrow has verified the flatbuffer.
-    """
-    metadata = memoryview(message.metadata)
-    batch = _child(metadata, _UINT32.unpack_from(metadata)[0], 2)
-    if batch is not None and message.type == "dictionary":
-        batch = _child(metadata, batch, 1)
-    if batch is not None and _child(metadata, batch, 3) is not None:
-        _fail("compressed", "the Arrow buffers are compressed")
 
 
 def _child(flatbuffer: memoryview, table: int, field: int) -> int | None:
@@ -316,55 +267,38 @@ def _check_schema(schema: pa.Schema) -> None:
 
 
 def _is_read(name: str, kind: pa.DataType) -> bool:
-    """Return whether a column of this name may have this type."""
-    types, wanted = pa.types, _TYPES[name]
-    if name == "table":
-        text = kind.value_type if types.is_dictionary(kind) else kind
-        return bool(types.is_string(text) or types.is_large_string(text))
-    if types.is_list(wanted):
+    wanted = _TYPES[name]
+    if _is_list(wanted):
         values = (pa.int32(), pa.int64()) if name == "rows" else (wanted.value_type,)
-        return (types.is_list(kind) or types.is_large_list(kind)) and kind.value_type in values
-    return kind == wanted or (name == "event_time" and types.is_timestamp(kind))
+        return _is_list(kind) and kind.value_type in values
+    return kind == wanted or (name == "event_time" and bool(pa.types.is_timestamp(kind)))
 
 
-def _entries(columns: dict[str, pa.Array], lists: dict[str, tuple[np.dtype[Any], np.dtype[Any]]]) -> list[AccessBatch]:
+def _entries(batch: pa.RecordBatch, schema: _Schema) -> list[AccessBatch]:
+    columns = {name: batch.column(at) for name, at in schema.columns.items()}
     for name in _REQUIRED:
         if columns[name].null_count:
             _fail("null_value", f"column {name!r} has null entries")
-    values: dict[str, list[Any]] = {name: _lists(name, columns[name], *dtypes) for name, dtypes in lists.items()}
-    values |= {"table": _tables(columns["table"]), "event_time": _event_times(columns["event_time"])}
-    none: list[None] = [None] * len(values["table"])
+    values: dict[str, list[Any]] = {name: _lists(name, columns[name], dtype) for name, dtype in schema.lists.items()}
+    values["event_time"] = _event_times(columns["event_time"])
+    none: list[None] = [None] * batch.num_rows
     for name in _TYPES:
         if name not in values:
             values[name] = columns[name].to_pylist() if name in columns else none
     batches = list(map(AccessBatch, *(values[name] for name in _TYPES)))
-    for batch in batches:
-        check(batch)
+    for each in batches:
+        check(each)
     return batches
 
 
-def _tables(column: pa.Array) -> list[str]:
-    # Each name of a dictionary is decoded once: a long name, expanded for every entry, could take much memory.
-    if isinstance(column, pa.DictionaryArray):
-        if column.dictionary.null_count:
-            _fail("null_value", "the dictionary of column 'table' has nulls")
-        if len(column.dictionary) > MAX_ENTRIES:
-            _fail("too_many_entries", f"{len(column.dictionary)} names in the dictionary of column 'table'")
-        known: list[str] = column.dictionary.to_pylist()
-        return [known[i] for i in column.indices.to_pylist()]
-    names: list[str] = column.to_pylist()
-    return names
-
-
-def _lists(name: str, column: pa.Array, offsets_dtype: np.dtype[Any], dtype: np.dtype[Any]) -> list[Any]:
-    """Return an array of each list of a validated column, None where it is missing."""
+def _lists(name: str, column: pa.Array, dtype: np.dtype[Any]) -> list[Any]:
     missing, offsets, missing_values, data = column.buffers()
     if missing_values is not None and column.values.null_count:
         _fail("null_value", f"column {name!r} has null values")
     values = np.frombuffer(b"" if data is None else data, dtype)
     if not values.flags.aligned:
         values = values.copy()
-    ends = np.frombuffer(offsets, offsets_dtype, len(column) + 1).tolist()
+    ends = np.frombuffer(offsets, np.int32, len(column) + 1).tolist()
     parts: list[Any] = [values[first:last] for first, last in itertools.pairwise(ends)]
     if missing is not None and column.null_count:
         parts = [part if valid else None for part, valid in zip(parts, column.is_valid().to_pylist(), strict=True)]
@@ -372,71 +306,7 @@ def _lists(name: str, column: pa.Array, offsets_dtype: np.dtype[Any], dtype: np.
 
 
 def _event_times(column: pa.Array) -> list[float]:
-    if column.type == _TYPES["event_time"]:
-        seconds: list[float] = column.to_pylist()
-    else:
-        seconds = (column.cast(pa.int64()).to_numpy() / _UNITS_PER_SECOND[column.type.unit]).tolist()
+    if pa.types.is_timestamp(column.type):
+        column = pa.array(column.cast(pa.int64()).to_numpy() / _UNITS_PER_SECOND[column.type.unit])
+    seconds: list[float] = column.to_pylist()
     return seconds
-
-
-# ---- JSON ----
-
-_JSON_LISTS = {
-    name: (np.dtype(np.int32), np.dtype(kind.value_type.to_pandas_dtype()))
-    for name, kind in _TYPES.items()
-    if pa.types.is_list(kind)
-}
-
-
-def _decode_json(payload: bytes | memoryview) -> list[AccessBatch]:
-    try:
-        # Not ``splitlines``: text may hold other line separators, such as U+2028.
-        lines = [line for line in bytes(payload).decode().split("\n") if line.strip()]
-    except UnicodeDecodeError as error:
-        _fail("bad_json", f"no UTF-8: {error.reason} at byte {error.start}")
-    if not lines:
-        _fail("empty", "only white space")
-    if len(lines) > MAX_ENTRIES:
-        _fail("too_many_entries", f"{len(lines)} lines, at most {MAX_ENTRIES} are read")
-    entries = [_json_object(line) for line in lines]
-    values = {name: [entry.get(name) for entry in entries] for name in _TYPES}
-    columns = {
-        name: _json_column(name, given)
-        for name, given in values.items()
-        if name in _REQUIRED or any(value is not None for value in given)
-    }
-    return _entries(columns, {name: dtypes for name, dtypes in _JSON_LISTS.items() if name in columns})
-
-
-def _json_object(line: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        _fail("bad_json", str(error)[:200])
-    if not isinstance(entry, dict):
-        _fail("wrong_type", f"a line is a {type(entry).__name__}, expected an object")
-    missing = [key for key in _REQUIRED if key not in entry]
-    unknown = [key for key in entry if key not in _TYPES]
-    if missing or unknown:
-        _fail("wrong_schema", f"missing keys {missing}, unknown keys {str(unknown)[:200]}")
-    return entry
-
-
-def _json_column(name: str, values: list[Any]) -> pa.Array:
-    """Convert the values of a key. Arrow refuses mixed types, and casts numbers of the wrong type: they are checked."""
-    kind = _TYPES[name]
-    try:
-        array = pa.array(values)
-        found, wanted = array.type, kind
-        if pa.types.is_list(found) and pa.types.is_list(wanted):
-            found, wanted = found.value_type, wanted.value_type
-        integer = pa.types.is_integer(found) and not pa.types.is_string(wanted)
-        if not (found == wanted or pa.types.is_null(found) or integer):
-            _fail("wrong_type", f"{name} holds {str(array.type)[:200]}, expected {kind}")
-        return array.cast(kind)
-    except (pa.ArrowException, OverflowError, ValueError, TypeError) as error:
-        _fail("wrong_type", f"{name}: {str(error)[:200]}")
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

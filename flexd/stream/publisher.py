@@ -6,7 +6,6 @@ import logging
 import operator
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,10 +20,10 @@ from flexd.stream.types import AccessBatch, Sink
 
 _log = logging.getLogger(__name__)
 
+# Upper estimate of the size of an entry in a message, without its arrays and its name.
 _ENTRY_BYTES = 64
-"""Upper estimate of the size of an entry in a message, without its arrays and its name."""
+# Upper estimate of the size of schema and framing.
 _MESSAGE_BYTES = 2048
-"""Upper estimate of the size of schema and framing."""
 _IDLE_SECONDS = 1.0
 
 
@@ -37,7 +36,6 @@ class PublisherCounters:
         dropped_queue_full: dropped because the background thread was behind.
         dropped_sink: refused by the sink, or still queued at the deadline of ``close``.
         dropped_invalid: dropped for an invalid array, table name or time (the first is logged).
-        sampled_out: left out by sampling.
         queued: in the queue or on their way to the sink.
         messages: messages accepted by the sink.
         messages_failed: accepted messages that the sink could not deliver.
@@ -47,7 +45,6 @@ class PublisherCounters:
     dropped_queue_full: int
     dropped_sink: int
     dropped_invalid: int
-    sampled_out: int
     queued: int
     messages: int
     messages_failed: int
@@ -59,10 +56,6 @@ class Publisher:
     ``publish`` copies the arrays into a bounded queue and returns; a daemon thread groups queued batches into
     messages and sends them. With a full queue or a dead sink accesses are dropped and counted; ``publish`` never waits
     and never raises.
-
-    Sampling keeps every access with the same probability ``sample_fraction``, whatever its row, so shares and
-    frequency ratios estimated downstream are unbiased; absolute counts are ``sample_fraction`` times the true ones.
-    It draws once per call, with step numbers once per step, the same on all ranks of one ``seed``.
 
     Args:
         sink: owned and closed by the publisher; used by its background thread only.
@@ -82,22 +75,15 @@ class Publisher:
         source_rank: int,
         max_queue_batches: int = 256,
         max_queue_bytes: int = 64 * 2**20,
-        sample_fraction: float = 1.0,
-        seed: int = 0,
         max_message_bytes: int = 900_000,
         linger_seconds: float = 0.05,
     ) -> None:
-        if not 0 < sample_fraction <= 1:
-            raise StreamError(f"publisher: sample_fraction {sample_fraction}", remedy="give 0 < fraction <= 1")
         if not 0 <= source_rank < 2**31 or max_queue_batches < 1 or max_message_bytes < 2 * _MESSAGE_BYTES:
             raise StreamError("publisher: a bound or the source rank is out of range", remedy="check the arguments")
         self._sink = sink
         self._source_rank = source_rank
         self._max_queue_batches = max_queue_batches
         self._max_queue_bytes = max_queue_bytes
-        self._sample_fraction = sample_fraction
-        self._seed = seed
-        self._random = np.random.default_rng([seed, source_rank])
         self._max_message_bytes = max_message_bytes
         self._linger_seconds = linger_seconds
         self._changed = threading.Condition()
@@ -106,19 +92,13 @@ class Publisher:
         self._in_flight = 0
         self._close_deadline: float | None = None
         self._counts = dict.fromkeys(
-            ("published", "dropped_queue_full", "dropped_sink", "dropped_invalid", "sampled_out", "messages"), 0
+            ("published", "dropped_queue_full", "dropped_sink", "dropped_invalid", "messages"), 0
         )
         self._warned = False
+        # The last failure of the sink, None once it works again.
         self.problem: str | None = None
-        """The last failure of the sink, None once it works again."""
         self._thread = threading.Thread(target=self._run, name="flexd-publisher", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close(5.0)
 
     def publish(
         self,
@@ -198,19 +178,10 @@ class Publisher:
             return left == 0 and self._in_flight == 0 and self.problem is None
 
     def _reason_to_drop(self, batch: AccessBatch) -> str | None:
-        """Return the counter of accesses that are not queued, None if they are."""
-        if self._sample_fraction < 1.0 and self._draw(batch.step) >= self._sample_fraction:
-            return "sampled_out"
         if self._close_deadline is not None:
             return "dropped_sink"
         fits = self._queue_bytes + _encoded_bytes(batch) <= self._max_queue_bytes
         return None if fits and len(self._queue) < self._max_queue_batches else "dropped_queue_full"
-
-    def _draw(self, step: int | None) -> float:
-        """Draw from [0, 1); all ranks and tables draw the same number for the same step."""
-        if step is None:
-            return float(self._random.random())
-        return zlib.crc32(f"{self._seed}/{step}".encode()) / 2**32
 
     # ---- the background thread ----
 
@@ -305,7 +276,6 @@ def _encoded_bytes(batch: AccessBatch) -> int:
 
 
 def _of_sequences(batch: AccessBatch) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays with a value for each sequence of a batch, by field."""
     found = {name: getattr(batch, name) for name in ("sequence_lengths", "sample_ids", "user_ids")}
     return {name: array for name, array in found.items() if array is not None}
 

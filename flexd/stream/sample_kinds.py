@@ -9,19 +9,19 @@ from enum import StrEnum
 class SampleKind(StrEnum):
     """Ways to make samples and give them to ranks."""
 
+    # Pieces of a history that do not overlap, at most one of a user in a global batch, given to the ranks in turn.
     SEQUENCES = "sequences"
-    """Pieces of a history that do not overlap, at most one of a user in a global batch, given to the ranks in turn."""
+    # A sample for every event, with the history before it; consecutive samples are given to the ranks in turn.
     IMPRESSIONS = "impressions"
-    """A sample for every event, with the history before it; consecutive samples are given to the ranks in turn."""
 
 
 class SampleLengths(StrEnum):
     """Events of a sample."""
 
+    # All samples have a full history; shorter ones are left out.
     FIXED = "fixed"
-    """All samples have a full history; shorter ones are left out."""
+    # Samples are as long as the histories of their users, up to the full length.
     REAL = "real"
-    """Samples are as long as the histories of their users, up to the full length."""
 
 
 @dataclass(frozen=True)

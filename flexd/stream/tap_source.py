@@ -10,8 +10,8 @@ from enum import Enum
 from flexd.core.errors import StreamError
 from flexd.stream.types import Losses, Positions, Source, StreamMessage
 
+# Time after which the partition of a replaced process is dropped.
 FORGET_SECONDS = 3600.0
-"""Time after which the partition of a replaced process is dropped."""
 
 
 def partition_of(attempt: str, rank: int, session: str) -> str:
@@ -22,14 +22,14 @@ def partition_of(attempt: str, rank: int, session: str) -> str:
 class TapCountsState(Enum):
     """State of counts that a rank offers."""
 
+    # Not received: the daemon requests them.
     MISSING = "missing"
-    """Not received: the daemon requests them."""
+    # Queued or counted, but in no snapshot: the rank must keep them.
     RECEIVED = "received"
-    """Queued or counted, but in no snapshot: the rank must keep them."""
+    # In a snapshot: the rank may delete them.
     DURABLE = "durable"
-    """In a snapshot: the rank may delete them."""
+    # The saved positions are not restored yet.
     UNKNOWN = "unknown"
-    """The saved positions are not restored yet."""
 
 
 class TapSource(Source):
@@ -54,10 +54,10 @@ class TapSource(Source):
         self._changed = threading.Condition()
         self._next: Positions = {}
         self._durable: Positions = {}
+        # Number of the newest counts that each rank offered.
         self._offered: Positions = {}
-        """Number of the newest counts that each rank offered."""
+        # Delivered and not polled yet: one of a partition at most, in order of delivery.
         self._queue: dict[str, StreamMessage] = {}
-        """Delivered and not polled yet: one of a partition at most, in order of delivery."""
         self._live: frozenset[str] = frozenset()
         self._live_at: dict[str, float] = {}
         self._open = False

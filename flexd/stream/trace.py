@@ -14,8 +14,8 @@ from flexd.core.errors import StreamError
 
 _STYLES = 10
 _REQUIRED = ("row", "ts", "table_rows", "table_names")
+# Allowed numpy dtype kinds of each array.
 _KINDS = {"row": "iu", "ts": "iuf", "table": "iu", "user": "iu", "table_rows": "iu", "table_names": "U"}
-"""Allowed numpy dtype kinds of each array."""
 
 
 @dataclass(frozen=True)

@@ -4,29 +4,24 @@ stop its partition for ever."""
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from flexd.core.arrays import Int32Array, Int64Array, RowArray
-from flexd.core.durable import replace_file
-from flexd.core.errors import SnapshotError
 
 _log = logging.getLogger(__name__)
 
 
+# Partition -> offset of the next message to read.
 Positions = dict[str, int]
-"""Partition -> offset of the next message to read."""
-
-OnPositionLost = Literal["earliest", "latest", "fail"]
-"""Policy of a source for a position that the log no longer holds; ``fail`` raises PositionLostError."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +70,7 @@ class StreamMessage:
         return self.offset
 
 
+# Reasons for which a source refuses messages before they can be decoded.
 REFUSAL_REASONS = (
     "batch_too_large",
     "batch_too_many_records",
@@ -82,7 +78,6 @@ REFUSAL_REASONS = (
     "poison_offset",
     "unsupported_codec",
 )
-"""Reasons for which a source refuses messages before they can be decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +106,11 @@ class RefusedMessages:
         return self.last_offset - self.offset + 1
 
 
+# Of messages. ``corrupt``: damaged in a file log. ``not_kept``: a tap's rank has counts no more that an older snapshot
+# lacks. ``retention``: deleted before they were read. ``truncated``: the log ended before the position.
 LOSS_REASONS = ("corrupt", "not_kept", "retention", "truncated")
-"""Of messages. ``corrupt``: damaged in a file log. ``not_kept``: a tap's rank has counts no more that an older snapshot
-lacks. ``retention``: deleted before they were read. ``truncated``: the log ended before the position."""
+# Of positions. ``out_of_range``: a broker no longer has it, by retention or because the topic was created anew.
 POSITION_REASONS = ("out_of_range", "retention", "truncated")
-"""Of positions. ``out_of_range``: a broker no longer has it, by retention or because the topic was created anew."""
 
 
 class Losses:
@@ -153,17 +148,17 @@ class Source(Protocol):
     stores nothing itself: the caller saves ``positions`` and restores them after a restart.
 
     Sources inherit the answers of one that reads all, loses nothing and has nowhere to commit to.
+
+    Attributes:
+        read_share: share of the stream that is read; 1 for all of it (any thread).
     """
+
+    read_share: float = 1.0
 
     @property
     def problem(self) -> str | None:
         """Current reason why messages do not arrive (unreachable broker, corrupt record, failed commit), or None."""
         return None
-
-    @property
-    def read_share(self) -> float:
-        """Share of the stream that is read; 1 for all of it (any thread)."""
-        return 1.0
 
     def losses(self) -> Losses:
         """Return the messages known to have existed that could not be delivered, and lost positions (any thread)."""
@@ -177,7 +172,6 @@ class Source(Protocol):
         A temporary outage is no error: the call returns an empty list and sets ``problem``, and later calls retry.
 
         Raises:
-            PositionLostError: the log no longer holds the position and the policy is ``fail``.
             StreamError: the source cannot be used at all.
         """
 
@@ -225,17 +219,14 @@ class Sink(Protocol):
 
 
 DEATHS_UNTIL_SKIPPED = 2
-MARKER_NAME, RECORD_NAME = "offsets-in-work", "poison-offsets.json"
-_BYTES = 4096
-_TEXT_AT = 3
-"""Byte 0 of the marker tells whether a range is in work, bytes 1 and 2 how long its name is, which follows."""
-_MAX_RECORDED = 64
+FILE_NAME = "poison-offsets.txt"
+_LINE_BYTES, _LONGEST_BYTES, _MAX_RECORDED = 512, 480, 64
+# A recorded offset may belong to another message after the topic was deleted and created again.
 _FORGET_SECONDS = 7 * 86400.0
-"""A recorded offset may belong to another message after the topic was deleted and created again."""
 
 
 class OffsetsInWork:
-    """The range of offsets that is being read or counted now, in a file that survives the process.
+    """The range of offsets that is being read or counted now, and those at which processes died, in a file.
 
     ``begin`` writes the range into a page of shared memory (no system call); the kernel keeps the page when the process
     is killed, also for lack of memory. A process that finds a range begun and not ended knows that its predecessor died
@@ -245,28 +236,34 @@ class OffsetsInWork:
     Ranges are compared as a whole: a batch by its first and last offset, a message by its own. Reading a batch and
     counting a message of the same offset are different work, so that success of one does not hide a death in the other.
 
+    The file is text. The range in work is in the first ``_LINE_BYTES``: its first byte is written last, and is 0 while
+    there is none. A line of "deaths seconds range" follows for each range at which there was a death.
+
     ``begin`` and ``end`` belong to one thread.
 
     Args:
-        directory: of the files; None keeps and skips nothing. An unwritable one is logged and treated so.
+        directory: of the file; None keeps and skips nothing. An unwritable one is logged and treated so.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
         self._page: mmap.mmap | None = None
-        self._deaths: dict[str, int] = {}
-        """Deaths in a row at each range at which there was one."""
+        # By range: deaths in a row, and the time of the newest.
+        self._deaths: dict[str, tuple[int, float]] = {}
         self._current = ""
         if directory is None:
             return
-        self._record = directory / RECORD_NAME
         try:
-            self._page = _open_page(directory / MARKER_NAME)
+            self._page = _open_page(directory / FILE_NAME)
         except OSError as error:
             _log.warning("offsets in work cannot be recorded in %s: %s", directory, error)
             return
-        self._deaths = _read_deaths(self._record)
+        for line in self._page[_LINE_BYTES:].decode(errors="replace").split("\n"):
+            if recorded := re.fullmatch(r"([0-9]{1,9}) ([0-9]{1,12}) (.+)", line):
+                deaths, seconds, name = recorded.groups()
+                if int(seconds) >= time.time() - _FORGET_SECONDS:
+                    self._deaths[name] = int(deaths), int(seconds)
         if self._page[0]:
-            died_at = self._page[_TEXT_AT : _TEXT_AT + int.from_bytes(self._page[1:_TEXT_AT], "little")]
+            died_at = self._page[:_LINE_BYTES].split(b"\n")[0]
             self._page[0] = 0
             self._add_death(died_at.decode(errors="replace"))
 
@@ -278,12 +275,12 @@ class OffsetsInWork:
         self._page[0] = 0
         self._forget_current()
         name = f"{partition} {first} {last} {'counted' if counting else 'read'}"
-        if self._deaths and self._deaths.get(name, 0) >= DEATHS_UNTIL_SKIPPED:
+        if self._deaths and self._deaths.get(name, (0, 0))[0] >= DEATHS_UNTIL_SKIPPED:
             return False
-        text = name.encode()
-        if len(text) <= _BYTES - _TEXT_AT:
-            self._page[1 : _TEXT_AT + len(text)] = len(text).to_bytes(2, "little") + text
-            self._page[0] = 1
+        text = f"{name}\n".encode()
+        if len(text) <= _LONGEST_BYTES:
+            self._page[1 : len(text)] = text[1:]
+            self._page[0] = text[0]
         self._current = name
         return True
 
@@ -301,43 +298,32 @@ class OffsetsInWork:
             self._page = None
 
     def _forget_current(self) -> None:
-        """Forget the deaths at the range that was in work, which is passed alive now."""
-        if self._deaths and self._deaths.pop(self._current, 0):
+        # What was in work is passed alive now.
+        if self._current in self._deaths:
+            del self._deaths[self._current]
             self._save()
 
     def _add_death(self, name: str) -> None:
-        deaths = self._deaths.pop(name, 0) + 1
-        self._deaths[name] = deaths
+        deaths = self._deaths.pop(name, (0, 0))[0] + 1
+        self._deaths[name] = deaths, time.time()
         skipped = ": they are skipped" if deaths >= DEATHS_UNTIL_SKIPPED else ""
         _log.warning("the last process died at offsets %s, %d times in a row%s", name, deaths, skipped)
         self._save()
 
     def _save(self) -> None:
-        newest = dict(list(self._deaths.items())[-_MAX_RECORDED:])
-        try:
-            replace_file(self._record, [json.dumps(newest).encode()])
-        except SnapshotError as error:
-            _log.warning("offsets at which the process died are not recorded: %s", error)
-
-
-def _read_deaths(path: Path) -> dict[str, int]:
-    """Return the recorded deaths by range; none if there is no file, or if it is damaged or old."""
-    try:
-        if path.stat().st_mtime < time.time() - _FORGET_SECONDS:
-            return {}
-        return {str(name): int(deaths) for name, deaths in json.loads(path.read_bytes()).items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        _log.warning("%s is not used: %r", path, error)
-        return {}
+        newest = list(self._deaths.items())[-_MAX_RECORDED:]
+        text = "".join(f"{deaths} {seconds:.0f} {name}\n" for name, (deaths, seconds) in newest).encode()
+        if self._page is not None:
+            room = len(self._page) - _LINE_BYTES
+            self._page[_LINE_BYTES:] = text[:room].ljust(room, b"\0")
 
 
 def _open_page(path: Path) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    size = _LINE_BYTES * (1 + _MAX_RECORDED)
     try:
         # Space is reserved now: a write to a page of a full disk would end the process.
-        os.posix_fallocate(descriptor, 0, _BYTES)
-        return mmap.mmap(descriptor, _BYTES)
+        os.posix_fallocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)

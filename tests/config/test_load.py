@@ -85,11 +85,6 @@ def test_minimal_file_and_defaults(tmp_path):
         ("stream.source", {**KAFKA, "share": 1.5}, "stream.source.share: Input should be less than or equal to 1"),
         (
             "stream.source",
-            {**KAFKA, "on_position_lost": "x"},
-            "stream.source.on_position_lost: Input should be 'earliest', 'latest' or 'fail' (got 'x')",
-        ),
-        (
-            "stream.source",
             {**KAFKA, "client_options": {"a": [1]}},
             "stream.source.client_options: option 'a' must be text, a number or a truth value "
             "(got a mapping with 1 keys)",

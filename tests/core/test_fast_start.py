@@ -51,13 +51,3 @@ def test_a_running_daemon_has_its_garbage_collector_enabled() -> None:
         "run(Path('configs/laptop.yaml'))\n"
     )
     assert printed == ["False", "True"]
-
-
-def test_a_client_command_imports_neither_planner_nor_configuration() -> None:
-    """These imports would double the time of ``flexd status``."""
-    printed = _prints(
-        "import sys\n"
-        "import flexd.cli.main\n"
-        "print(*(name in sys.modules for name in ('numpy', 'numba', 'torch', 'kafka', 'flexd.config.model')))\n"
-    )
-    assert printed == ["False"] * 5

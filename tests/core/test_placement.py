@@ -65,8 +65,7 @@ def test_the_chunks_of_a_delta_lead_from_one_placement_to_the_other(
     for number, chunk in enumerate(delta.chunks(rows_per_chunk), start=1):
         assert 1 <= len(chunk) <= rows_per_chunk
         placement, digest = placement.apply(chunk), (digest + chunk.digest_change()) % 2**64
-        assert placement.version == 3 + number
-        assert placement.digest() == digest
+        assert (placement.version, placement.digest()) == (3 + number, digest)
     assert np.array_equal(placement.keys, target.keys)
     assert np.array_equal(placement.tiers, target.tiers)
 

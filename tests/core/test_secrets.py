@@ -32,8 +32,7 @@ def test_keys_are_lines(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"\n  " + OLD + b"\r\n\n" + NEW)
     assert read_keys(path, "control.secret_file") == (OLD, NEW)
-    assert accepted_keys(KeyFile(path, "x")) == (OLD, NEW)
-    assert accepted_keys(None) == (b"",)
+    assert (accepted_keys(KeyFile(path, "x")), accepted_keys(None)) == ((OLD, NEW), (b"",))
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,7 @@ def test_a_job_and_a_foreign_thread_are_counted(monkeypatch: pytest.MonkeyPatch)
     foreign = threading.Thread(target=fail)
     foreign.start()
     foreign.join(SECONDS)
-    assert supervisor.faults() == {"one": 1, "other": 1}
-    assert supervisor.problems() == ()
+    assert (supervisor.faults(), supervisor.problems()) == ({"one": 1, "other": 1}, ())
 
 
 @pytest.mark.parametrize(

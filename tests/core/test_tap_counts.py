@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flexd.core import tap_counts
 from flexd.core.errors import CodecError
-from flexd.core.tap_counts import GAMMA, PassRows, TableCounts, TapCounts, TapPasses, mixed, mixed_one, to_body
+from flexd.core.tap_counts import GAMMA, PassRows, TableCounts, TapCounts, TapPasses, mixed_one, to_body
 from flexd.sketch.kernel_parts import finalise
 
 
@@ -59,27 +59,6 @@ def test_decode_inverts_encode(tables_of_rank, rank, seconds, with_passes):
         assert (mine.number, mine.accesses) == (theirs.number, theirs.accesses)
         assert [rows.tolist() for rows in mine.rows] == [rows.tolist() for rows in theirs.rows]
     assert [equal(a, b) for a, b in zip(back.tables, tables_of_rank, strict=True)] == [True, True]
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_damaged_messages_are_refused_by_reason_or_hold_ascending_rows(data):
-    whole = bytearray(tap_counts.encode(batch_of(TableCounts("t", np.arange(9), np.arange(1, 10)))))
-    for _ in range(data.draw(st.integers(1, 3))):
-        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
-    truncated = bytes(whole[: data.draw(st.integers(0, len(whole)))])
-    batch = decoded(truncated)
-    if isinstance(batch, TapCounts):
-        assert all(t.accesses >= 0 and (np.diff(t.rows) > 0).all() for t in batch.tables)
-    else:
-        assert batch in tap_counts.REASONS
-
-
-@given(st.binary(max_size=200))
-def test_random_bytes_are_decoded_or_refused_by_reason(noise):
-    for payload in (noise, tap_counts.MAGIC + noise):
-        batch = decoded(payload)
-        assert isinstance(batch, TapCounts) or batch in tap_counts.REASONS
 
 
 def message(header: dict, values: list[int], body: bytes | None = None) -> bytes:
@@ -180,14 +159,6 @@ def test_damaged_sampled_passes_are_refused_by_reason_or_hold_ascending_rows(dat
 
 
 @given(st.integers(-(2**63), 2**63 - 1))
-def test_all_forms_agree(value: int) -> None:
-    expected = mixed_one(value)
-    assert int(mixed(np.array([value]))[0]) == expected
+def test_the_mix_of_one_number_is_that_of_the_compiled_loops(value: int) -> None:
     with np.errstate(over="ignore"):
-        assert int(finalise.py_func(np.uint64((value + GAMMA) % 2**64))) == expected
-
-
-def test_draws_are_uniform() -> None:
-    draws = mixed(np.arange(100_000)) / 2.0**64
-    counts = np.bincount((draws * 20).astype(int), minlength=20)
-    assert np.abs(counts - 5_000).max() < 5 * np.sqrt(5_000)
+        assert int(finalise.py_func(np.uint64((value + GAMMA) % 2**64))) == mixed_one(value)

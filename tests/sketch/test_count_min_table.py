@@ -9,12 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.keyspace import TableSpec
-from flexd.core.placement import RankLayout
 from flexd.sketch.count_min_kernels import BLOCK_IDS, DEPTH, cell_positions
 from flexd.sketch.count_min_table import DISTINCT_ERROR, CountMinTable, error_share, tail_curve
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.table_sketch import SketchSettings, TableChoice
-from tests.support.saved_sketches import counter_bytes
 
 ROWS = 300
 ALL = np.arange(ROWS, dtype=np.int64)
@@ -241,39 +239,3 @@ def test_a_crowded_decayed_count_min_takes_a_coarser_unit():
 
 BILLION = 10**9
 MEMORY = 16 * 2**20
-
-
-def test_a_billion_rows_are_profiled_within_the_budget() -> None:
-    """Hot rows among uniform accesses are listed within their bounds, and memory stays within the budget."""
-    sketches = SketchSet([TableSpec("huge", BILLION, 64)], SketchSettings(MEMORY, None, max_hot_rows=20_000))
-    (choice,) = sketches.choices()
-    assert choice.kind == "count_min"
-    assert choice.bytes <= MEMORY
-    rng = np.random.default_rng(0)
-    hot = rng.choice(BILLION, 2_000, replace=False)
-    hot[:2] = 0, BILLION - 1
-    weights = np.arange(1, 2_001) ** -0.8
-    counts = np.zeros(2_000, np.int64)
-    for message in range(120):
-        picked = rng.choice(2_000, 4_096, p=weights / weights.sum())
-        counts += np.bincount(picked, minlength=2_000)
-        rows = np.concatenate([hot[picked], rng.integers(0, BILLION, 4_096)])
-        sketches.ingest("huge", rows, message % 4, 1.0 + message)
-        assert counter_bytes(sketches) <= MEMORY
-    total = 120 * 8_192
-    (table,) = sketches.profile(1e6, layout=RankLayout(2, 2)).tables
-    assert table.weight == total
-    at = np.argsort(table.hot_rows)
-    found = at[np.minimum(np.searchsorted(table.hot_rows[at], hot), len(at) - 1)]
-    listed = table.hot_rows[found] == hot
-    assert listed[np.argsort(-counts)[:1_000]].all(), "the thousand hottest are all listed"
-    true_share = counts[listed] / total
-    found = found[listed]
-    assert (table.hot_upper[found] >= true_share - 1e-12).all()
-    assert (table.hot_lower[found] <= true_share + 1e-12).mean() > 0.95
-    assert table.hot_share[found] == pytest.approx(true_share, rel=0.1, abs=8 / total)
-    assert table.coverage > 0.95
-    assert table.distinct_rows == pytest.approx(2_000 + 120 * 4_096, rel=0.08)
-    listed_and_binned = len(table.hot_rows) + table.bin_rows.sum()
-    assert listed_and_binned <= BILLION
-    assert listed_and_binned == pytest.approx(table.distinct_rows, rel=0.35)

@@ -1,4 +1,4 @@
-"""Logarithmic counters: packed levels, unbiased rounding, steps, errors, damaged state; profiles and decay."""
+"""Logarithmic counters: packed levels, unbiased rounding, steps, errors; profiles and decay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.logarithmic_table import BASES, TOP_SHARE, LogTable, level_values, packed_bytes, relative_error
@@ -49,8 +48,7 @@ def test_levels_are_packed_without_touching_their_neighbours(bits, rows, seed, n
     # The first step is as wide as one access, so it is always reached; doubling the step takes half of them back.
     assert np.array_equal(levels, wanted) if counter.step == 1 else (levels <= wanted).all()
     assert counter.level_rows.tolist() == np.bincount(levels, minlength=1 << bits).tolist()
-    assert counter.total_units == len(inside)
-    assert counter._packed.nbytes == packed_bytes(rows, bits)
+    assert (counter.total_units, counter._packed.nbytes) == (len(inside), packed_bytes(rows, bits))
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
@@ -137,25 +135,6 @@ def test_weights_are_right_on_average(bits):
     assert a.total_units == 5 * rows
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"bits": 4},
-        {"step": "nan"},
-        {"step": "-0x1p0"},
-        {"total_units": -1},
-        {"draws": "10000000000000000"},
-        {"step": "0x0p0"},
-    ],
-)
-def test_damaged_state_is_refused(change):
-    counter = log_table(50, 3, 1)
-    counter.add_units(np.arange(20), 1)
-    meta, arrays = counter.state()
-    with pytest.raises(SketchError):
-        log_table(50, 3, 1).load({**meta, **change}, arrays)
-
-
 T0 = 1.7e9
 
 
@@ -201,6 +180,5 @@ def test_rows_at_the_top_level_share_the_excess_in_proportion_to_the_sample():
     np.random.default_rng(0).shuffle(rows)
     sketches.ingest("t", rows, 0, T0)
     got = sketches.query("t", np.array([7, 8, 9]))
-    assert got[:2] == pytest.approx([60_000, 30_000], rel=0.25)
-    assert got[2] == 0
+    assert (got[:2], got[2]) == (pytest.approx([60_000, 30_000], rel=0.25), 0)
     assert sketches.profile().tables[0].hot_rows[:2].tolist() == [7, 8]

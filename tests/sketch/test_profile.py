@@ -42,8 +42,7 @@ def test_shares_of_a_row_follow_its_accesses_and_fall_back_on_the_mix() -> None:
     hot = np.array([3, 0, 400, 9_999])
     sources = read_sources(row, rank, hot, LAYOUT)
     share = sources.share(np.array([1, 0, 3, 1]))
-    assert share.dtype == np.float32
-    assert share.sum(axis=1) == pytest.approx(np.ones(4))
+    assert (share.dtype, share.sum(axis=1)) == (np.float32, pytest.approx(np.ones(4)))
     assert np.array_equal(share[0], share[3])
     expected = np.full(4, 0.3 / 4)
     assert share[0] == pytest.approx(expected + 0.7 * (np.arange(4) == 0), abs=0.02), "row 0 is of node 0"

@@ -26,8 +26,7 @@ META = {"positions": {"p0": 2**60, "p1": 0}, "text": "ü", "none": None}
 def _equal(arrays):
     assert arrays.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
-        assert arrays[name].dtype == array.dtype
-        assert arrays[name].shape == array.shape
+        assert (arrays[name].dtype, arrays[name].shape) == (array.dtype, array.shape)
         assert arrays[name].tobytes() == array.tobytes()
         assert arrays[name].flags.writeable
 

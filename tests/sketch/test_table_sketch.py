@@ -41,7 +41,7 @@ def fed(table: TableSketch, decay: ForwardDecay, messages: range, seed: int = 0)
     for number in messages:
         random = np.random.default_rng([seed, number])
         rows = random.zipf(1.3, 2_000) % ROWS
-        time = decay.admit(1.7e9 + 10.0 * number).event_time_seconds
+        time = decay.admit(1.7e9 + 10.0 * number)[0]
         if number % 3:
             outside = np.array([-1, table.spec.rows, table.spec.rows + 5])
             counted = np.concatenate([rows, outside]).astype([np.int32, np.int64][number % 2])
@@ -117,39 +117,16 @@ def test_every_kind_counts_decays_and_continues_bit_by_bit(name: str, half_life:
     assert same_state(table, again)
 
 
-@pytest.mark.parametrize("name", BUDGETS)
-def test_state_that_does_not_fit_is_refused(name: str):
-    table, decay = make(name), ForwardDecay(None, 0.0)
-    fed(table, decay, range(4))
-    meta, arrays = table.state()
-
-    def refused(meta: dict, arrays: dict) -> None:
-        with pytest.raises((SketchError, KeyError)):
-            make(name).load(meta, arrays)
-
-    for key, array in arrays.items():
-        refused(meta, {other: value for other, value in arrays.items() if other != key})
-        refused(meta, {**arrays, key: array.astype(np.int16)})
-        if "sample" not in key and "hot" not in key and "high" not in key:
-            refused(meta, {**arrays, key: array[:-1]})
-        if "rows" in key:
-            refused(meta, {**arrays, key: np.append(array, table.spec.rows)})
-            refused(meta, {**arrays, key: np.insert(array, 0, -1)})
-    for key in meta:
-        refused({other: value for other, value in meta.items() if other != key}, arrays)
-
-
 @pytest.mark.parametrize("half_lives", [30, 60, 3000])
 @pytest.mark.parametrize("name", BUDGETS)
 def test_what_was_counted_before_a_long_pause_weighs_nothing_beside_what_comes_after(name: str, half_lives: int):
     table, decay = make(name), ForwardDecay(25.0, 1e9)
     fed(table, decay, range(6))
-    time = decay.admit(decay.newest_seconds + 25.0 * half_lives).event_time_seconds
+    time = decay.admit(decay.newest_seconds + 25.0 * half_lives)[0]
     table.add(np.arange(100), 0, time, decay)
     np.testing.assert_allclose(table.query(ALL, decay), ALL < 100, atol=2.0**-6)
     profile = table.profile(decay, 100)
-    assert profile.weight == pytest.approx(100, rel=0.01)
-    assert set(profile.hot_rows.tolist()) == set(range(100))
+    assert (profile.weight, set(profile.hot_rows.tolist())) == (pytest.approx(100, rel=0.01), set(range(100)))
     again = make(name)
     again.load(*table.state())
     assert same_state(table, again)
@@ -258,8 +235,7 @@ def test_counters_follow_the_formula_whatever_the_order(events, half_life):
     exact[0] = 2
     for row, time in events:
         counts = sketches.ingest("t", np.array([row], dtype=np.int64), 0, T0 + time)
-        assert counts.late == (T0 + time < newest + 1e-6 - 5)
-        assert counts.accepted == 1
+        assert (counts.late, counts.accepted) == (T0 + time < newest + 1e-6 - 5, 1)
         exact[row] += 2.0 ** ((T0 + time - newest) / half_life)
     got = sketches.query("t", np.arange(8))
     # Rounding: half a unit per access (2^-17 of one), and a unit for rescaling.

@@ -126,12 +126,12 @@ def test_sequences_share_no_event_and_no_batch_has_two_of_a_user(
 def test_a_sample_waits_for_the_next_batch_and_not_for_ever() -> None:
     """User 0 has every other sample; batches of three hold one of them, and the others wait."""
     user = np.where(np.arange(200) % 2 == 0, 0, np.arange(200))
-    grouping = group_by_user(user, 3)
-    assert grouping.samples[0].tolist() == [0, 1, 3]
-    assert grouping.samples[1].tolist() == [2, 5, 7], "sample 2 goes before samples that come after it"
-    assert len(grouping.waited_too_long)
-    assert not set(grouping.waited_too_long.tolist()) & set(grouping.samples.reshape(-1).tolist())
-    taken = [(at, int(sample)) for at, batch in enumerate(grouping.samples) for sample in batch if user[sample] == 0]
+    samples, waited_too_long = group_by_user(user, 3)
+    assert samples[0].tolist() == [0, 1, 3]
+    assert samples[1].tolist() == [2, 5, 7], "sample 2 goes before samples that come after it"
+    assert len(waited_too_long)
+    assert not set(waited_too_long.tolist()) & set(samples.reshape(-1).tolist())
+    taken = [(at, int(sample)) for at, batch in enumerate(samples) for sample in batch if user[sample] == 0]
     # A batch has two samples of other users, so four samples of the trace come in each.
     assert max(at - sample // 4 for at, sample in taken) <= MAX_WAIT_BATCHES
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import struct
 
 import numpy as np
@@ -44,14 +43,6 @@ def read_by_arrow(payload: bytes) -> list[tuple[object, ...]]:
 NAMES = ("table", "rows", "source_rank", "event_time", *OPTIONAL)
 
 
-def encode_json(sent: list[AccessBatch]) -> bytes:
-    """Write a message as people do: an object a line, without the keys that have no value."""
-    entries = [
-        {name: value for name, value in zip(NAMES, fields(batch), strict=True) if value is not None} for batch in sent
-    ]
-    return "\n".join(map(json.dumps, entries)).encode()
-
-
 @st.composite
 def batches(draw, dtype=None):
     kind = dtype or draw(st.sampled_from([np.int32, np.int64]))
@@ -77,17 +68,16 @@ def batches(draw, dtype=None):
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(batches(), min_size=1, max_size=5))
-def test_both_formats_round_trip(sent):
+def test_messages_round_trip(sent):
     expected = [fields(batch) for batch in sent]
     wide = any(batch.rows.dtype == np.int64 for batch in sent)
-    for encode, dtype in ((encode_arrow, np.int64 if wide else np.int32), (encode_json, np.int64)):
-        payload = encode(sent)
-        received = decode(payload, MAX)
-        assert [fields(batch) for batch in received] == expected
-        assert {batch.rows.dtype for batch in received} == {np.dtype(dtype)}
-        assert [fields(batch) for batch in sent] == expected, "encoding leaves the batches unchanged"
-        assert payload == encode(sent), "decoding leaves the payload unchanged"
-    assert read_by_arrow(encode_arrow(sent)) == expected
+    payload = encode_arrow(sent)
+    received = decode(payload, MAX)
+    assert [fields(batch) for batch in received] == expected
+    assert {batch.rows.dtype for batch in received} == {np.dtype(np.int64 if wide else np.int32)}
+    assert [fields(batch) for batch in sent] == expected, "encoding leaves the batches unchanged"
+    assert payload == encode_arrow(sent), "decoding leaves the payload unchanged"
+    assert read_by_arrow(payload) == expected
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -124,9 +114,7 @@ def columns(**changed) -> dict[str, pa.Array]:
     "changed",
     [
         {},
-        {"table": pa.array(["a", "b"]).dictionary_encode()},
-        {"table": pa.array(["a", "b"], type=pa.large_utf8())},
-        {"rows": pa.array([[1, 2, 3], [4]], type=pa.large_list(pa.int32()))},
+        {"rows": pa.array([[1, 2, 3], [4]], type=pa.list_(pa.field("element", pa.int32(), nullable=False)))},
         {"event_time": pa.array([1500, 2000], type=pa.timestamp("ms", tz="UTC"))},
         {"event_time": pa.array([1_500_000_000, 2_000_000_000], type=pa.timestamp("ns"))},
         {"sequence_lengths": pa.array([[1, 2], None], type=pa.list_(pa.int32()))},
@@ -159,6 +147,8 @@ def reason_of(payload: bytes, limit: int = MAX) -> str:
         ({"rows": pa.array([1, 2])}, "wrong_type"),
         ({"rows": pa.array([[1], [2]], type=pa.list_(pa.uint64()))}, "wrong_type"),
         ({"table": pa.array([b"a", b"b"])}, "wrong_type"),
+        ({"table": pa.array(["a", "b"]).dictionary_encode()}, "wrong_type"),
+        ({"rows": pa.array([[1], [2]], type=pa.large_list(pa.int64()))}, "wrong_type"),
         ({"source_rank": pa.array([0.0, 1.0])}, "wrong_type"),
         ({"event_time": pa.array([1, 2])}, "wrong_type"),
         ({"rows": pa.array([[1], None], type=pa.list_(pa.int64()))}, "null_value"),
@@ -175,6 +165,7 @@ def reason_of(payload: bytes, limit: int = MAX) -> str:
         ({"sample_ids": pa.array([[1], [1]], type=pa.list_(pa.int64()))}, "bad_lengths"),
         ({"user_ids": pa.array([[1], [1]], type=pa.list_(pa.int32()))}, "wrong_type"),
         ({"step": pa.array([3, -3])}, "bad_step"),
+        ({"step": pa.array([3, 2**62])}, "bad_step"),
         (
             {
                 "sequence_lengths": pa.array([[3], [1]], type=pa.list_(pa.int32())),
@@ -196,9 +187,8 @@ SCHEMA = pa.RecordBatch.from_pydict(columns()).schema.serialize().to_pybytes()
     ("payload", "reason"),
     [
         (b"", "empty"),
-        (b"  \n", "empty"),
-        (b"PK\x03\x04", "not_arrow_or_json"),
-        (b"ARROW1\0\0" + GOOD, "not_arrow_or_json"),
+        (b"PK\x03\x04", "not_arrow"),
+        (b"ARROW1\0\0" + GOOD, "not_arrow"),
         (GOOD + b"x" * 20, "wrong_schema"),
         (GOOD + bytes(MAX), "too_large"),
         (SCHEMA, "empty"),
@@ -230,24 +220,17 @@ def test_a_schema_that_says_big_endian_is_refused():
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
-@pytest.mark.parametrize("changed", [{}, {"table": pa.array(["a", "b"]).dictionary_encode()}])
-def test_compressed_buffers_are_refused_before_memory_is_allocated(compression, changed):
+def test_compressed_buffers_are_refused_before_memory_is_allocated(compression):
     """Each claims 2^40 bytes uncompressed."""
-    payload = stream(columns(**changed), compression=compression)
+    payload = stream(columns(), compression=compression)
     # The four row ids: a compressed buffer begins with its length uncompressed.
     bomb = payload.replace(struct.pack("<q", 32), struct.pack("<q", 2**40))
     assert bomb != payload
     assert reason_of(bomb) == "compressed"
 
 
-def test_every_truncation_is_refused():
-    good = encode_arrow([AccessBatch("t", np.arange(50, dtype=np.int64), 0, 1.0)])
-    for length in range(len(good)):
-        assert reason_of(good[:length]) in ("empty", "corrupt", "not_arrow_or_json")
-
-
 def test_contents_that_contradict_the_metadata_are_refused():
-    """Offsets and dictionary indices out of range, which Arrow reads without a check."""
+    """Offsets out of range, which Arrow reads without a check."""
     good = stream(columns())
     offsets = struct.pack("<3i", 0, 3, 4)
     assert good.count(offsets) == 1
@@ -256,11 +239,6 @@ def test_contents_that_contradict_the_metadata_are_refused():
     names = good.replace(struct.pack("<3i", 0, 1, 2), struct.pack("<3i", 0, 2, 1))
     assert reason_of(names) == "corrupt"
     assert reason_of(stream(columns(table=pa.array(["aaaa", "b"]))).replace(b"aaaa", b"a\xff\xffa")) == "corrupt"
-    dictionary = stream(columns(table=pa.DictionaryArray.from_arrays(pa.array([1, 0], pa.int64()), ["a", "b"])))
-    indices = struct.pack("<2q", 1, 0)
-    assert dictionary.count(indices) == 1
-    for bad in ((1, 2), (-1, 0), (2**62, 0)):
-        assert reason_of(dictionary.replace(indices, struct.pack("<2q", *bad))) == "corrupt"
 
 
 def test_too_many_entries():
@@ -274,60 +252,10 @@ def test_too_many_entries():
         }
     )
     assert reason_of(payload, limit=1 << 24) == "too_many_entries"
-    assert reason_of(b"{}\n" * many, limit=1 << 24) == "too_many_entries"
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{", "bad_json"),
-        ("[1]\n", "not_arrow_or_json"),
-        ('{"table": "t"}', "wrong_schema"),
-        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1,"lengths":[1]}', "wrong_schema"),
-        ('{"table":"t","rows":[1.5],"source_rank":0,"event_time":1}', "wrong_type"),
-        ('{"table":"t","rows":[true],"source_rank":0,"event_time":1}', "wrong_type"),
-        ('{"table":"t","rows":[1,true],"source_rank":0,"event_time":1}', "wrong_type"),
-        ('{"table":"t","rows":[[1]],"source_rank":0,"event_time":1}', "wrong_type"),
-        ('{"table":"t","rows":"1","source_rank":0,"event_time":1}', "wrong_type"),
-        ('{"table":"t","rows":["1"],"source_rank":0,"event_time":1}', "wrong_type"),
-        ('{"table":"t","rows":[9223372036854775808],"source_rank":0,"event_time":1}', "wrong_type"),
-        ('{"table":"t","rows":[null],"source_rank":0,"event_time":1}', "null_value"),
-        ('{"table":null,"rows":[1],"source_rank":0,"event_time":1}', "null_value"),
-        ('{"table":7,"rows":[1],"source_rank":0,"event_time":1}', "wrong_type"),
-        ('{"table":"","rows":[1],"source_rank":0,"event_time":1}', "bad_table_name"),
-        ('{"table":"t","rows":[1],"source_rank":true,"event_time":1}', "wrong_type"),
-        ('{"table":"t","rows":[1],"source_rank":-1,"event_time":1}', "bad_source_rank"),
-        ('{"table":"t","rows":[1],"source_rank":0,"event_time":"now"}', "wrong_type"),
-        ('{"table":"t","rows":[1],"source_rank":0,"event_time":NaN}', "bad_json"),
-        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1e300}', "bad_event_time"),
-        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1,"sequence_lengths":[2]}', "bad_lengths"),
-        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1,"sample_ids":[2]}', "bad_lengths"),
-        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1,"user_ids":["a"]}', "wrong_type"),
-        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1,"step":-1}', "bad_step"),
-        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1,"step":4611686018427387904}', "bad_step"),
-        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1,"step":true}', "wrong_type"),
-        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1,"step":1.5}', "wrong_type"),
-        ('{"table":"t","rows":' + "[" * 100_000, "bad_json"),
-        ('{"table":"t","rows":[' + "9" * 10_000 + '],"source_rank":0,"event_time":1}', "bad_json"),
-    ],
-)
-def test_refused_json(line, reason):
-    assert reason_of(line.encode()) == reason
-
-
-def test_hand_written_json_is_read():
-    text = '\n{"event_time": 3, "table": "t", "rows": [1, 2], "source_rank": 7}\r\n\n' + json.dumps(
-        {"table": "u\u2028\x85", "rows": [], "source_rank": 0, "event_time": 0.5, "sequence_lengths": []},
-        ensure_ascii=False,
-    )
-    first, second = decode(text.encode(), MAX)
-    assert (first.table, first.rows.tolist(), first.source_rank, first.event_time_seconds) == ("t", [1, 2], 7, 3.0)
-    assert (second.table, second.sequence_lengths.tolist()) == ("u\u2028\x85", []), "only a line feed ends a line"
-    assert reason_of(b'{"table":"\xff"}') == "bad_json"
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=300), st.sampled_from([b"", b"\xff\xff\xff\xff", b"{", b'{"table":']))
+@given(st.binary(max_size=300), st.sampled_from([b"", b"\xff\xff\xff\xff", SCHEMA]))
 def test_random_bytes_only_raise_codec_errors(tail, head):
     reason_of(head + tail)
 
@@ -336,10 +264,7 @@ def test_random_bytes_only_raise_codec_errors(tail, head):
 @given(st.data())
 def test_mutated_arrow_is_read_or_refused(data):
     lengths = pa.array([[1, 2], [1]], type=pa.list_(pa.int32()))
-    table = pa.array(["a", "b"])
-    if data.draw(st.booleans()):
-        table = table.dictionary_encode()
-    payload = bytearray(stream(columns(sequence_lengths=lengths, table=table)))
+    payload = bytearray(stream(columns(sequence_lengths=lengths)))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(4, len(payload) - 8))
         if data.draw(st.booleans()):

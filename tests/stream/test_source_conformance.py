@@ -124,9 +124,7 @@ def test_contract(stream):
         assert sorted(p for part in parts.values() for p in part.values()) == sorted(
             b"message %d" % i for i in range(20)
         )
-        assert first.lag() == 0
-        assert first.poll(0.05) == []
-        assert first.positions() == saved
+        assert (first.lag(), first.poll(0.05), first.positions()) == (0, [], saved)
     assert first.commit(saved) is None
     assert first.problem is None
     assert first.losses().messages == {}

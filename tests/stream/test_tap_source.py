@@ -43,8 +43,7 @@ def test_counts_are_missing_then_received_then_durable():
     assert source.queued_bytes == 1
     (message,) = source.poll(1.0)
     assert (message.partition, message.offset, message.payload) == (A, 0, b"x")
-    assert source.positions() == {A: 1}
-    assert source.lag() == 0
+    assert (source.positions(), source.lag()) == ({A: 1}, 0)
     assert not source.deliver(A, 0, b"x")
     assert source.poll(0.0) == []
     assert source.record_offer(A, 0) is TapCountsState.RECEIVED, "polled, in no snapshot"

@@ -29,12 +29,10 @@ def _saved(path: Path, **changes: Any) -> Path:
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     trace = load_trace(_saved(tmp_path))
-    assert trace.table.tolist() == [0, 1, 1, 0]
-    assert trace.row.tolist() == [0, 1, 4, 2]
+    assert (trace.table.tolist(), trace.row.tolist()) == ([0, 1, 1, 0], [0, 1, 4, 2])
     assert trace.seconds.tolist() == [5.0, 5.0, 6.0, 9.0]
     assert trace.user is not None
-    assert trace.user.tolist() == [3, 3, 4, 3]
-    assert trace.table_names == ("shop", "item")
+    assert (trace.user.tolist(), trace.table_names) == ([3, 3, 4, 3], ("shop", "item"))
     assert trace.table_rows.tolist() == [3, 5]
 
 

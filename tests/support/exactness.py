@@ -254,8 +254,9 @@ def random_chunks(scenario: Scenario, collection: EmbeddingCollection) -> list[D
         delta = Delta(keys[changed], old[changed], new[changed])
         after = placement.apply(delta)
         group = keyspace.group_of(after.keys)
+        addresses = homes.addresses(after.keys)
         used = [
-            homes.replica_slots_used(after.keys[group == g], after.tiers[group == g]).max(initial=0)
+            homes.layout.replica_slots_used(addresses[group == g], after.tiers[group == g]).max(initial=0)
             for g in range(len(limits))
         ]
         if (np.array(used) <= limits).all():

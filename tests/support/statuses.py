@@ -48,7 +48,7 @@ DEGRADED_STREAM = HEALTHY.model_copy(
                 "lag_messages": 12_345_678,
                 "accesses_per_second": 0.0,
                 "messages_per_second": 0.0,
-                "rejected_messages": {"corrupt": 2, "bad_json": 1},
+                "rejected_messages": {"corrupt": 2, "bad_step": 1},
                 "rejected_accesses": {"negative_row": 3},
                 "problem": "broker unreachable",
             }

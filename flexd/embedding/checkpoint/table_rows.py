@@ -70,7 +70,7 @@ class TableHomes:
 
     def by_home(self, rows: range, device: torch.device) -> tuple[torch.Tensor, list[int]]:
         """Return int64 [n] places of consecutive rows ordered by their homes, and how many have each rank as home."""
-        part = self.homes.part_of(self.table)
+        part = self.homes.part_of[self.table]
         first_key = int(self.homes.keyspace.first_key[self.table])
         home = torch.arange(first_key + rows.start, first_key + rows.stop, device=device) % part.span + part.first_rank
         counts = [len(self.homes.run(self.table, rank, rows).rows) for rank in range(self.world_size)]
@@ -81,7 +81,7 @@ class TableHomes:
         # A row's place has 8 bytes.
         takers, most = max(1, sum(map(bool, wanted))), MAX_WINDOW_BYTES // max(8, row_bytes)
         # Of so many consecutive rows a home has one.
-        each = max(1, min(most, most // takers * self.homes.part_of(self.table).span))
+        each = max(1, min(most, most // takers * self.homes.part_of[self.table].span))
         for first in range(0, max(map(len, wanted)), each):
             yield [rows[first : first + each] for rows in wanted]
 

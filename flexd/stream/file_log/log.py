@@ -17,10 +17,8 @@ from flexd.stream.types import Losses, Positions, Source, StreamMessage
 
 _log = logging.getLogger(__name__)
 
+# Shortest and longest wait between two reads of a log without new messages; each wait doubles the one before.
 _PAUSE_SECONDS = (0.001, 0.05)
-"""Shortest and longest wait between two reads of a log without new messages; each wait doubles the one before."""
-_KEPT_BUFFERS = 4
-"""One buffer is read into while messages in the others wait to be counted."""
 
 
 class FileLogSink:
@@ -35,9 +33,15 @@ class FileLogSink:
         partition: letters, digits, dot, dash, underscore.
         segment_bytes: size after which a new segment starts.
 
+    Attributes:
+        next_offset: of the next message.
+
     Raises:
         StreamError: the name is invalid, another writer has the partition, or the directory cannot be written.
     """
+
+    # An accepted message stays buffered until it is written.
+    messages_failed = 0
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class FileLogSink:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._lock_fd = self._lock()
-            self._next_offset = self._recover()
+            self.next_offset = self._recover()
             self._begin_segment()
         except OSError as error:
             raise StreamError(
@@ -75,16 +79,6 @@ class FileLogSink:
         finally:
             if self._fd < 0:
                 self._release()
-
-    @property
-    def next_offset(self) -> int:
-        """Offset of the next message."""
-        return self._next_offset
-
-    @property
-    def messages_failed(self) -> int:
-        """Always 0: an accepted message stays buffered until it is written."""
-        return 0
 
     def send(self, payload: bytes) -> None:
         """Append one message. See ``Sink``. While the disk is full, this raises and accepts nothing."""
@@ -100,9 +94,9 @@ class FileLogSink:
             self._write()
         if not self._buffer:
             self._buffered_since = now
-        for piece in segments.frame(self._next_offset, payload):
+        for piece in segments.frame(self.next_offset, payload):
             self._buffer += piece
-        self._next_offset += 1
+        self.next_offset += 1
         if len(self._buffer) >= self._flush_bytes or now - self._buffered_since >= self._flush_seconds:
             # The message is accepted already: if the disk is full, the next send raises.
             try:
@@ -146,7 +140,7 @@ class FileLogSink:
         """Open the segment that starts at ``next_offset``. The buffer must be empty."""
         # An existing segment of that name has no complete record, so no reader has read from it.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-        fd = os.open(segments.segment_path(self._directory, self._next_offset), flags, 0o644)
+        fd = os.open(segments.segment_path(self._directory, self.next_offset), flags, 0o644)
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = fd
@@ -210,7 +204,7 @@ class FileLogSource(Source):
         self._max_poll_messages = max_poll_messages
         self._discovery_seconds = discovery_seconds
         self._next_discovery = 0.0
-        self._buffers = BufferPool(_KEPT_BUFFERS)
+        self._buffers = BufferPool(4)
         self._restored: Positions = {}
         self._readers: dict[str, PartitionReader] = {}
         self._turn = 0

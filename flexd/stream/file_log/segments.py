@@ -24,8 +24,8 @@ from flexd.stream.types import Losses, StreamMessage
 _log = logging.getLogger(__name__)
 
 MAGIC = b"FXR1"
+# Longest payload of a record.
 MAX_RECORD_BYTES = 64 * 2**20
-"""Longest payload of a record."""
 
 _MAGIC_NUMBER = int.from_bytes(MAGIC, "little")
 _HEADER = struct.Struct("<IIQII")
@@ -34,7 +34,6 @@ HEADER_BYTES = _HEADER.size
 _SEGMENT_NAME = re.compile(r"^(\d{20})\.log$")
 _PARTITION_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 _CHUNK_BYTES = 2**20
-_PADDING = tuple(b"\0" * n for n in range(8))
 
 
 def is_partition_name(name: str) -> bool:
@@ -62,7 +61,7 @@ def record_bytes(payload_bytes: int) -> int:
 def frame(offset: int, payload: bytes) -> tuple[bytes, bytes, bytes]:
     """Return header, payload and padding of a record, to be written one after another."""
     body = _HEADER_BODY.pack(_MAGIC_NUMBER, len(payload), offset, crc32c(payload))
-    return body + crc32c(body).to_bytes(4, "little"), payload, _PADDING[-len(payload) & 7]
+    return body + crc32c(body).to_bytes(4, "little"), payload, bytes(-len(payload) & 7)
 
 
 def read_header(data: bytes | memoryview, at: int) -> tuple[int, int, int] | None:
@@ -151,24 +150,24 @@ class PartitionReader:
         self._directory = directory
         self._name = name
         self._buffers = buffers
+        # True while ``next_offset`` is unknown: that of the earliest message, which was not looked up yet.
         self.from_earliest = offset is None
-        """True while ``next_offset`` is unknown: that of the earliest message, which was not looked up yet."""
         self.next_offset = offset or 0
         self.losses = Losses()
         self.problem: str | None = None
         self._fd = -1
         self._base = 0
         self._position = 0
+        # Offset after the last record seen in this segment.
         self._segment_end = 0
-        """Offset after the last record seen in this segment."""
+        # True once the log is known to have held everything before ``next_offset``.
         self._reached = offset is None
-        """True once the log is known to have held everything before ``next_offset``."""
+        # True if this segment was read since a newer one was seen.
         self._read_again = False
-        """True if this segment was read since a newer one was seen."""
+        # After a corrupt header: the byte position from which to search for an intact record.
         self._search_from: int | None = None
-        """After a corrupt header: the byte position from which to search for an intact record."""
+        # Newest segment: base offset, offset after the last header walked, position after its record.
         self._end = (-1, 0, 0)
-        """Newest segment: base offset, offset after the last header walked, position after its record."""
 
     def read(self, max_bytes: int, max_messages: int) -> list[StreamMessage]:
         """Return the next messages, none if there are none yet."""
@@ -207,7 +206,6 @@ class PartitionReader:
                 return []
 
     def _open(self) -> bool:
-        """Open the segment that holds ``next_offset``. Return False if the partition is empty."""
         bases = base_offsets(self._directory)
         if not bases:
             return False
@@ -220,7 +218,6 @@ class PartitionReader:
         return True
 
     def _open_segment(self, bases: list[int]) -> None:
-        """Open the segment that ``next_offset`` is in."""
         base = max(base for base in bases if base <= self.next_offset)
         fd = os.open(segment_path(self._directory, base), os.O_RDONLY | os.O_CLOEXEC)
         self.close()
@@ -232,7 +229,6 @@ class PartitionReader:
         self._read_again = False
 
     def _read_records(self, max_bytes: int, max_messages: int) -> tuple[list[StreamMessage], bool]:
-        """Read the open segment once. Return (messages, True if the position moved)."""
         if self._search_from is not None and not self._resynchronise():
             return [], False
         view = self._pread(max(max_bytes, HEADER_BYTES))
@@ -276,7 +272,6 @@ class PartitionReader:
         return buffer[: os.preadv(self._fd, [buffer], self._position)].toreadonly()
 
     def _resynchronise(self) -> bool:
-        """Move to the next intact record after a corrupt header. Return False while there is none."""
         start = self._position if self._search_from is None else self._search_from
         self._search_from, found = find_record(self._fd, start, self.next_offset)
         if found is None:
@@ -326,7 +321,6 @@ class PartitionReader:
         return os.fstat(self._fd).st_ino == there.st_ino and there.st_size >= self._position
 
     def _lose_position(self, cause: str, bases: list[int]) -> None:
-        """Move ``next_offset`` to the earliest message."""
         self._reached = True
         reason = "retention" if bases[0] > self.next_offset else "truncated"
         self.losses.add_position(reason)

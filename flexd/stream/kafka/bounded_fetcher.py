@@ -31,16 +31,14 @@ from kafka.record.util import calc_crc32c
 from flexd.core.errors import StreamError
 from flexd.stream.types import OffsetsInWork, RefusedMessages, StreamMessage
 
+# Codes in a batch's attributes (``CODEC_MASK``).
 NONE, GZIP, SNAPPY, LZ4, ZSTD = range(5)
-"""Codes in a batch's attributes (``CODEC_MASK``)."""
 CODEC_MASK = 0x07
 CODEC_NAMES = ("none", "gzip", "snappy", "lz4", "zstd")
 STEP_BYTES = 2**20
 HEAD_BYTES = 4096
-_XERIAL_MAGIC = b"\x82SNAPPY\x00"
-_XERIAL_HEADER_BYTES = 16
+# Windows up to this size are accepted whatever the bound is: ordinary compression levels use them.
 _MIN_ZSTD_WINDOW_BYTES = 8 * 2**20
-"""Windows up to this size are accepted whatever the bound is: ordinary compression levels use them."""
 
 
 class BatchRefusedError(Exception):
@@ -130,10 +128,10 @@ def _snappy(data: memoryview, max_bytes: int) -> Iterator[bytes]:
 
 
 def _snappy_blocks(data: memoryview) -> Iterator[memoryview]:
-    if bytes(data[:8]) != _XERIAL_MAGIC:
+    if bytes(data[:8]) != b"\x82SNAPPY\x00":
         yield data
         return
-    at = _XERIAL_HEADER_BYTES
+    at = 16
     while at < len(data):
         (size,) = struct.unpack_from(">i", data, at)
         block = data[at + 4 : at + 4 + size]
@@ -155,14 +153,13 @@ def _snappy_length(block: memoryview) -> int:
 _PARTS: dict[int, Callable[[memoryview, int], Iterator[bytes]]] = {GZIP: _gzip, SNAPPY: _snappy, LZ4: _lz4, ZSTD: _zstd}
 
 
+# Base offset, length of the rest.
 _LOG = struct.Struct(">qi")
-"""Base offset, length of the rest."""
 _MAGIC_AT = 16
 _HEADER = struct.Struct(">qiibIhiqqqhii")
+# The checksum covers the attributes and everything behind them.
 _CHECKED_FROM = 21
-"""The checksum covers the attributes and everything behind them."""
 _TIMESTAMP_TYPE_MASK, _CONTROL_MASK = 0x08, 0x20
-_MIN_RECORD_BYTES = 7
 
 Item = StreamMessage | RefusedMessages
 
@@ -184,6 +181,7 @@ class BatchLimits:
     max_poll_messages: int = 2000
 
 
+# Methods of ``PartitionRecords`` that are called or replaced, with their parameters.
 _EXPECTED = {
     "__init__": "fetch_offset tp records key_deserializer value_deserializer check_crcs isolation_level"
     " aborted_transactions metric_aggregator on_drain",
@@ -191,7 +189,6 @@ _EXPECTED = {
     "take": "n",
     "drain": "",
 }
-"""Methods of ``PartitionRecords`` that are called or replaced, with their parameters."""
 _EXPECTED_OF_FETCHER = {
     "__init__": "client subscriptions configs",
     "fetched_records": "max_records update_offsets",
@@ -230,12 +227,6 @@ def bounded_consumer(options: Mapping[str, Any], limits: BatchLimits, work: Offs
     """
     check_client()
     consumer = KafkaConsumer(**options)
-    if type(consumer._fetcher) is not Fetcher:
-        consumer.close(autocommit=False)
-        raise StreamError(
-            f"kafka-python {kafka.__version__} cannot be bounded: its consumer has another fetcher",
-            remedy="install the version of kafka-python that flexd's lock file names",
-        )
     consumer._fetcher = BoundedFetcher(consumer, limits, work)
     return consumer
 
@@ -422,7 +413,7 @@ class BatchReader:
             records = memoryview(decompress(codec, records, limits.max_batch_bytes))
         elif len(records) > limits.max_batch_bytes:
             raise BatchRefusedError("batch_too_large", f"{len(records)} bytes, {limits.max_batch_bytes} allowed")
-        if count * _MIN_RECORD_BYTES > len(records):
+        if count * 7 > len(records):
             raise BatchRefusedError(
                 "corrupt_batch", f"{count} records in {len(records)} bytes", bytes(records[:HEAD_BYTES])
             )

@@ -31,8 +31,8 @@ Client = TypeVar("Client")
 
 ClientOption = str | int | float | bool
 
+# Exceptions of a client's constructor that no retry can fix: its options are wrong.
 FATAL_ERRORS = (KafkaConfigurationError, ValueError, TypeError, AssertionError, FileNotFoundError, PermissionError)
-"""Exceptions of a client's constructor that no retry can fix: its options are wrong."""
 _RESERVED = frozenset(
     (
         "bootstrap_servers",
@@ -46,8 +46,8 @@ _RESERVED = frozenset(
 )
 _SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 
+# Attempts without a result that are left behind.
 MAX_HUNG = 4
-"""Attempts without a result that are left behind."""
 
 
 class Connector(Generic[Client]):
@@ -186,12 +186,12 @@ def checked_options(client_options: Mapping[str, ClientOption] | None) -> dict[s
 
 
 _CLOSE_SECONDS = 5.0
+# Errors that concern one message, not the producer.
 _MESSAGE_ERRORS = (
     InvalidRecordError, InvalidTimestampError, MessageSizeTooLargeError, PolicyViolationError, RecordListTooLargeError,
 )  # fmt: skip
-"""Errors that concern one message, not the producer."""
+# Shortest and longest time without a delivery after which a failing producer is replaced.
 _REPLACE_SECONDS = (1.0, 60.0)
-"""Shortest and longest time without a delivery after which a failing producer is replaced."""
 
 
 class KafkaSink:
@@ -210,6 +210,7 @@ class KafkaSink:
         client_options: passed to kafka-python, over flexd's defaults.
 
     Attributes:
+        messages_failed: see ``Sink``.
         producers_replaced: number of replacements.
 
     Raises:
@@ -251,16 +252,12 @@ class KafkaSink:
         )
         self._acknowledged = threading.Condition()
         self._unacknowledged_bytes = 0
-        self._failed = 0
+        self.messages_failed = 0
         self.producers_replaced = 0
         self._failing_since: float | None = None
         self._replacements = Backoff(*_REPLACE_SECONDS)
         self._replace_after_seconds = self._replacements.seconds()
         self._dead_error: KafkaError | None = None
-
-    @property
-    def messages_failed(self) -> int:
-        return self._failed
 
     def send(self, payload: bytes) -> None:
         self._replace_dead_producer()
@@ -326,8 +323,9 @@ class KafkaSink:
 
     def _on_failed(self, payload_bytes: int, number: int, error: BaseException) -> None:
         with self._acknowledged:
-            self._failed += 1
-            if number == self.producers_replaced and _is_producer_error(error):
+            self.messages_failed += 1
+            for_good = isinstance(error, KafkaError) and not error.retriable and not isinstance(error, _MESSAGE_ERRORS)
+            if number == self.producers_replaced and for_good:
                 now = time.monotonic()
                 self._failing_since = now if self._failing_since is None else self._failing_since
                 if now - self._failing_since >= self._replace_after_seconds:
@@ -338,11 +336,6 @@ class KafkaSink:
         with self._acknowledged:
             self._unacknowledged_bytes -= payload_bytes
             self._acknowledged.notify_all()
-
-
-def _is_producer_error(error: BaseException) -> bool:
-    """Return whether a new producer may not have this error."""
-    return isinstance(error, KafkaError) and not error.retriable and not isinstance(error, _MESSAGE_ERRORS)
 
 
 class _Producer(KafkaProducer):  # type: ignore[misc]

@@ -1,5 +1,4 @@
-"""Read a Kafka topic in a consumer group, from positions that the caller keeps, with a policy for those that the broker
-no longer has."""
+"""Read a Kafka topic in a consumer group, from positions that the caller keeps."""
 
 from __future__ import annotations
 
@@ -7,11 +6,10 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kafka import KafkaConsumer
 from kafka.consumer.subscription_state import AsyncConsumerRebalanceListener
@@ -24,10 +22,9 @@ from kafka.errors import (
 )
 from kafka.structs import OffsetAndMetadata, TopicPartition
 
-from flexd.core.errors import PositionLostError
 from flexd.stream.kafka.bounded_fetcher import BatchLimits, Item, bounded_consumer, check_client
 from flexd.stream.kafka.sink import Connector, checked_options
-from flexd.stream.types import Losses, OffsetsInWork, OnPositionLost, Positions, RefusedMessages, Source, StreamMessage
+from flexd.stream.types import Losses, OffsetsInWork, Positions, RefusedMessages, Source, StreamMessage
 
 if TYPE_CHECKING:
     from flexd.config.sections import KafkaSourceConfig
@@ -35,58 +32,38 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-Start = int | Literal["beginning", "end"]
-
+# Offsets missing for so long are taken to hold no message.
 GAP_SECONDS = 0.25
-"""Offsets missing for so long are taken to hold no message."""
+# After so many lasting gaps a partition is known to have them (transactions, compaction), and no gap delays it.
 TRUSTED_GAPS = 8
-"""After so many lasting gaps a partition is known to have them (transactions, compaction), and no gap delays it."""
 
 
 class GroupPositions:
-    """Positions by partition name (``topic/number``). Belongs to the polling thread, except ``start``.
+    """Positions by partition name (``topic/number``). Belongs to the polling thread, except ``next``.
 
     Args:
         name: of the source, for messages.
-        policy: for positions that the broker no longer has.
         clock: monotonic seconds.
 
     Attributes:
+        next: offset of the next message of each partition, and None for the beginning. Any thread may read it.
         losses: messages known to have existed between a lost position and the first message read after it, and
             positions that the broker no longer had.
     """
 
-    def __init__(self, name: str, policy: OnPositionLost, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
-        self._policy = policy
-        self._lock = threading.Lock()
-        """Guards against a rebalance, which may run on the client's own thread."""
-        self._next: Positions = {}
+        self.next: Positions = {}
         self._lost_at: Positions = {}
         self._clock = clock
+        # By partition: the first missing offset, and when it was first seen missing.
         self._gaps: dict[str, tuple[int, float]] = {}
-        """By partition: the first missing offset, and when it was first seen missing."""
         self._lasting_gaps: Counter[str] = Counter()
         self.losses = Losses()
 
-    def all(self) -> Positions:
-        return dict(self._next)
-
-    def get(self, key: str) -> int | None:
-        return self._next.get(key)
-
     def restore(self, positions: Mapping[str, int]) -> None:
         """Replace all positions."""
-        with self._lock:
-            self._next = dict(positions)
-            self._lost_at, self._gaps = {}, {}
-
-    def start(self, key: str) -> Start:
-        """Return where to begin reading a partition. Any thread."""
-        with self._lock:
-            if key in self._next:
-                return self._next[key]
-            return "end" if key in self._lost_at and self._policy == "latest" else "beginning"
+        self.next, self._lost_at, self._gaps = dict(positions), {}, {}
 
     def count_to_gap(self, key: str, offsets: Sequence[int]) -> int:
         """Count the fetched messages that can be delivered now; the others must be fetched again.
@@ -98,7 +75,7 @@ class GroupPositions:
         Args:
             offsets: rising, none below the position.
         """
-        expected = self._next.get(key, offsets[0])
+        expected = self.next.get(key, offsets[0])
         count, gap = 0, self._gaps.pop(key, None)
         if offsets[-1] - expected == len(offsets) - 1 or self._lasting_gaps[key] >= TRUSTED_GAPS:
             return len(offsets)
@@ -121,48 +98,31 @@ class GroupPositions:
 
     def accept(self, key: str, first_offset: int, last_offset: int) -> None:
         """Move the position past delivered messages."""
-        position = self._next.get(key, 0)
+        position = self.next.get(key, 0)
         if last_offset >= position:
             lost_at = self._lost_at.pop(key, None)
             if lost_at is not None:
                 self.losses.add(key, lost_at, max(first_offset, position), "retention")
-            self._next[key] = last_offset + 1
+            self.next[key] = last_offset + 1
 
-    def apply_policy(self, keys: Iterable[str], reason: str, cause: str, ends: Mapping[str, int] | None = None) -> None:
-        """Apply the policy to positions that the broker no longer has; the caller then seeks to ``start``.
+    def lose(self, keys: Iterable[str], reason: str, cause: str) -> None:
+        """Drop positions that the broker no longer has: reading continues at the earliest messages.
 
         Args:
             reason: one of ``POSITION_REASONS``.
-            ends: end of the log of each partition, where it is known.
-
-        Raises:
-            PositionLostError: the policy is ``fail``.
         """
-        keys = list(keys)
-        text = f"{self._name}: position lost: {cause}: { {key: self._next.get(key) for key in keys} }"
-        if ends is not None:
-            text += f", ends {dict(ends)}"
-        if self._policy == "fail":
-            raise PositionLostError(
-                text, remedy="restore a matching snapshot, or set on_position_lost to earliest or latest"
-            )
-        with self._lock:
-            for key in keys:
-                position = self._next.pop(key, 0)
-                self.losses.add_position(reason)
-                self._lost_at[key] = position
-                if ends is not None and self._policy == "latest":
-                    # "end", resolved after every rebalance, would move past messages produced meanwhile.
-                    self._next[key] = ends[key]
-        _log.warning("%s; continuing at the %s message", text, self._policy)
+        for key in keys:
+            self._lost_at[key] = self.next.pop(key, 0)
+            self.losses.add_position(reason)
+            _log.warning("%s: position %d of %s is lost: %s", self._name, self._lost_at[key], key, cause)
 
 
 _CLOSE_SECONDS = 5.0
+# Time without messages after which a source sends a request, to tell a quiet topic from a dead broker.
 SILENT_SECONDS = 2.0
-"""Time without messages after which a source sends a request, to tell a quiet topic from a dead broker."""
+# Deadline of the answer. A broker answers the requests of a connection in order, so it comes after that of the fetch
+# before it, which the broker holds back for half a second when nothing is new.
 ANSWER_SECONDS = 3.0
-"""Deadline of the answer. A broker answers the requests of a connection in order, so it comes after that of the fetch
-before it, which the broker holds back for half a second when nothing is new."""
 
 
 class KafkaSource(Source):
@@ -174,7 +134,7 @@ class KafkaSource(Source):
     With a ``share`` below 1 only some partitions are read (``sampled_partitions``); the others are assigned and paused.
 
     A position is lost if the broker reports so (retention, truncation), or if it returns no messages while its
-    high-water mark is below the position (a broker that lost its log). ``on_position_lost`` applies then. A topic that
+    high-water mark is below the position (a broker that lost its log). The earliest message is next then. A topic that
     was created anew and has grown beyond the old position cannot be told from the old one.
 
     While the broker cannot be reached, ``poll`` returns nothing, and ``problem`` is set after about five seconds. A
@@ -207,7 +167,7 @@ class KafkaSource(Source):
         self._job = job
         self._limits = limits or BatchLimits()
         self._work = work or OffsetsInWork()
-        self._read_share = config.share
+        self.read_share = config.share
         self._unread: frozenset[TopicPartition] = frozenset()
         self._name = f"Kafka topic {config.topic!r} at {config.bootstrap_servers}"
         session_ms = int(config.session_timeout_seconds * 1000)
@@ -215,7 +175,7 @@ class KafkaSource(Source):
             "bootstrap_servers": [server.strip() for server in config.bootstrap_servers.split(",")],
             "group_id": config.group_id,
             "enable_auto_commit": False,
-            # A reset follows on_position_lost and is counted: the client must raise instead.
+            # A reset is counted: the client must raise instead.
             "auto_offset_reset": "none",
             "allow_auto_create_topics": False,
             "bootstrap_timeout_ms": int(config.connect_timeout_seconds * 1000),
@@ -232,7 +192,7 @@ class KafkaSource(Source):
         self._connector: Connector[KafkaConsumer] = Connector(
             self._name, self._connect, _disconnect, timeout_seconds=config.connect_timeout_seconds
         )
-        self._positions = GroupPositions(self._name, config.on_position_lost)
+        self._positions = GroupPositions(self._name)
         self._stale_highwater: dict[str, int | None] = {}
         self._last_answer = self._probed_at = time.monotonic()
         self._problem: str | None = None
@@ -241,10 +201,6 @@ class KafkaSource(Source):
     @property
     def problem(self) -> str | None:
         return self._connector.problem or self._problem or self._commit_problem
-
-    @property
-    def read_share(self) -> float:
-        return self._read_share
 
     def losses(self) -> Losses:
         return self._positions.losses
@@ -287,7 +243,7 @@ class KafkaSource(Source):
             self._seek(consumer, consumer.assignment())
 
     def positions(self) -> Positions:
-        return self._positions.all()
+        return dict(self._positions.next)
 
     def lag(self) -> int:
         """Sum over the partitions that are read, by the high-water marks of the last fetches."""
@@ -298,7 +254,7 @@ class KafkaSource(Source):
         for partition in consumer.assignment() - self._unread:
             highwater = _highwater(consumer, partition)
             if highwater is not None:
-                position = self._positions.get(self._key(partition))
+                position = self._positions.next.get(self._key(partition))
                 total += max(0, highwater - (_beginning(consumer, partition) if position is None else position))
         return total
 
@@ -338,17 +294,15 @@ class KafkaSource(Source):
             self._stale_highwater[key] = _highwater(consumer, partition)
             # A partition that is being revoked may come back later, through the listener.
             with contextlib.suppress(KafkaError, ValueError, KeyError):
-                start = self._positions.start(key)
+                start = self._positions.next.get(key)
                 if partition in self._unread:
                     # Without a position the client would raise on every poll.
                     consumer.pause(partition)
-                    consumer.seek(partition, start if isinstance(start, int) else 0)
-                elif isinstance(start, int):
-                    consumer.seek(partition, start)
-                elif start == "end":
-                    consumer.seek_to_end(partition)
-                else:
+                    consumer.seek(partition, start or 0)
+                elif start is None:
                     consumer.seek_to_beginning(partition)
+                else:
+                    consumer.seek(partition, start)
 
     def _choose(self, consumer: KafkaConsumer, assigned: set[TopicPartition]) -> set[TopicPartition]:
         """Choose the partitions to read after an assignment. Return those to seek: ``assigned``, and with a share all,
@@ -359,7 +313,7 @@ class KafkaSource(Source):
         numbers = [each.partition for each in every]
         chosen = sampled_partitions(self._job, self._config.topic, numbers, self._config.share)
         self._unread = frozenset(each for each in every if each.partition not in chosen)
-        self._read_share = len(chosen) / len(every) if every else self._config.share
+        self.read_share = len(chosen) / len(every) if every else self._config.share
         for partition in every - self._unread:
             with contextlib.suppress(KafkaError, ValueError, KeyError):
                 consumer.resume(partition)
@@ -387,7 +341,7 @@ class KafkaSource(Source):
         return accepted
 
     def _from_position(self, key: str, items: list[Item]) -> list[Item]:
-        position = self._positions.get(key)
+        position = self._positions.next.get(key)
         if position is None or items[0].offset >= position:
             return items
         later = [item for item in items if item.last_offset >= position]
@@ -396,34 +350,22 @@ class KafkaSource(Source):
         return later
 
     def _check_highwater(self, consumer: KafkaConsumer) -> None:
-        lost: dict[TopicPartition, int] = {}
-        ends: dict[TopicPartition, int] = {}
+        lost = []
         for partition in consumer.assignment() - self._unread:
             key = self._key(partition)
-            highwater, position = _highwater(consumer, partition), self._positions.get(key)
+            highwater, position = _highwater(consumer, partition), self._positions.next.get(key)
             # A mark from before the last seek proves nothing about the position after it.
             if highwater is None or position is None or highwater == self._stale_highwater.get(key):
                 continue
             if position > highwater:
-                lost[partition] = position
-                ends[partition] = highwater
+                lost.append(partition)
         if lost:
-            self._lose_positions(consumer, lost, "truncated", "the broker's log ends before it", ends)
+            self._lose_positions(consumer, lost, "truncated", "the broker's log ends before it")
 
     def _lose_positions(
-        self,
-        consumer: KafkaConsumer,
-        lost: Mapping[TopicPartition, object],
-        reason: str,
-        cause: str,
-        ends: Mapping[TopicPartition, int] | None = None,
+        self, consumer: KafkaConsumer, lost: Collection[TopicPartition], reason: str, cause: str
     ) -> None:
-        known = None if ends is None else {self._key(partition): end for partition, end in ends.items()}
-        try:
-            self._positions.apply_policy(map(self._key, lost), reason, cause, known)
-        except PositionLostError as error:
-            self._problem = error.message
-            raise
+        self._positions.lose(map(self._key, lost), reason, cause)
         self._seek(consumer, lost)
 
     def _probe_if_silent(self, consumer: KafkaConsumer) -> None:

@@ -79,8 +79,7 @@ def test_a_partition_that_no_poll_has_reached_has_no_position(tmp_path):
     for segment in segment_files(tmp_path)[:2]:
         segment.unlink()
     source = source_of(tmp_path)
-    assert source.lag() == 3
-    assert source.positions() == {}
+    assert (source.lag(), source.positions()) == (3, {})
     assert [offset for offset, _ in read_all(source)] == [2, 3, 4]
     assert (source.positions(), source.losses().positions) == ({"p": 5}, {})
 
