@@ -1,8 +1,6 @@
 """Types of numpy arrays, by their elements; runs of equal values and of places; files of arrays. Docstrings state
 shapes: int64[n]."""
 
-from __future__ import annotations
-
 import zipfile
 import zlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bounds of the fields of what ranks report, declared in their types: ``Annotated[int, Range(0, 10)]``."""
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple
 
 

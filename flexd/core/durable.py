@@ -1,7 +1,5 @@
 """Write small files of the state directory atomically and durably, readable by their owner only."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable

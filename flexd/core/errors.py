@@ -1,7 +1,5 @@
 """The exception hierarchy of flexd. An error states what was wrong, where, and what to do about it."""
 
-from __future__ import annotations
-
 
 class FlexdError(Exception):
     """Base of all flexd errors.

@@ -3,8 +3,6 @@
 ``tools.bench control`` measures the time of a start.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 

@@ -7,8 +7,6 @@ home rank is ``address % world_size``, the rail ``address % local_ranks``. Whate
 plans, chunks, checkpoints) reads keys. ``Homes`` is the only place that knows both.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -199,8 +197,6 @@ def digest_of(tables: Iterable[TableSpec]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# Requests carry addresses in 44 bits (``COUNT_SHIFT`` of ``flexd.embedding.exchange.route``).
-MAX_ADDRESS = 2**44
 # In place of a key, for an address that no row has.
 NO_KEY = -1
 # A rank's turn in one number: ``(rank << TURN_BITS) + turn``.
@@ -281,7 +277,8 @@ class Homes:
             parts += of_group
             groups.append(replace(group, first_key=first, rows=end - first))
             turns.append((begins, ends))
-        if end > MAX_ADDRESS:
+        # Requests carry addresses in 44 bits (``COUNT_SHIFT`` of ``flexd.embedding.exchange.route``).
+        if end > (2**44):
             raise ConfigError(
                 f"{end // world} rows on one of {world} ranks are more than addresses of 44 bits have room for",
                 remedy="spread the largest tables over more ranks",

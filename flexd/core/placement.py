@@ -135,7 +135,7 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def _row_hash(keys: Int64Array, tiers: UInt8Array) -> UInt64Array:
-    """Return splitmix64 of (key, tier). A HOME row hashes to 0, so that only listed rows count."""
+    # Return splitmix64 of (key, tier). A HOME row hashes to 0, so that only listed rows count.
     # Two bits of a tier beside the key; what is above them, of re-homed rows, is mixed in.
     x = (keys.astype(np.uint64) << np.uint64(2)) + (tiers & np.uint8(3)) + np.uint64(0x9E3779B97F4A7C15)
     x ^= (tiers >> np.uint8(2)).astype(np.uint64) * _MIX[1]

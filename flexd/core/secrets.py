@@ -3,8 +3,6 @@
 A secret has at most two keys, so that one can replace the other without an interruption.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import ssl

@@ -18,8 +18,6 @@ When the process passes point ``name`` for the ``count``-th time it sends itself
 once. ``first-last`` in place of ``count`` stands for every passage from the one to the other.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -212,8 +210,6 @@ _log = logging.getLogger(__name__)
 EXIT_UNSAFE_STATE = 8
 FIRST_BACKOFF_SECONDS = 0.25
 MAX_BACKOFF_SECONDS = 30.0
-# Limit of kinds of faults that one thread remembers for its log.
-_MAX_KINDS = 32
 
 
 class UnsafeStateError(FlexdError):
@@ -290,7 +286,8 @@ class Watch:
         """Record an exception that concerns one request only: it is counted and logged, and nothing waits."""
         self.faults += 1
         kind = (type(error).__name__, _origin(error.__traceback__))
-        if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
+        # Limit of kinds of faults that one thread remembers for its log.
+        if kind not in self._kinds and len(self._kinds) >= 32:
             kind = ("other", "")
         times = self._kinds[kind] = self._kinds.get(kind, 0) + 1
         if is_power_of_two(times):

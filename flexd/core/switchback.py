@@ -6,8 +6,6 @@ tails and correlated noise only change its size. So the signed-rank test is exac
 The looks at which a verification may end share the error probability.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

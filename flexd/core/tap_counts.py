@@ -9,8 +9,6 @@ Unknown fields of the header are ignored. Any other change is a new format, whic
 written (``docs/upgrading.md``).
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib

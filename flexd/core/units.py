@@ -1,7 +1,5 @@
 """Format figures for people. Bytes are in powers of 1000, like the bandwidths they are divided by."""
 
-from __future__ import annotations
-
 import datetime
 
 UNKNOWN = "-"

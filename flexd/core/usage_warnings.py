@@ -1,7 +1,5 @@
 """Usage warnings: mistakes of a trainer that flexd recognises, noted in a rank's process and reported to the daemon."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -9,8 +9,6 @@ The memory is words of 32 bits, part after part. A part is the rows of one table
 word per row. Header: key (2 words), event time (float64, 2 words), user (int64, 2 words), table, number of rows.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence
@@ -30,8 +28,6 @@ from flexd.sketch.table_sketch import readonly
 MIN_BYTES = 65_536
 # Rows of a table from here on are left out: a row takes four bytes.
 MAX_ROWS = 2**32
-# A sample's part of more than a sixteenth of the memory is left out.
-LONGEST_SHARE = 16
 # Of the memory after a trim. What comes until the next one has the rest.
 _KEPT_SHARE = 0.75
 _ARRAY = "coaccess/words"
@@ -46,7 +42,7 @@ def _mix(value: Any) -> Any:
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def _draw(key: Any) -> Any:
-    """Return the sample's draw from Exp(1). The key was mixed once for its identity; this mix is independent of it."""
+    # Return the sample's draw from Exp(1). The key was mixed once for its identity; this mix is independent of it.
     return -np.log((np.float64(_mix(key) >> np.uint64(11)) + 0.5) * 2.0**-53)
 
 
@@ -115,7 +111,7 @@ def _offer(
 
 @numba.njit(cache=True, nogil=True)
 def _priorities(words: Any, places: Any, weight_per_second: float) -> Any:
-    """Return float64 [parts]: the logarithm of each part's draw over its forward weight."""
+    # Return float64 [parts]: the logarithm of each part's draw over its forward weight.
     out = np.empty(places.size, dtype=np.float64)
     double = np.empty(1, dtype=np.float64)
     halves = double.view(np.uint32)
@@ -197,7 +193,8 @@ class CoAccessSample:
         self._used = 0
         # Largest priority kept: ``log(Exp(1)) - log(forward weight)``; infinite until memory is full once.
         self.limit = math.inf
-        self._longest = len(self._words) // LONGEST_SHARE - HEADER
+        # A sample's part of more than a sixteenth of the memory is left out.
+        self._longest = len(self._words) // 16 - HEADER
         self._weight_per_second = 0.0 if half_life_seconds is None else math.log(2.0) / half_life_seconds
 
     def add(

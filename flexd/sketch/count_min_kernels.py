@@ -12,8 +12,6 @@ seed 9001. Its HyperLogLog hashes with the seed itself: the low bits of the firs
 zeros of the second half are counted.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba
@@ -112,7 +110,7 @@ def _join(cells: Any, at: Any, value: Any) -> None:
 
 @numba.njit(cache=True, nogil=True)
 def _set(cells: Any, at: Any, value: Any) -> int:
-    """Raise one cell to ``value``. Return 1 if this joined its pair."""
+    # Raise one cell to ``value``. Return 1 if this joined its pair.
     if cells[at] >> _TOP32:
         _join(cells, at, value)
         return 0

@@ -1,7 +1,5 @@
 """The sketch of a table counted by a count-min, with the rows that may be hot, a sample and a distinct count."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -18,8 +16,6 @@ MIN_LOG2_WIDTH = 8
 MAX_LOG2_WIDTH = 30
 # Probability that one estimate exceeds its bound (Cormode and Muthukrishnan 2005, theorem 1).
 FAILURE_PROBABILITY = math.exp(-kernels.DEPTH)
-# Share of a decayed count-min's cells that may share a value before the unit is made coarser.
-JOINED_SHARE = 1 / 8
 LOG2_REGISTERS = 12
 # Relative standard error of the distinct count, 1.6 % (Flajolet et al. 2007).
 DISTINCT_ERROR = 1.04 / math.sqrt(2**LOG2_REGISTERS)
@@ -183,7 +179,8 @@ class CountMinTable(TableSketch):
         return end, negative, outside
 
     def _crowded(self) -> bool:
-        return self.joined_share > JOINED_SHARE
+        # More cells of a decayed count-min that share a value make the unit coarser.
+        return self.joined_share > 1 / 8
 
     def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
         total = float(self.total_units)

@@ -1,7 +1,5 @@
 """Forward decay: the weight of an access by its event time, in whole units of a counter."""
 
-from __future__ import annotations
-
 import math
 
 from flexd.core.errors import SketchError

@@ -1,7 +1,5 @@
 """The sketch of a table that is counted exactly: 4 bytes per row, and 16 more for each of the few rows beyond them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -14,10 +12,6 @@ from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.kernel_parts import prefetch
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.table_sketch import TableChoice, TableSketch, readonly
-
-# Least units of an access after the unit was made coarser: its weight is off by 3 % at most. Reached at 10^12 decayed
-# accesses of one table.
-COARSEST_UNITS = 2**4
 
 # ``low`` holds less than 2^31 units between calls; the excess is carried to ``high``.
 CARRY_BITS = 31
@@ -71,7 +65,7 @@ def _add(
 
 @numba.njit(cache=True, nogil=True)
 def _shift_low(low: Any, bits: int) -> None:
-    """Divide by ``2^bits``; halves round down, so that a row without further accesses ends at 0."""
+    # Divide by ``2^bits``; halves round down, so that a row without further accesses ends at 0.
     half = np.uint64((1 << (bits - 1)) - 1)
     for i in range(low.size):
         low[i] = np.uint32((np.uint64(low[i]) + half) >> np.uint64(bits))
@@ -161,7 +155,8 @@ class DenseTable(TableSketch):
     """
 
     unit_bits = UNIT_BITS
-    coarsest_units = COARSEST_UNITS
+    # The weight of an access is off by 3 % at most then; reached at 10^12 decayed accesses of one table.
+    coarsest_units = 2**4
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
         super().__init__(spec, choice, seed)

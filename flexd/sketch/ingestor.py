@@ -1,7 +1,5 @@
 """The ingest thread: reads the stream into the sketches and saves both together."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import functools
@@ -430,7 +428,7 @@ class Ingestor:
             self._work.close()
 
     def _attempt(self, step: str, action: Callable[[], None]) -> bool:
-        """Run one step of the loop. Return False if it failed: counted, logged once, and shown as a problem."""
+        # Run one step of the loop. Return False if it failed: counted, logged once, and shown as a problem.
         try:
             action()
         except Exception as error:

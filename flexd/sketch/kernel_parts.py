@@ -1,7 +1,5 @@
 """Parts of the compiled loops: the prefetch instruction, and the mix of bits that random numbers and hashes share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

@@ -5,8 +5,6 @@ cross a byte boundary, so the array has one spare byte. The i-th random number i
 of ids is the whole state, and successive iterations are independent.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

@@ -1,7 +1,5 @@
 """The sketch of a table with a logarithmic counter for every row; the sample orders the hottest rows."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any
@@ -21,8 +19,6 @@ BASES = {3: 1.4, 4: 1.25, 8: 1.04}
 CHECK_IDS = 8_192
 # Share of the rows that may be at the top level before the step is doubled.
 TOP_SHARE = 1 / 32
-# Times that share: so many rows may have come to the top before the step doubled, and share what lay beyond it.
-_MOST_CROWDS = 2
 
 
 def relative_error(bits: int) -> float:
@@ -228,7 +224,8 @@ class LogTable(TableSketch):
             return last
         at_least = np.cumsum(self.level_rows[::-1])[::-1]
         crowd = max(1, int(self.spec.rows * TOP_SHARE))
-        crowded = np.flatnonzero((at_least > crowd) & (at_least <= _MOST_CROWDS * crowd))
+        # Times that share: so many rows may have come to the top before the step doubled, and share what lay beyond it.
+        crowded = np.flatnonzero((at_least > crowd) & (at_least <= 2 * crowd))
         return max(1, int(crowded[-1])) if len(crowded) else last
 
     def _beyond_top(self, rows: Int64Array) -> tuple[Float64Array, Int64Array, float]:

@@ -1,8 +1,6 @@
 """The planner's input: per table the access rate, the frequency curve, the hot rows with error bounds, and the source
 nodes of their accesses, estimated from a sample."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -120,9 +118,6 @@ def _affinity(accesses: Float64Array, pair_row: Int64Array, pair_node: Int32Arra
     return (agreeing - by_chance) / (1 - by_chance) if by_chance < 1 else 0.0
 
 
-_ZIPF_BINS = 256
-
-
 @dataclass(frozen=True)
 class RowTouches:
     """Measured touches of a table's listed rows: means a forward pass, NaN where unknown.
@@ -226,7 +221,7 @@ def zipf_table(name: str, rows: int, exponent: float, listed: int, accesses_per_
     """
     listed = min(listed, rows)
     frequency = np.arange(1, listed + 1, dtype=np.float64) ** -exponent
-    edges = np.unique(np.geomspace(listed + 1, rows + 1, _ZIPF_BINS).astype(np.int64)) if listed < rows else np.empty(0)
+    edges = np.unique(np.geomspace(listed + 1, rows + 1, 256).astype(np.int64)) if listed < rows else np.empty(0)
     low, high = edges[:-1] - 0.5, edges[1:] - 0.5
     power = 1.0 - exponent
     summed = np.log(high / low) if abs(power) < 1e-9 else (high**power - low**power) / power

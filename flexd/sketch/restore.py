@@ -214,7 +214,16 @@ def restore_tables(
         StateVersionError: the state is of a newer flexd.
         SketchError: it is damaged or of an older format, or the settings are impossible.
     """
-    _check_format(state.get("format"))
+    number = state.get("format")
+    if isinstance(number, int) and number > STATE_FORMAT:
+        raise StateVersionError(
+            f"sketch state of format {number} is of a newer flexd; this one reads {STATE_FORMAT}",
+            remedy="run the flexd that wrote it, or a newer one",
+        )
+    if number != STATE_FORMAT:
+        raise SketchError(
+            f"sketch state of format {str(number)[:40]!r}, this flexd reads {STATE_FORMAT}", remedy="start without it"
+        )
     fresh = SketchSet(tables, settings)
     outcomes, kept = [], {}
     with _damaged():
@@ -243,18 +252,6 @@ def restore_tables(
         outcomes += [TableOutcome(name, "removed", gone[3], "not configured") for name, gone in saved.items()]
         fresh.load(state, arrays, kept, coaccess=was_half_life == settings.half_life_seconds)
     return fresh, tuple(outcomes)
-
-
-def _check_format(number: object) -> None:
-    if isinstance(number, int) and number > STATE_FORMAT:
-        raise StateVersionError(
-            f"sketch state of format {number} is of a newer flexd; this one reads {STATE_FORMAT}",
-            remedy="run the flexd that wrote it, or a newer one",
-        )
-    if number != STATE_FORMAT:
-        raise SketchError(
-            f"sketch state of format {str(number)[:40]!r}, this flexd reads {STATE_FORMAT}", remedy="start without it"
-        )
 
 
 @contextlib.contextmanager

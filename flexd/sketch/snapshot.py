@@ -1,8 +1,6 @@
 """Snapshots on disk, one checksummed file each, written atomically; and the saving of counters and stream positions
 together: when, in which order, and what became of it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -151,7 +149,7 @@ def read(path: Path, *, with_arrays: bool = True) -> tuple[dict[str, Any], Array
 
 
 def _encode(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> list[bytes | memoryview]:
-    """Return a file as successive parts; contiguous arrays are not copied."""
+    # Return a file as successive parts; contiguous arrays are not copied.
     plain = {
         name: np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")) for name, array in arrays.items()
     }  # fmt: skip

@@ -1,8 +1,6 @@
 """The sketch of one table: how it is counted, its unit, its sample of accesses with their source ranks, and what each
 kind of counters implements."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -84,10 +82,6 @@ class TableChoice:
         return "dense" if self.kind == "dense" else f"count-min (2^{self.log2_width}, {self.hot_rows} hot rows)"
 
 
-# Counted accesses offered to a table's sample for each one that it keeps, at most.
-OFFERED_ACCESSES = 4
-# Half-lives of event time between two rescales of a counter.
-GROWTH_HALF_LIVES = 2
 # Bits by which the unit becomes coarser at a time.
 COARSEN_BITS = 2
 # Below this chance of an access to enter, the distance to the next one is drawn instead of every access.
@@ -97,7 +91,7 @@ _MAX_RANK = 2**31 - 1
 
 @numba.njit(cache=True, nogil=True)
 def _exponential(state: Any) -> Any:
-    """Draw from Exp(1) with SplitMix64: passing numpy's generators to compiled code takes as long as a message."""
+    # Draw from Exp(1) with SplitMix64: passing numpy's generators to compiled code takes as long as a message.
     state[0] += np.uint64(GAMMA)
     return -np.log((np.float64(finalise(state[0]) >> np.uint64(11)) + 0.5) * 2.0**-53)
 
@@ -201,7 +195,7 @@ class AccessSample:
                 self._keep_best(self._rows, self._ranks, self._keys)
 
     def _chance(self, log_weight: float) -> float:
-        """Return the chance of an access to enter, to first order: its length on the line that ``_gap`` measures."""
+        # Return the chance of an access to enter, to first order: its length on the line that ``_gap`` measures.
         power = self._limit + log_weight
         return math.exp(power) if power < 700 else math.inf
 
@@ -331,7 +325,8 @@ class TableSketch(ABC):
         outside = int(times[inside:].sum())
         rows, times = rows[:inside], times[:inside]
         self._count_times(rows, times, self.access_units(event_time_seconds, decay))
-        sampled, accesses_each = draw_accesses(rows, times, OFFERED_ACCESSES * self._sample.capacity, random)
+        # At most four accesses are offered to the sample for each one that it keeps.
+        sampled, accesses_each = draw_accesses(rows, times, 4 * self._sample.capacity, random)
         self.coarsen_if_crowded(event_time_seconds, decay)
         log_weight = decay.log_weight(event_time_seconds) + math.log(accesses_each)
         self._sample.add(sampled, source_rank, log_weight, self.spec.rows)
@@ -343,7 +338,8 @@ class TableSketch(ABC):
         exponent = decay.unit_exponent(time, self.unit_bits)
         if self.exponent is None:
             self.exponent = exponent
-        elif exponent >= self.exponent + GROWTH_HALF_LIVES:
+        # Counters are rescaled every two half-lives of event time.
+        elif exponent >= self.exponent + 2:
             self.rescale(exponent - self.exponent)
             self.exponent = exponent
 

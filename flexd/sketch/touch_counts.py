@@ -7,8 +7,6 @@ node (v) and by any rank (w) too; only steps in which every rank of the layout h
 A step's batches may lie in several partitions: a step is counted when every rank and every partition has passed it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,11 +35,7 @@ SAMPLED_BATCHES = 64
 
 # A partition has no more batches of the table, because publishers have left it, after so many opened steps without.
 STALE_STEPS = 128
-_MAX_OPEN_STEPS = 1024
 _OVERTAKING_STEPS = 16
-# A step number this far behind is of a training that was started again, or of a partition that is read later.
-_RESTART_STEPS = 10_000
-_PENDING_ROWS = 65_536
 _ARRAYS = ("touch_row_gaps", "touch_counts", "touch_since", "touch_totals")
 
 
@@ -183,9 +177,10 @@ class TableTouches:
     def _add_to_step(
         self, distinct: Int64Array, accesses: int, rank: int, step: int, event_time_seconds: float, decay: ForwardDecay
     ) -> bool:
-        """Add an entry to its step. Return whether the step is the newest one of the rank."""
+        # Add an entry to its step. Return whether the step is the newest one of the rank.
         if step < self._closed_before or step in self._closed:
-            if step > self._closed_before - _RESTART_STEPS:
+            # One further behind is of a training that was started again, or of a partition that is read later.
+            if step > self._closed_before - 10_000:
                 # The step is closed; as a batch of its own the entry still counts for u.
                 self._count_batch(distinct, accesses, event_time_seconds, decay)
                 return False
@@ -202,7 +197,7 @@ class TableTouches:
         newest = step > self._newest.get(rank, -1)
         if newest:
             self._newest[rank] = step
-        while self._open and (len(self._open) > _MAX_OPEN_STEPS or self._open_rows > self._max_open_rows):
+        while self._open and (len(self._open) > 1024 or self._open_rows > self._max_open_rows):
             self._close_before(min(self._open) + 1, decay)
         return newest
 
@@ -334,12 +329,12 @@ class TableTouches:
     def _append(self, rows: Int64Array, counts: Float64Array) -> None:
         self._pending.append((rows, counts))
         self._pending_rows += len(rows)
-        if self._pending_rows > _PENDING_ROWS + 2 * len(self._rows):
+        if self._pending_rows > 65_536 + 2 * len(self._rows):
             self._fold()
             self._prune()
 
     def _weight(self, time: float, decay: ForwardDecay) -> float:
-        """Return the whole units of a batch of this time, and choose or raise the exponent for it."""
+        # Return the whole units of a batch of this time, and choose or raise the exponent for it.
         exponent = decay.unit_exponent(time, 16)
         if self._exponent is None:
             self._exponent = exponent

@@ -18,8 +18,6 @@ from flexd.core.errors import StreamError
 from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 from flexd.stream.trace import Trace
 
-# Events of the shortest sample: one to look up and one to predict.
-LEAST_EVENTS = 2
 # Global batches that a sample waits while others of its user are trained; then it is left out, so that batches stay in
 # order of time.
 MAX_WAIT_BATCHES = 8
@@ -237,7 +235,8 @@ def make_samples(trace: Trace, options: BatchOptions) -> Samples:
     events, start, user = _histories(trace)
     at = np.arange(len(events))
     end = np.append(np.flatnonzero(np.diff(user)) + 1, len(user))[user]  # of the history
-    least = LEAST_EVENTS if lengths is SampleLengths.REAL else history + 1
+    # Events of the shortest sample: one to look up and one to predict.
+    least = 2 if lengths is SampleLengths.REAL else history + 1
     if kind is SampleKind.SEQUENCES:
         first = at[(at - start) % (history + 1) == 0]
         length = np.minimum(history + 1, end[first] - first)

@@ -6,8 +6,6 @@ Raises:
     MissingExtraError: at import, if pyarrow is not installed or does not load with the numpy that is.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import struct
@@ -56,7 +54,6 @@ MAX_TABLE_NAME_CHARS = 256
 # Year 5138. Larger values are milliseconds or finer by mistake, and would decay every counter to nothing.
 MAX_EVENT_TIME_SECONDS = 1e11
 
-_UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _REQUIRED = ("table", "rows", "source_rank", "event_time")
 # Columns of a message in the order of the fields of ``AccessBatch``.
 _TYPES = {
@@ -307,6 +304,7 @@ def _lists(name: str, column: pa.Array, dtype: np.dtype[Any]) -> list[Any]:
 
 def _event_times(column: pa.Array) -> list[float]:
     if pa.types.is_timestamp(column.type):
-        column = pa.array(column.cast(pa.int64()).to_numpy() / _UNITS_PER_SECOND[column.type.unit])
+        units_per_second = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[column.type.unit]
+        column = pa.array(column.cast(pa.int64()).to_numpy() / units_per_second)
     seconds: list[float] = column.to_pylist()
     return seconds

@@ -1,7 +1,5 @@
 """Publish the accesses of a trainer's steps from a background thread, without blocking a step."""
 
-from __future__ import annotations
-
 import logging
 import operator
 import threading
@@ -20,8 +18,6 @@ from flexd.stream.types import AccessBatch, Sink
 
 _log = logging.getLogger(__name__)
 
-# Upper estimate of the size of an entry in a message, without its arrays and its name.
-_ENTRY_BYTES = 64
 # Upper estimate of the size of schema and framing.
 _MESSAGE_BYTES = 2048
 _IDLE_SECONDS = 1.0
@@ -203,7 +199,7 @@ class Publisher:
             self.problem = str(error)
 
     def _drain_queue(self) -> list[AccessBatch]:
-        """Remove and return the queued batches after lingering; empty if closing and either drained or out of time."""
+        # Remove and return the queued batches after lingering; empty if closing and either drained or out of time.
         with self._changed:
             while not self._queue and self._close_deadline is None:
                 self._changed.wait(_IDLE_SECONDS)
@@ -272,7 +268,8 @@ def _access_count(rows: Any) -> int:
 
 def _encoded_bytes(batch: AccessBatch) -> int:
     sequence_bytes = sum(each.nbytes for each in _of_sequences(batch).values())
-    return batch.rows.nbytes + sequence_bytes + 4 * len(batch.table) + _ENTRY_BYTES
+    # Upper estimate of the size of an entry in a message, without its arrays and its name.
+    return batch.rows.nbytes + sequence_bytes + 4 * len(batch.table) + 64
 
 
 def _of_sequences(batch: AccessBatch) -> dict[str, npt.NDArray[Any]]:
@@ -281,7 +278,7 @@ def _of_sequences(batch: AccessBatch) -> dict[str, npt.NDArray[Any]]:
 
 
 def _group(batches: list[AccessBatch], max_message_bytes: int) -> Iterator[list[AccessBatch]]:
-    """Group batches into messages, in order for each id type: in a mixed message int32 ids would be sent as int64."""
+    # Group batches into messages, in order for each id type: in a mixed message int32 ids would be sent as int64.
     limit = max_message_bytes - _MESSAGE_BYTES
     groups: dict[np.dtype[Any], list[AccessBatch]] = {}
     sizes: dict[np.dtype[Any], int] = {}
@@ -298,7 +295,7 @@ def _group(batches: list[AccessBatch], max_message_bytes: int) -> Iterator[list[
 
 
 def _split(batch: AccessBatch, max_bytes: int) -> Iterator[AccessBatch]:
-    """Split a batch into parts of at most ``max_bytes``, between sequences; a longer sequence stays whole."""
+    # Split a batch into parts of at most ``max_bytes``, between sequences; a longer sequence stays whole.
     size = _encoded_bytes(batch)
     if size <= max_bytes:
         yield batch

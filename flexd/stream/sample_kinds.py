@@ -1,7 +1,5 @@
 """Ways to make and batch samples; commands have it as options, so no library is imported here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

@@ -1,7 +1,5 @@
 """A source without a log: the counts of the ranks' taps, received over the control channel."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -9,9 +7,6 @@ from enum import Enum
 
 from flexd.core.errors import StreamError
 from flexd.stream.types import Losses, Positions, Source, StreamMessage
-
-# Time after which the partition of a replaced process is dropped.
-FORGET_SECONDS = 3600.0
 
 
 def partition_of(attempt: str, rank: int, session: str) -> str:
@@ -49,7 +44,7 @@ class TapSource(Source):
         forget_seconds: time after which the partition of a replaced process is dropped from the positions.
     """
 
-    def __init__(self, forget_seconds: float = FORGET_SECONDS) -> None:
+    def __init__(self, forget_seconds: float = 3600.0) -> None:
         self._forget_seconds = forget_seconds
         self._changed = threading.Condition()
         self._next: Positions = {}

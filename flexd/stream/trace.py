@@ -1,8 +1,6 @@
 """Traces of (table, row) events in order of time, and bounded Zipf samples in bulk, exactly and without a table of
 probabilities."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Work that a start skips must not change what works afterwards."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

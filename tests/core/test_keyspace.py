@@ -1,7 +1,5 @@
 """The flat key space: tables grouped by dim, dtype and optimizer, and back from keys to rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Node maps: saved, read, and looked up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Placements and deltas against a dictionary of row -> tier."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

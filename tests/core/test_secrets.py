@@ -1,7 +1,5 @@
 """Secret files: format, reloading, and rotation of keys without an interruption."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rule of threads: faults are counted, logged at powers of two, backed off from, shown, and survived."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Verdicts and intervals of a switchback. ``tools.bench verify`` simulates the jobs."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Counts of a tap: their wire format (round trips, damaged and malicious bytes), sums, and hashes of their samples."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Formatting of figures."""
 
-from __future__ import annotations
-
 import pytest
 
 from flexd.core import units

@@ -1,7 +1,5 @@
 """The co-access sample: whole samples, chosen alike by every daemon, within its memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Count-min counters against a scalar reference, plain counting and DataSketches; hot rows; a budget for 10^9 rows."""
 
-from __future__ import annotations
-
 import datasketches
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Dense counters against plain counting; curves read from them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

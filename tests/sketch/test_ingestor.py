@@ -1,8 +1,6 @@
 """The ingest thread: exactly-once counting across crashes, full disks, failing sources, faults at any stage and
 messages that kill their reader; rejections by reason, arrival, skew and rates; concurrent readers."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json

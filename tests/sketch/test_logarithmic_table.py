@@ -1,7 +1,5 @@
 """Logarithmic counters: packed levels, unbiased rounding, steps, errors; profiles and decay."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Source nodes of accesses: shares by node and the affinity of a table."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

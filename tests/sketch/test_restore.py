@@ -1,7 +1,5 @@
 """Restoring the newest usable snapshot; another configuration or version keeps every count that still fits."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

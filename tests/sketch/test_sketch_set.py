@@ -1,7 +1,5 @@
 """The sketches of all tables together: counts and profiles, and the choice of counters within a memory budget."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Snapshot files: atomic, checked, and kept when the disk is full or a file is damaged."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,8 +1,6 @@
 """Every kind of counters counts, decays by the formula, gives profiles and is saved alike; accesses counted by row; the
 weighted sample of accesses; the clock's rules."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Touches counted from a stream equal those counted from the batches themselves."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flexd.core.keyspace import KeySpace, TableSpec

@@ -1,7 +1,5 @@
 """Brokers of the stream tests."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Samples and batches of a trace: what is in them, and what is left out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

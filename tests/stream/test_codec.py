@@ -1,7 +1,5 @@
 """The codec: round trips, refusals with their reasons, and robustness against any bytes."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import struct
@@ -190,6 +188,7 @@ SCHEMA = pa.RecordBatch.from_pydict(columns()).schema.serialize().to_pybytes()
         (b"PK\x03\x04", "not_arrow"),
         (b"ARROW1\0\0" + GOOD, "not_arrow"),
         (GOOD + b"x" * 20, "wrong_schema"),
+        (GOOD[: len(GOOD) // 2], "corrupt"),
         (GOOD + bytes(MAX), "too_large"),
         (SCHEMA, "empty"),
         (SCHEMA + b"\xff\xff\xff\xff\0\0\0\0", "empty"),

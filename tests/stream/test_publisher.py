@@ -1,7 +1,5 @@
 """The publisher: no argument makes it block or raise, and every access is accounted for."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """The contract of ``Source``, run against every implementation."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable
 

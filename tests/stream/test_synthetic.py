@@ -1,7 +1,5 @@
 """The synthetic source: drift, pace, and the same stream from any position."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

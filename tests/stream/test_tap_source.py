@@ -1,7 +1,5 @@
 """The tap source: its contract with its reader, and the states that it returns to the control channel."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Traces: files, the synthetic one, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

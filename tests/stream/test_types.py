@@ -1,7 +1,5 @@
 """Offsets at which the process died twice are skipped; one death, or success in between, skips nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Source and sink of the file log: append-only segment files with offsets, one directory a partition."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os
@@ -16,9 +14,6 @@ from flexd.stream.file_log.segments import BufferPool, PartitionReader
 from flexd.stream.types import Losses, Positions, Source, StreamMessage
 
 _log = logging.getLogger(__name__)
-
-# Shortest and longest wait between two reads of a log without new messages; each wait doubles the one before.
-_PAUSE_SECONDS = (0.001, 0.05)
 
 
 class FileLogSink:
@@ -137,7 +132,7 @@ class FileLogSink:
             return segments.last_offset_after(file.fileno(), bases[-1])
 
     def _begin_segment(self) -> None:
-        """Open the segment that starts at ``next_offset``. The buffer must be empty."""
+        # Open the segment that starts at ``next_offset``. The buffer must be empty.
         # An existing segment of that name has no complete record, so no reader has read from it.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         fd = os.open(segments.segment_path(self._directory, self.next_offset), flags, 0o644)
@@ -147,7 +142,7 @@ class FileLogSink:
         self._written_bytes = 0
 
     def _write(self) -> None:
-        """Write the buffer; on failure keep exactly the bytes that were not written."""
+        # Write the buffer; on failure keep exactly the bytes that were not written.
         if not self._buffer:
             return
         try:
@@ -208,7 +203,8 @@ class FileLogSource(Source):
         self._restored: Positions = {}
         self._readers: dict[str, PartitionReader] = {}
         self._turn = 0
-        self._pauses = Backoff(*_PAUSE_SECONDS)
+        # Shortest and longest wait between two reads of a log without new messages; each wait doubles the one before.
+        self._pauses = Backoff(0.001, 0.05)
         self._problem: str | None = None
         self._closed = False
 

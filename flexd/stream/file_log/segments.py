@@ -265,7 +265,7 @@ class PartitionReader:
         return messages, at > 0 or (self._search_from is not None and self._resynchronise())
 
     def _pread(self, size_bytes: int) -> memoryview:
-        """Read from the position on; the read-only view is shorter at the end of the file."""
+        # Read from the position on; the read-only view is shorter at the end of the file.
         # Not more than the file holds: at the end of a slowly growing log the buffer would be mostly empty.
         available_bytes = max(os.fstat(self._fd).st_size - self._position, 0)
         buffer = self._buffers.acquire(min(size_bytes, available_bytes))
@@ -281,7 +281,7 @@ class PartitionReader:
         return True
 
     def _advance(self) -> bool:
-        """Move to the next segment at the end of this one. Return False if there is nothing more to read yet."""
+        # Move to the next segment at the end of this one. Return False if there is nothing more to read yet.
         bases = base_offsets(self._directory)
         newer = [base for base in bases if base > self._base]
         if newer:
@@ -293,7 +293,10 @@ class PartitionReader:
                 self._skip_to(newer[0], bases)
             self._open_segment(bases)
             return True
-        anew = bool(bases) and not self._is_current(bases)
+        anew = bool(bases)
+        if self._base in bases:
+            there = segment_path(self._directory, self._base).stat()
+            anew = os.fstat(self._fd).st_ino != there.st_ino or there.st_size < self._position
         short = not self._reached and self._segment_end < self.next_offset and self._search_from is None
         if bases and (anew or short):
             self._lose_position(
@@ -307,18 +310,12 @@ class PartitionReader:
         return False
 
     def _skip_to(self, base: int, bases: list[int]) -> None:
-        """Move to a segment beyond the next offset: one in between was deleted, or this one has a corrupt end."""
+        # Move to a segment beyond the next offset: one in between was deleted, or this one has a corrupt end.
         if self._base in bases:
             self.losses.add(self._name, self.next_offset, base, "corrupt")
             self.next_offset = base
         else:
             self._lose_position(f"the log now starts at {bases[0]}", bases)
-
-    def _is_current(self, bases: list[int]) -> bool:
-        if self._base not in bases:
-            return False
-        there = segment_path(self._directory, self._base).stat()
-        return os.fstat(self._fd).st_ino == there.st_ino and there.st_size >= self._position
 
     def _lose_position(self, cause: str, bases: list[int]) -> None:
         self._reached = True

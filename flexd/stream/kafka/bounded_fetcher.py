@@ -35,10 +35,7 @@ from flexd.stream.types import OffsetsInWork, RefusedMessages, StreamMessage
 NONE, GZIP, SNAPPY, LZ4, ZSTD = range(5)
 CODEC_MASK = 0x07
 CODEC_NAMES = ("none", "gzip", "snappy", "lz4", "zstd")
-STEP_BYTES = 2**20
 HEAD_BYTES = 4096
-# Windows up to this size are accepted whatever the bound is: ordinary compression levels use them.
-_MIN_ZSTD_WINDOW_BYTES = 8 * 2**20
 
 
 class BatchRefusedError(Exception):
@@ -89,9 +86,9 @@ def _too_large(max_bytes: int) -> BatchRefusedError:
 
 
 def _read(reader: Any, max_bytes: int) -> Iterator[bytes]:
-    """Read a file-like decompressor in steps; at most one byte beyond the bound."""
+    # Read a file-like decompressor in steps; at most one byte beyond the bound.
     left = max_bytes + 1
-    while part := reader.read(min(STEP_BYTES, left)):
+    while part := reader.read(min(2**20, left)):
         left -= len(part)
         yield part
 
@@ -110,7 +107,8 @@ def _zstd(data: memoryview, max_bytes: int) -> Iterator[bytes]:
     import zstandard
 
     # A decoder allocates the window that the frame claims, 128 MiB by default.
-    window = max(_MIN_ZSTD_WINDOW_BYTES, 1 << (max_bytes - 1).bit_length())
+    # Windows up to this size are accepted whatever the bound is: ordinary compression levels use them.
+    window = max(8 * 2**20, 1 << (max_bytes - 1).bit_length())
     decompressor = zstandard.ZstdDecompressor(max_window_size=window)
     return _read(decompressor.stream_reader(bytes(data), read_across_frames=True), max_bytes)
 
@@ -157,8 +155,6 @@ _PARTS: dict[int, Callable[[memoryview, int], Iterator[bytes]]] = {GZIP: _gzip, 
 _LOG = struct.Struct(">qi")
 _MAGIC_AT = 16
 _HEADER = struct.Struct(">qiibIhiqqqhii")
-# The checksum covers the attributes and everything behind them.
-_CHECKED_FROM = 21
 _TIMESTAMP_TYPE_MASK, _CONTROL_MASK = 0x08, 0x20
 
 Item = StreamMessage | RefusedMessages
@@ -366,7 +362,7 @@ class BatchReader:
             yield self._refused(start, "corrupt_batch", "no offset that fits", self._data)
 
     def _guarded(self, base: int, batch: memoryview) -> Iterator[Item]:
-        """Read one batch; what cannot be read of it becomes one refused range."""
+        # Read one batch; what cannot be read of it becomes one refused range.
         last = self._last_offset(base, batch)
         try:
             magic = batch[_MAGIC_AT]
@@ -391,7 +387,7 @@ class BatchReader:
 
     @staticmethod
     def _last_offset(base: int, batch: memoryview) -> int:
-        """Return the last offset that a batch claims, its first one if it claims none."""
+        # Return the last offset that a batch claims, its first one if it claims none.
         if len(batch) < _HEADER.size or batch[_MAGIC_AT] != 2:
             return base
         return base + max(int(_HEADER.unpack_from(batch)[6]), 0)
@@ -399,7 +395,8 @@ class BatchReader:
     def _read(self, base: int, last: int, batch: memoryview) -> Iterator[StreamMessage]:
         header = _HEADER.unpack_from(batch)
         _, _, epoch, _, crc, attributes, _, _, max_time, _, _, _, count = header
-        if calc_crc32c(batch[_CHECKED_FROM:]) != crc:
+        # The checksum covers the attributes and everything behind them.
+        if calc_crc32c(batch[21:]) != crc:
             raise BatchRefusedError("corrupt_batch", "checksum")
         self.leader_epoch = epoch
         if attributes & _CONTROL_MASK:
@@ -451,7 +448,7 @@ class BatchReader:
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return a zig-zag varint of at most ten bytes and the position behind it."""
+    # Return a zig-zag varint of at most ten bytes and the position behind it.
     byte = data[at]
     at += 1
     if byte < 0x80:

@@ -1,7 +1,5 @@
 """Connect to a Kafka broker without ever waiting for it, and write messages to a topic."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
@@ -190,8 +188,6 @@ _CLOSE_SECONDS = 5.0
 _MESSAGE_ERRORS = (
     InvalidRecordError, InvalidTimestampError, MessageSizeTooLargeError, PolicyViolationError, RecordListTooLargeError,
 )  # fmt: skip
-# Shortest and longest time without a delivery after which a failing producer is replaced.
-_REPLACE_SECONDS = (1.0, 60.0)
 
 
 class KafkaSink:
@@ -255,7 +251,8 @@ class KafkaSink:
         self.messages_failed = 0
         self.producers_replaced = 0
         self._failing_since: float | None = None
-        self._replacements = Backoff(*_REPLACE_SECONDS)
+        # Shortest and longest time without a delivery after which a failing producer is replaced.
+        self._replacements = Backoff(1.0, 60.0)
         self._replace_after_seconds = self._replacements.seconds()
         self._dead_error: KafkaError | None = None
 
@@ -349,7 +346,7 @@ class _Producer(KafkaProducer):  # type: ignore[misc]
 
 
 def _dispose(producer: _Producer) -> None:
-    """Close the producer; messages not delivered within half of ``_CLOSE_SECONDS`` fail."""
+    # Close the producer; messages not delivered within half of ``_CLOSE_SECONDS`` fail.
     with contextlib.suppress(KafkaTimeoutError):
         producer.flush(_CLOSE_SECONDS / 2)
     producer.closing = True

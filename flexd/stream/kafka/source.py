@@ -369,7 +369,7 @@ class KafkaSource(Source):
         self._seek(consumer, lost)
 
     def _probe_if_silent(self, consumer: KafkaConsumer) -> None:
-        """Send a request to the broker after a silent while: the client hides that a broker is unreachable."""
+        # Send a request to the broker after a silent while: the client hides that a broker is unreachable.
         if time.monotonic() - max(self._last_answer, self._probed_at) < SILENT_SECONDS:
             return
         assignment = sorted(consumer.assignment())
@@ -407,7 +407,7 @@ def _disconnect(consumer: KafkaConsumer) -> None:
 
 
 def _highwater(consumer: KafkaConsumer, partition: TopicPartition) -> int | None:
-    """Return the high-water mark, None if the partition is being revoked or has not been fetched yet."""
+    # Return the high-water mark, None if the partition is being revoked or has not been fetched yet.
     try:
         highwater: int | None = consumer.highwater(partition)
     except (KafkaError, KeyError):
@@ -416,7 +416,7 @@ def _highwater(consumer: KafkaConsumer, partition: TopicPartition) -> int | None
 
 
 def _beginning(consumer: KafkaConsumer, partition: TopicPartition) -> int:
-    """Return where the client reads a partition of which nothing was delivered yet; 0 if it does not know."""
+    # Return where the client reads a partition of which nothing was delivered yet; 0 if it does not know.
     try:
         return int(consumer.position(partition, timeout_ms=0) or 0)
     except (KafkaError, KeyError):

@@ -1,7 +1,5 @@
 """Create a topic, and inspect one without joining a consumer group."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The file log: writers, and readers while a log is written."""
 
-from __future__ import annotations
-
 import errno
 import os
 

@@ -1,7 +1,5 @@
 """The reader of a partition: incomplete and corrupt records, deleted segments, lost positions."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

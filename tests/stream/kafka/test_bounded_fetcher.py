@@ -1,7 +1,5 @@
 """Hostile batches on a real broker are refused, and the rest of the partition is read, in bounded memory."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import random

@@ -1,7 +1,5 @@
 """The Kafka sink: a producer is replaced if the broker forgot it, and only then; every message is counted once."""
 
-from __future__ import annotations
-
 import threading
 import time
 from unittest.mock import Mock

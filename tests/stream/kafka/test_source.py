@@ -1,12 +1,12 @@
 """The Kafka source under failure: unreachable and hanging brokers, lost logs, rebalances, refused commits."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
+import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -161,6 +161,42 @@ def test_every_offset_is_delivered_once_whatever_is_fetched(fetched, delivered, 
     source, consumer = scripted(*fetched)
     assert [[m.offset for m in source.poll(0.0)] for _ in fetched] == delivered
     assert consumer.seeks == seeks
+
+
+def test_a_rebalance_repeats_and_loses_nothing(mock_broker):
+    """A second member joins and leaves while messages arrive; each member continues at its position."""
+    topic = mock_broker.create_topic(2)
+    group = f"group-{uuid.uuid4().hex[:8]}"
+    produce(mock_broker, topic, 0, 10)
+    first = open_source(mock_broker, topic, group)
+    got = poll_until(first, lambda got: len(got) == 10)
+    second = open_source(mock_broker, topic, group)
+    # The second must not read again what the first has read: the daemon would hand these positions over.
+    second.restore(first.positions())
+    stop = threading.Event()
+    from_second: list[StreamMessage] = []
+
+    def run() -> None:
+        while not stop.is_set():
+            from_second.extend(second.poll(0.1))
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(run)
+        try:
+            poll_until(first, lambda _: reading.done() or len(first._connector.client.assignment()) == 1)
+            first.commit(first.positions())
+        finally:
+            stop.set()
+        reading.result(60)
+    second.close()
+    handed_over = second.positions()
+    poll_until(first, lambda _: len(first._connector.client.assignment()) == 2)
+    produce(mock_broker, topic, 10, 6)
+    rest = poll_until(first, lambda more: len(more) + len(from_second) >= 6)
+    first.close()
+    everything = [(m.partition, m.offset) for m in got + from_second + rest]
+    assert len(set(everything)) == len(everything) == 16
+    assert handed_over.keys() <= first.positions().keys()
 
 
 def test_a_share_of_the_partitions_is_read(mock_broker):

@@ -1,7 +1,5 @@
 """Inspecting a topic: its newest messages, and errors with a remedy."""
 
-from __future__ import annotations
-
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.topic_admin import inspect_topic
 
