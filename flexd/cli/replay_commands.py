@@ -18,8 +18,9 @@ from flexd.demo.setup import DemoOptions, LengthsOption, SamplesOption
 from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 
 if TYPE_CHECKING:
+    from flexd.core.keyspace import TableSpec
     from flexd.core.placement import RankLayout
-    from flexd.simulate.accesses import Accesses, RowFormat
+    from flexd.simulate.accesses import Accesses
     from flexd.topology.cluster import Cluster
 
 
@@ -97,10 +98,10 @@ class ReplayOptions:
     ] = 0.05
     seed: SeedOption = 0
 
-    def row_format(self) -> RowFormat:
-        from flexd.simulate.accesses import RowFormat
+    def row(self) -> TableSpec:
+        from flexd.core.keyspace import TableSpec
 
-        return RowFormat(self.dim, self.dtype, self.optimizer)
+        return TableSpec("rows", 1, self.dim, self.dtype, self.optimizer)
 
     def of_trace(self, path: Path | None, layout: RankLayout, steps: int) -> Accesses:
         """Return the accesses of a trace; None: of the built-in one."""
@@ -109,9 +110,7 @@ class ReplayOptions:
 
         events = built_in_trace(self.seed) if path is None else load_trace(path)
         options = BatchOptions(self.history, self.batch, steps, self.samples, self.lengths, self.micro_batches)
-        return trace_accesses(
-            "built-in trace" if path is None else path.stem, events, layout, self.row_format(), options
-        )
+        return trace_accesses("built-in trace" if path is None else path.stem, events, layout, self.row(), options)
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def simulate(given: SimulateOptions) -> None:
         accesses = replay.of_trace(given.trace, layout, steps)
     else:
         accesses = zipf_accesses(
-            layout, replay.row_format(), table_rows=drawn.rows, exponent=drawn.zipf, drift_rows=drawn.drift,
+            layout, replay.row(), table_rows=drawn.rows, exponent=drawn.zipf, drift_rows=drawn.drift,
             accesses_per_rank=(replay.batch or DRAWN_BATCH) * (replay.history + 1), steps=steps, seed=replay.seed,
             micro_batches=replay.micro_batches,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -219,26 +219,17 @@ def check_size(layout: RankLayout, batch_size: int, rows_per_sample: int, micro_
         )
 
 
-@dataclass(frozen=True)
-class RowFormat:
-    """Dim, dtype and optimizer of the rows of all tables."""
-
-    dim: int = 16
-    dtype: str = "float32"
-    optimizer: str = "rowwise_adagrad"
-
-    def table(self, name: str, rows: int) -> TableSpec:
-        return TableSpec(name, rows, self.dim, self.dtype, self.optimizer)
-
-
 def trace_accesses(
     name: str,
     trace: Trace,
     layout: RankLayout,
-    rows: RowFormat,
+    row: TableSpec,
     options: BatchOptions,
 ) -> Accesses:
     """Return a trace as a next-item model reads it (``flexd.stream.batches``).
+
+    Args:
+        row: dim, dtype and optimizer of the rows of all tables.
 
     Raises:
         ConfigError: a step is too large.
@@ -247,7 +238,10 @@ def trace_accesses(
     micro_batches = options.micro_batches
     check_size(layout, options.batch_size or 1, options.history + 1, micro_batches)
     keyspace = KeySpace(
-        [rows.table(table, int(count)) for table, count in zip(trace.table_names, trace.table_rows, strict=True)]
+        [
+            replace(row, name=table, rows=int(count))
+            for table, count in zip(trace.table_names, trace.table_rows, strict=True)
+        ]
     )
     batches = Batches(trace, layout.world_size, options)
 
@@ -297,7 +291,7 @@ def _drawn(
 
 def zipf_accesses(
     layout: RankLayout,
-    rows: RowFormat,
+    row: TableSpec,
     *,
     table_rows: int,
     exponent: float,
@@ -326,7 +320,7 @@ def zipf_accesses(
         return scatter(ranks, table_rows, multiplier)
 
     return _drawn(
-        f"Zipf {exponent:g}", KeySpace([rows.table("rows", table_rows)]), layout, draw, source=0,
+        f"Zipf {exponent:g}", KeySpace([replace(row, name="rows", rows=table_rows)]), layout, draw, source=0,
         accesses_per_rank=accesses_per_rank, steps=steps, seed=seed, micro_batches=micro_batches,
     )  # fmt: skip
 

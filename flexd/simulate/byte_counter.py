@@ -84,8 +84,7 @@ class CollectiveBytes:
         phase: which part of the step, a ``TrafficPhase`` or ``MIGRATION``.
         collective: whose bandwidth curve prices it.
         link: the farthest link it takes, whose latency it has.
-        sent: int64 [ranks, 2], bytes sent to other ranks, by link.
-        peak: int64 [2], by link, the most that any rank sends or receives.
+        sent, received: int64 [ranks, 2], bytes sent to other ranks and received from them, by link.
         piggybacked: it travels in another collective's message, and has no latency of its own.
     """
 
@@ -93,22 +92,23 @@ class CollectiveBytes:
     collective: Collective
     link: int
     sent: Int64Array
-    peak: Int64Array
+    received: Int64Array
     piggybacked: bool = False
+
+    @property
+    def peak(self) -> Int64Array:
+        """int64 [2], by link, the most that any rank sends or receives."""
+        peak: Int64Array = np.maximum(self.sent.max(axis=0), self.received.max(axis=0))
+        return peak
 
 
 def _on_link(
     phase: int, link: int, sent: Int64Array, received: Int64Array, *, piggybacked: bool = False
 ) -> CollectiveBytes:
     """An all-to-all over one link: int64 [ranks] bytes sent and received."""
-    by_link, peak = np.zeros((len(sent), 2), dtype=np.int64), np.zeros(2, dtype=np.int64)
-    by_link[:, link], peak[link] = sent, max(sent.max(), received.max())
-    return CollectiveBytes(phase, Collective.ALL_TO_ALL, link, by_link, peak, piggybacked)
-
-
-def _even(phase: int, collective: Collective, link: int, sent: Int64Array) -> CollectiveBytes:
-    """A collective in which every rank receives what it sends."""
-    return CollectiveBytes(phase, collective, link, sent, sent.max(axis=0))
+    by_link = np.zeros((2, len(sent), 2), dtype=np.int64)
+    by_link[:, :, link] = sent, received
+    return CollectiveBytes(phase, Collective.ALL_TO_ALL, link, by_link[0], by_link[1], piggybacked)
 
 
 class StepByteCounter:
@@ -231,10 +231,10 @@ class StepByteCounter:
         sizes = self._sizes(link, peers)
         all_to_all, farthest = Collective.ALL_TO_ALL, self._farthest if link is None else link
         return _Hop(
-            sizes=_even(TrafficPhase.FORWARD_IDS, all_to_all, farthest, sizes),
-            ids=CollectiveBytes(TrafficPhase.FORWARD_IDS, all_to_all, farthest, ids_out, _peak(ids_out, ids_in)),
-            rows=CollectiveBytes(TrafficPhase.FORWARD_ROWS, all_to_all, farthest, rows_in, _peak(rows_out, rows_in)),
-            grads=CollectiveBytes(TrafficPhase.BACKWARD_ROWS, all_to_all, farthest, rows_out, _peak(rows_out, rows_in)),
+            sizes=CollectiveBytes(TrafficPhase.FORWARD_IDS, all_to_all, farthest, sizes, sizes),
+            ids=CollectiveBytes(TrafficPhase.FORWARD_IDS, all_to_all, farthest, ids_out, ids_in),
+            rows=CollectiveBytes(TrafficPhase.FORWARD_ROWS, all_to_all, farthest, rows_in, rows_out),
+            grads=CollectiveBytes(TrafficPhase.BACKWARD_ROWS, all_to_all, farthest, rows_out, rows_in),
         )
 
     def _sizes(self, link: int | None, peers: int) -> Int64Array:
@@ -305,7 +305,7 @@ class StepByteCounter:
             of_rail = np.bincount(self._homes.rail(rows[of_dtype]), weights=size, minlength=local).astype(np.int64)
             sent = np.zeros((self._layout.world_size, 2), dtype=np.int64)
             sent[:, INTER] = (2 * of_rail * (nodes - 1) // nodes)[self._local_of]
-            yield _even(TrafficPhase.SYNC_ROWS, Collective.ALL_REDUCE, INTER, sent)
+            yield CollectiveBytes(TrafficPhase.SYNC_ROWS, Collective.ALL_REDUCE, INTER, sent, sent)
 
     def _masks(self, link: int, of_mine: Int64Array, of_others: Int64Array, peers: int) -> CollectiveBytes:
         """Touched bits go to the peers that serve the rows, and their union comes back to every peer."""
@@ -319,9 +319,7 @@ class StepByteCounter:
         far = np.full(len(row), link == INTER)
         size = self._row_bytes[self._group_of(keys.rows[row])]
         sent, received = (self._by_rank(side, far, size) for side in (source, target))
-        return CollectiveBytes(
-            TrafficPhase.SYNC_ROWS, Collective.ALL_TO_ALL, link, sent, _peak(sent, received), piggybacked=True
-        )
+        return CollectiveBytes(TrafficPhase.SYNC_ROWS, Collective.ALL_TO_ALL, link, sent, received, piggybacked=True)
 
     def _spread(self, link: int, keys: StepKeys, chosen: BoolArray, peers: int, *, every_node: bool) -> CollectiveBytes:
         """Sums of the chosen rows of the step, from their homes (or from the owner in every node) to all peers."""
@@ -364,11 +362,6 @@ class _Hop:
     ids: CollectiveBytes
     rows: CollectiveBytes
     grads: CollectiveBytes
-
-
-def _peak(sent: Int64Array, received: Int64Array) -> Int64Array:
-    peak: Int64Array = np.maximum(sent.max(axis=0), received.max(axis=0))
-    return peak
 
 
 def sent_bytes(collectives: Sequence[CollectiveBytes], world_size: int) -> Int64Array:

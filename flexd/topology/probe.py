@@ -198,6 +198,8 @@ MAX_REPEATS = 31
 SAMPLE_SECONDS = 5e-3
 """Small messages are sent in a row for this long, so that neither clock nor start matter."""
 MAX_IN_A_ROW = 500
+_GROWTH = 4.0
+"""Factor from one message size to the next."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,6 @@ class ProbeOptions:
     Attributes:
         min_bytes: smallest message, in bytes that a rank sends in one collective.
         max_bytes: largest message.
-        growth: factor from one size to the next.
         budget_seconds: approximate time of the whole probe; large sizes that do not fit it are skipped.
 
     Raises:
@@ -216,7 +217,6 @@ class ProbeOptions:
 
     min_bytes: int = 1024
     max_bytes: int = 64 * 2**20
-    growth: float = 4.0
     budget_seconds: float = 60.0
 
     def __post_init__(self) -> None:
@@ -225,8 +225,6 @@ class ProbeOptions:
                 f"probe: sizes from {self.min_bytes} to {self.max_bytes} bytes",
                 remedy="1 <= min_bytes <= max_bytes <= 2**34",
             )
-        if not 1.1 <= self.growth <= 1024:
-            raise TopologyError(f"probe: growth {self.growth!r}", remedy="a factor between 1.1 and 1024")
         if not (math.isfinite(self.budget_seconds) and 0 < self.budget_seconds <= 3600):
             raise TopologyError(
                 f"probe: budget of {self.budget_seconds!r} s", remedy="give seconds above 0, at most 3600"
@@ -235,8 +233,8 @@ class ProbeOptions:
     @property
     def sizes(self) -> list[int]:
         """Message sizes in bytes, log-spaced, including the largest."""
-        steps = math.ceil(math.log(self.max_bytes / self.min_bytes) / math.log(self.growth) - 1e-9)
-        return [*(round(self.min_bytes * self.growth**i) for i in range(steps)), self.max_bytes]
+        steps = math.ceil(math.log(self.max_bytes / self.min_bytes) / math.log(_GROWTH) - 1e-9)
+        return [*(round(self.min_bytes * _GROWTH**i) for i in range(steps)), self.max_bytes]
 
 
 @dataclass(frozen=True)

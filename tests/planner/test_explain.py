@@ -64,8 +64,6 @@ def test_the_threshold_parts_the_rows_that_are_promoted_from_the_others(slots: i
     node = next(threshold for threshold in answer.thresholds if threshold.tier is Tier.NODE)
     assert (node.slot_seconds > 0) == (slots < 4_000)
     assert answer.slots_used <= answer.slots == slots
-    assert node.promote_accesses is not None
-    assert node.demote_accesses is not None
     assert node.demote_accesses <= node.promote_accesses
     wrong = [
         row for row in answer.explained if (row.accesses[0] > node.promote_accesses) != (row.planned is not Tier.HOME)
@@ -127,7 +125,6 @@ def test_gains_are_those_of_the_plan_with_micro_batches_and_frozen_tables_too(
     assert above[0].touches[0] == pytest.approx(micro_batches, rel=0.1)
     assert (answer.sync_latency_seconds == 0) == bool(frozen)
     node = next(threshold for threshold in answer.thresholds if threshold.tier is Tier.NODE)
-    assert node.promote_accesses is not None
     for row in answer.explained:
         if not 0.7 < row.accesses[0] / node.promote_accesses < 1.3:
             assert (row.accesses[0] > node.promote_accesses) == (row.planned is not Tier.HOME)

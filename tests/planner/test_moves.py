@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -16,23 +15,11 @@ from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.moves import MoveRoom, placed_homes, rehomed_placement, with_moves
 from flexd.planner.plan import Plan
 from flexd.planner.solver.assign import slots_used
+from tests.support.planner_cases import ORIGIN
 
 KEYSPACE = KeySpace([TableSpec("a", 60, 4), TableSpec("b", 40, 8), TableSpec("c", 20, 8, sharding="table_row_wise:0")])
 ROWS = 120
 LAYOUT = RankLayout(3, 2)
-
-
-@dataclass(frozen=True)
-class PlannedCopies:
-    """The part of a plan that ``with_moves`` reads and replaces."""
-
-    target: Placement
-    gains: np.ndarray
-    delta: Delta
-    slots: object = None
-    live_fits: bool = True
-    moves_save_seconds: float = 0.0
-    row_bytes: object = None
 
 
 def some_homes(seed: int) -> NodeHomes:
@@ -83,8 +70,9 @@ def test_every_prefix_of_a_plan_with_moves_fits(seed: int, slots: list[int]) -> 
     halves = [number // 2 for number in slots]
     live, copies = some_placement(seed, 30, slots), some_placement(seed + 1, 30, halves).copies
     moved = MoveRoom(KEYSPACE, LAYOUT, halves, copies).fit_placement(some_placement(seed + 2, 30, slots).rehomed)
-    plan = PlannedCopies(copies, np.ones(len(copies)), Delta.empty())
-    made = with_moves(cast(Plan, plan), moved, live, KEYSPACE, LAYOUT, slots, 1e-3)
+    rest: Any = [None] * 6
+    plan = Plan(ORIGIN, copies, np.ones(len(copies)), Delta.empty(), *rest)
+    made = with_moves(plan, moved, live, KEYSPACE, LAYOUT, slots, 1e-3)
     assert np.array_equal(made.target.copies.keys, copies.keys)
     between = is_rehomed(live.tiers_of(moved.keys)) & (live.tiers_of(moved.keys) != moved.tiers)
     assert np.array_equal(made.target.rehomed.keys, moved.keys[~between]), (

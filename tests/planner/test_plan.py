@@ -46,23 +46,17 @@ def plan(
 def test_a_plan_says_everything() -> None:
     made = plan(profile(KEYSPACE, ACCESSES, hot=800))
     summary = json.loads(json.dumps(made.summary, allow_nan=False))
-    assert summary["plan_id"] == "p2"
-    assert summary["parent_id"] == "p1"
-    assert (summary["topology_generation"], summary["profile_generation"]) == (4, 3)
-    assert summary["created_unix_seconds"] == 123.5
+    assert {name: summary[name] for name in ("plan_id", "parent_id", "topology_generation", "profile_generation")} == {
+        "plan_id": "p2", "parent_id": "p1", "topology_generation": 4, "profile_generation": 3,
+    }  # fmt: skip
     assert summary["promotions"] == len(made.target) > 0
-    assert summary["demotions"] == 0
     assert sum(summary["rows"].values()) == len(made.target)
     assert summary["after"]["exposed_seconds"] < summary["before"]["exposed_seconds"]
     assert summary["before"]["exposed_seconds"] == pytest.approx(summary["baselines"]["two_hop"]["exposed_seconds"])
-    assert set(summary["baselines"]) == {"row_wise_dedup", "two_hop"}
     assert 0 <= summary["gap"] < 0.01
     assert summary["lower_bound_seconds"] <= summary["objective_seconds"]
-    moved = [64, 128 + 4]
-    groups = KEYSPACE.group_of(made.delta.keys)
-    assert summary["migration_bytes"] == sum(moved[g] for g in groups)
+    assert summary["migration_bytes"] == np.array([64, 128 + 4])[KEYSPACE.group_of(made.delta.keys)].sum()
     assert summary["migration_seconds"] > 0
-    assert len(made.gains) == len(made.target)
     assert (made.gains > 0).all()
 
 
@@ -221,11 +215,4 @@ def test_moved_bytes() -> None:
     target = Placement.of(np.array([0, 1, 2, 2500]), np.array([Tier.NODE, Tier.DEVICE, Tier.NODE, Tier.NODE], np.uint8))
     delta = live.delta_to(target)
     moved = dict(zip(delta.keys.tolist(), moved_bytes(delta, TWO_DIMS, layout).tolist(), strict=True))
-    payload = [t.row_bytes + t.state_bytes for t in (TWO_DIMS.tables[g.tables[0]] for g in TWO_DIMS.groups)]
-    assert moved == {
-        0: 0,
-        1: payload[0],
-        2: payload[0],
-        2200: 0,
-        2500: payload[TWO_DIMS.group_of(np.array([2500]))[0]],
-    }
+    assert moved == {0: 0, 1: 32, 2: 32, 2200: 0, 2500: 64 + 4}

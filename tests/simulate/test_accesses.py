@@ -10,7 +10,6 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout
 from flexd.simulate.accesses import (
     MAX_STEP_ACCESSES,
-    RowFormat,
     exact_profile,
     profile_accesses,
     trace_accesses,
@@ -21,6 +20,7 @@ from flexd.stream.sample_kinds import BatchOptions
 from flexd.stream.trace import synthetic_trace
 
 LAYOUT = RankLayout(2, 2)
+ROW = TableSpec("rows", 1, 16, optimizer="rowwise_adagrad")
 
 
 def profile_of(weight: float = 1.0) -> Profile:
@@ -33,7 +33,7 @@ def profile_of(weight: float = 1.0) -> Profile:
 
 def test_a_profile_of_a_trace_is_drawn_from() -> None:
     trace = synthetic_trace(20_000, rows=900, active=300, users=200)
-    accesses = trace_accesses("t", trace, LAYOUT, RowFormat(), BatchOptions(8, 16, 8))
+    accesses = trace_accesses("t", trace, LAYOUT, ROW, BatchOptions(8, 16, 8))
     assert sum(len(mine) for mine in accesses.passes(0)[0]) == 4 * 16 * 9
     seen = exact_profile([one for step in range(8) for one in accesses.passes(step)], accesses.keyspace)
     drawn = profile_accesses("p", seen, accesses.keyspace.tables, LAYOUT, accesses_per_rank=50_000, steps=4, seed=3)
@@ -50,7 +50,7 @@ def test_a_profile_of_a_trace_is_drawn_from() -> None:
 def test_drift_moves_every_row_down_and_new_rows_in_at_the_top() -> None:
     """The hottest row of step 0 has, d places lower, the frequency of the row at rank d + 1."""
     accesses = zipf_accesses(
-        RankLayout(1, 1), RowFormat(), table_rows=500, exponent=1.0, drift_rows=2.0, accesses_per_rank=200_000,
+        RankLayout(1, 1), ROW, table_rows=500, exponent=1.0, drift_rows=2.0, accesses_per_rank=200_000,
         steps=10, seed=0,
     )  # fmt: skip
     counts = [np.bincount(accesses.passes(step)[0][0], minlength=500) for step in (0, 5)]
@@ -76,13 +76,13 @@ def test_rows_of_bins_are_drawn_outside_the_listed_ones() -> None:
 def test_accesses_that_cannot_be_drawn_are_refused() -> None:
     with pytest.raises(ConfigError, match="look-ups a sample"):
         zipf_accesses(
-            LAYOUT, RowFormat(), table_rows=10, exponent=1.0, drift_rows=0.0, accesses_per_rank=MAX_STEP_ACCESSES,
+            LAYOUT, ROW, table_rows=10, exponent=1.0, drift_rows=0.0, accesses_per_rank=MAX_STEP_ACCESSES,
             steps=4, seed=0,
         )  # fmt: skip
     for change in ({"table_rows": 0}, {"table_rows": 2**40 + 1}, {"drift_rows": -1.0}, {"seed": -1}, {"exponent": 9.0}):
         numbers = {"table_rows": 10, "exponent": 1.0, "drift_rows": 0.0, "seed": 0} | change
         with pytest.raises(ConfigError, match="Zipf"):
-            zipf_accesses(LAYOUT, RowFormat(), accesses_per_rank=4, steps=4, **numbers)  # type: ignore[arg-type]
+            zipf_accesses(LAYOUT, ROW, accesses_per_rank=4, steps=4, **numbers)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no access"):
         profile_accesses(
             "p", profile_of(weight=0.0), [TableSpec("t", 10, 4)], LAYOUT, accesses_per_rank=4, steps=4, seed=0
@@ -108,7 +108,6 @@ def test_touches_are_means_over_ranks_nodes_and_steps() -> None:
     steps = [[[0, 0, 1], [0], [2], []], [[0], [], [], [1]]]
     profile = exact_profile([[np.array(rank, np.int64) for rank in step] for step in steps], keyspace, RankLayout(2, 2))
     (table,) = profile.tables
-    assert table.touches is not None
     assert table.hot_rows.tolist() == [0, 1, 2]
     assert table.touches.per_rank.tolist() == [3 / 8, 2 / 8, 1 / 8]
     assert table.touches.per_node.tolist() == [2 / 4, 2 / 4, 1 / 4]
@@ -117,5 +116,4 @@ def test_touches_are_means_over_ranks_nodes_and_steps() -> None:
         [[np.array(rank, np.int64) for rank in keys] for keys in steps], keyspace, RankLayout(2, 2), micro_batches=2
     ).tables[0]
     assert passes.accesses_per_step == 2 * table.accesses_per_step, "two passes are one step"
-    assert passes.touches is not None
     assert passes.touches.per_rank.tolist() == table.touches.per_rank.tolist(), "touches are of a pass"

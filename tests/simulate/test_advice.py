@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 
 from flexd.core.errors import ConfigError
+from flexd.core.keyspace import TableSpec
 from flexd.core.placement import RankLayout
-from flexd.simulate.accesses import Accesses, RowFormat, zipf_accesses
+from flexd.simulate.accesses import Accesses, zipf_accesses
 from flexd.simulate.advice import OPTIONS, Advice, AdviceSettings, advise, reused_share
 from flexd.simulate.simulation import DIRECT, ROW_WISE, TWO_HOP, Simulation, SimulationSettings, simulate
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 
 LAYOUT = RankLayout(2, 2)
+ROW = TableSpec("rows", 1, 16, optimizer="rowwise_adagrad")
 
 
 def cluster(inter_bytes_per_second: float, latency_seconds: float = 0.0) -> Cluster:
@@ -26,7 +28,7 @@ def cluster(inter_bytes_per_second: float, latency_seconds: float = 0.0) -> Clus
 
 def zipf(rows: int = 20_000, exponent: float = 1.05, seed: int = 0) -> Accesses:
     return zipf_accesses(
-        LAYOUT, RowFormat(dim=16), table_rows=rows, exponent=exponent, drift_rows=0.0, accesses_per_rank=2_000,
+        LAYOUT, ROW, table_rows=rows, exponent=exponent, drift_rows=0.0, accesses_per_rank=2_000,
         steps=16, seed=seed,
     )  # fmt: skip
 
@@ -44,7 +46,6 @@ def advice(step_seconds: float = 0.1, bytes_per_second: float = 1e7, **options: 
 
 def test_a_slow_network_is_worth_it_and_a_fast_one_is_not_here() -> None:
     slow, fast = advice(), advice(bytes_per_second=1e12)
-    assert slow.best_option is not None
     assert slow.best_option.saved_share.low > 0.02
     assert fast.best is None
     # Also where even a certain saving is too small to act on.

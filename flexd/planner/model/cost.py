@@ -194,16 +194,8 @@ def usable_tiers(layout: RankLayout, exchange: Exchange = Exchange.CHAIN) -> tup
 
     A direct exchange requests rows from homes only, so a copy helps the rank that holds it and no other.
     """
-    if exchange is not Exchange.CHAIN:
-        if layout.local_ranks > 1:
-            return (Tier.DEVICE,)
-        return (Tier.NODE,) if layout.nodes > 1 else ()
-    tiers = []
-    if layout.nodes > 1:
-        tiers.append(Tier.NODE)
-    if layout.local_ranks > 1:
-        tiers.append(Tier.DEVICE)
-    return tuple(tiers)
+    tiers = (Tier.NODE,) * (layout.nodes > 1) + (Tier.DEVICE,) * (layout.local_ranks > 1)
+    return tiers if exchange is Exchange.CHAIN else tiers[-1:]
 
 
 def canonical_tiers(tiers: UInt8Array, layout: RankLayout) -> UInt8Array:

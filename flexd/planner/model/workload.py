@@ -116,6 +116,8 @@ def _ratio(touches: Float64Array, expected: Float64Array) -> Float64Array:
 def _fit_one(
     accesses: Float64Array, expected: Float64Array, measured: Float64Array
 ) -> tuple[Float64Array, Float64Array]:
+    from scipy.optimize import isotonic_regression
+
     known = np.flatnonzero(~np.isnan(measured) & (expected > 0))
     if not len(known):
         return np.zeros(1), np.ones(1)
@@ -130,25 +132,9 @@ def _fit_one(
     rows = np.bincount(knot)
     log_accesses = np.bincount(knot, weights=weight * np.log(accesses[order])) / total
     mean_expected = total / rows
-    mean_measured = _ascending(np.bincount(knot, weights=measured[order]) / rows, rows.astype(np.float64))
+    # Touches grow with the accesses: the closest means that do not descend.
+    mean_measured = isotonic_regression(np.bincount(knot, weights=measured[order]) / rows, weights=rows).x
     return log_accesses, mean_measured / mean_expected
-
-
-def _ascending(values: Float64Array, weights: Float64Array) -> Float64Array:
-    """Return the closest values that do not descend (pool adjacent violators, weighted least squares)."""
-    means: list[float] = []
-    sums: list[float] = []
-    counts: list[int] = []
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-        mean, total, count = value, weight, 1
-        while means and means[-1] > mean:
-            last, before = sums.pop(), means.pop()
-            mean = (mean * total + before * last) / (total + last)
-            total, count = total + last, count + counts.pop()
-        means.append(mean)
-        sums.append(total)
-        counts.append(count)
-    return np.repeat(np.array(means), counts)
 
 
 @dataclass(frozen=True)

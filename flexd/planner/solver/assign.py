@@ -249,8 +249,7 @@ def best_core(
 
 _SMALL_PROBLEM_ROWS = 20_000
 """Up to so many rows more prices are tried, and the last slots are packed exactly; beyond, one row hardly counts."""
-_PRICE_FACTORS = (0.5, 0.8, 1.25, 2.0)
-_UNEVEN_STEPS = 8
+_PRICE_FACTORS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 _BISECTIONS = 48
 
 
@@ -298,7 +297,7 @@ class Assignment:
             return tiers, 0.0
         slots = self.limits.slots - self.layout.replica_slots_used(self.keys, self.base)
         part = _GainingRows(self.layout, self.keys[rows], np.ascontiguousarray(decision_of[:, rows]), slots)
-        chosen, bound = part.best(self.allowed)
+        chosen, bound = part.best()
         tiers[rows] = chosen
         return tiers, bound
 
@@ -312,49 +311,30 @@ class _GainingRows:
     decision: Float64Array
     slots: Int64Array
 
-    @cached_property
-    def home(self) -> Int64Array:
-        return self.layout.home_rank(self.keys)
-
-    @cached_property
-    def exact_rows(self) -> int:
-        """Number of rows that can be chosen exactly; 0: the ranks' slots are too many limits."""
-        rows = min(_MAX_CORE_ROWS, _MAX_CORE_ENTRIES // self.layout.world_size)
-        return rows if rows >= _MIN_CORE_ROWS else 0
-
     def gain(self, tiers: UInt8Array) -> float:
         return float(np.take_along_axis(self.decision, tiers[None, :].astype(np.int64), axis=0).sum())
 
-    def best(self, allowed: tuple[Tier, ...]) -> tuple[UInt8Array, float]:
-        world = self.layout.world_size
-        has = [tier for tier in allowed if bool((self.decision[tier] > 0).any())]
-        node_slots, device_slots = self.layout.nodes - 1.0, world - 1.0
-        all_slots = float(self.slots.sum())
+    def best(self) -> tuple[UInt8Array, float]:
+        """(uint8[n] tiers within all limits, the most that any such tiers gain)."""
         node, device = self.decision[Tier.NODE], self.decision[Tier.DEVICE]
-        price, bound = best_price(node, device, node_slots, device_slots, all_slots)
-        if len(has) == 1:
-            bound = single_tier_bound(
-                self.decision[has[0]], all_slots / (node_slots if has[0] == Tier.NODE else device_slots)
-            )
-        best, most = np.zeros(len(self.keys), np.uint8), 0.0
-        for tiers in self.candidates(has, price):
-            gain = self.gain(tiers)
-            if gain > most:
-                best, most = tiers, gain
-        if len(has) > 1 and len(self.keys) <= _SMALL_PROBLEM_ROWS and bound > most:
+        price, bound = best_price(
+            node, device, self.layout.nodes - 1.0, self.layout.world_size - 1.0, float(self.slots.sum())
+        )
+        best = max(self.candidates(price), key=self.gain)
+        both = bool((node > 0).any() and (device > 0).any())
+        if both and len(self.keys) <= _SMALL_PROBLEM_ROWS and bound > self.gain(best):
             best, bound = self.refine(best, bound, price)
         return best, max(bound, self.gain(best))
 
     def refine(self, tiers: UInt8Array, bound: float, price: float) -> tuple[UInt8Array, float]:
         """(uint8[n] tiers no worse than these, bound no looser): the rows nearest to a threshold are chosen exactly."""
-        if not self.exact_rows:
+        rows = min(_MAX_CORE_ROWS, _MAX_CORE_ENTRIES // self.layout.world_size, len(self.keys))
+        if rows < min(_MIN_CORE_ROWS, len(self.keys)):
             return tiers, bound
-        core = np.arange(len(self.keys))
-        if len(core) > self.exact_rows:
-            # By the lead of a row's best tier over its second best at this price of a slot.
-            counts = np.array([0.0, self.layout.nodes - 1.0, self.layout.world_size - 1.0])[:, None]
-            net = np.sort(self.decision - price * counts, axis=0)
-            core = np.sort(np.argsort(net[-1] - net[-2], kind="stable")[: self.exact_rows])
+        # By the lead of a row's best tier over its second best at this price of a slot.
+        counts = np.array([0.0, self.layout.nodes - 1.0, self.layout.world_size - 1.0])[:, None]
+        net = np.sort(self.decision - price * counts, axis=0)
+        core = np.sort(np.argsort(net[-1] - net[-2], kind="stable")[:rows])
         rest = tiers.copy()
         rest[core] = Tier.HOME
         slots = self.slots - self.layout.replica_slots_used(self.keys, rest)
@@ -362,53 +342,26 @@ class _GainingRows:
         if found is None:
             return tiers, bound
         rest[core], most = found
-        return (
-            rest if self.gain(rest) > self.gain(tiers) else tiers,
-            min(bound, most) if len(core) == len(self.keys) else bound,
-        )
+        better = rest if self.gain(rest) > self.gain(tiers) else tiers
+        return better, min(bound, most) if rows == len(self.keys) else bound
 
-    def candidates(self, has: list[Tier], price: float) -> Iterator[UInt8Array]:
-        world = self.layout.world_size
-        if len(has) < 2:
-            yield self.fit_slots(self.slot_prices(np.zeros(world)))
-            return
-        node_first = self.slot_prices(np.zeros(world))
-        node_first[Tier.DEVICE] = np.inf
-        yield self.fit_slots(node_first)
-        yield self.fit_slots(self.slot_prices(np.full(world, price)))
-        if price > 0 and self.exact_rows < len(self.keys) <= _SMALL_PROBLEM_ROWS:
-            for factor in _PRICE_FACTORS:
-                yield self.fit_slots(self.slot_prices(np.full(world, price * factor)))
-            yield from self.uneven_prices(price)
+    def candidates(self, price: float) -> Iterator[UInt8Array]:
+        """Yield tiers with rows at DEVICE as upgrades alone, and with those that are best there at prices of a slot."""
+        yield self.fit_slots(np.empty(0, np.int64))
+        node, device = self.decision[Tier.NODE], self.decision[Tier.DEVICE]
+        factors = _PRICE_FACTORS if len(self.keys) <= _SMALL_PROBLEM_ROWS else (1.0,)
+        for of_slot in sorted({0.0, *(factor * price for factor in factors)}):
+            least = np.maximum(node - of_slot * (self.layout.nodes - 1.0), 0.0)
+            best = np.flatnonzero(device - of_slot * (self.layout.world_size - 1.0) > least)
+            if len(best):
+                yield self.fit_slots(best)
 
-    def slot_prices(self, of_rank: Float64Array) -> Float64Array:
-        """Return float64[tier, world]: price of a row's slots by tier and home, at a price per slot of each rank."""
-        by_node = of_rank.reshape(self.layout.nodes, self.layout.local_ranks)
-        rail = np.broadcast_to(by_node.sum(axis=0), by_node.shape).reshape(-1)
-        return np.stack([np.zeros_like(of_rank), rail - of_rank, of_rank.sum() - of_rank])
-
-    def uneven_prices(self, price: float) -> Iterator[UInt8Array]:
-        """Yield tiers at prices that rise on ranks with too many replicas and fall on others (subgradient steps)."""
-        of_rank = np.full(self.layout.world_size, price)
-        for step in range(1, _UNEVEN_STEPS + 1):
-            slot_prices = self.slot_prices(of_rank)
-            tiers = (self.decision - slot_prices[:, self.home]).argmax(axis=0).astype(np.uint8)
-            excess = self.layout.replica_slots_used(self.keys, tiers) - self.slots
-            of_rank = np.maximum(of_rank + price / step * excess / np.maximum(self.slots, 1), 0.0)
-            yield self.fit_slots(self.slot_prices(of_rank))
-
-    def fit_slots(self, slot_prices: Float64Array) -> UInt8Array:
-        """Return uint8[n] tiers that fit every rank: DEVICE where it is best at these prices, NODE into what is left.
-
-        Args:
-            slot_prices: float64[tier, world] by tier and home.
-        """
+    def fit_slots(self, device: Int64Array) -> UInt8Array:
+        """Return uint8[n] tiers that fit every rank: the rows ``device`` at DEVICE, NODE into what is left."""
         layout, decision = self.layout, self.decision
         tiers = np.zeros(len(self.keys), np.uint8)
-        net = decision - slot_prices[:, self.home]
-        device = np.flatnonzero((net.argmax(axis=0) == Tier.DEVICE) & (decision[Tier.DEVICE] > 0))
         if len(device) and layout.local_ranks > 1:
-            fits = best_within_slots(decision[Tier.DEVICE, device], self.home[device], self.slots)
+            fits = best_within_slots(decision[Tier.DEVICE, device], layout.home_rank(self.keys[device]), self.slots)
             tiers[device[fits]] = Tier.DEVICE
         if layout.nodes == 1:
             return tiers
@@ -483,13 +436,3 @@ def best_price(
         if high - low <= 1e-9 * high or used == slots:
             break
     return (middle if used == slots else high), dual
-
-
-def single_tier_bound(gains: Float64Array, rows: float) -> float:
-    """The most that ``rows`` rows at one tier gain; the last may be a fraction of a row."""
-    gains = gains[gains > 0]
-    if rows >= len(gains):
-        return float(gains.sum())
-    whole = int(rows)
-    best = np.partition(gains, len(gains) - whole - 1)[len(gains) - whole - 1 :]
-    return float(best[1:].sum() + (rows - whole) * best[0])

@@ -65,8 +65,6 @@ def test_tables_with_a_sharding_type_of_their_own_stay_out() -> None:
 def test_planted_groups_are_found_and_priced() -> None:
     plan = plan_affinity(window_of(40), LAYOUT)
     loader, dealing = plan.forecast.loader, plan.forecast.dealing_loader
-    assert loader is not None
-    assert dealing is not None
     assert loader.low <= loader.expected <= loader.high
     assert loader.expected < 0.25
     assert dealing.expected > loader.expected + 0.1, "moved homes win beside dealing"
@@ -76,9 +74,7 @@ def test_planted_groups_are_found_and_priced() -> None:
     assert np.array_equal(plan.moves, plan.homes.keys[plan.homes.home != rule])
     stored = np.array([spec.row_bytes + spec.state_bytes for spec in KEYSPACE.tables])
     assert plan.forecast.move_bytes == stored[KEYSPACE.table_of(plan.moves)].sum()
-    assert plan.users is not None
     assert plan.users.ids.tolist() == list(range(1_000, 1_000 + GROUPS))
-    assert plan.forecast.chain_bytes is not None
     assert plan.forecast.chain_bytes > 0
 
 
@@ -86,20 +82,15 @@ def test_users_are_where_their_rows_live() -> None:
     before = plan_affinity(window_of(40), LAYOUT)
     moved = plan_affinity(window_of(40, seed=1), LAYOUT, before, in_place=True)
     by_rule = plan_affinity(window_of(40, seed=1), LAYOUT, before)
-    assert moved.users is not None
     # A user is a group: her node is that of most of the group's rows.
     mixed = np.random.default_rng(5).permutation(GROUPS * GROUP_ROWS).reshape(GROUPS, GROUP_ROWS)
     node = moved.homes.home_of(mixed.reshape(-1), rule_nodes(mixed.reshape(-1), LAYOUT)).reshape(mixed.shape)
     most = np.array([np.bincount(each, minlength=2).argmax() for each in node])
     assert np.array_equal(moved.users.node_of(1_000 + np.arange(GROUPS)), most)
-    assert moved.forecast.by_user is not None
-    assert by_rule.forecast.by_user is not None
     assert moved.forecast.by_user.expected < 0.3, "with rows in their node"
     assert by_rule.forecast.by_user.expected > 0.6, "with rows where their rule puts them"
     rule = dataclasses.replace(by_rule.homes, home=rule_nodes(by_rule.homes.keys, LAYOUT))
     not_moved = users_of_window(window_of(40, seed=1), rule, LAYOUT)
-    assert by_rule.users is not None
-    assert not_moved is not None
     assert np.array_equal(by_rule.users.nodes_of, not_moved.nodes_of)
     messages = AffinityOutlook.of(moved, 2_560).messages
     assert any("With each user's samples in her node (flexd affinity users -o FILE.npz)" in each for each in messages)

@@ -3,6 +3,7 @@ bytes and collectives: which are counted, and at which curve; corrections by rep
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from flexd.planner.model.prices import (
     prices,
 )
 from flexd.topology.cluster import INTER, INTRA, Cluster, CollectiveCurve, Exposed, LinkModel
-from tests.support.planner_cases import cluster, flat, group_cost, load, zipf
+from tests.support.planner_cases import cluster, group_cost, load, zipf
 
 N, L, B, A = 3, 4, 128, 0.7
 LAYOUT = RankLayout(N, L)
@@ -53,25 +54,6 @@ def test_the_table_of_the_design() -> None:
     assert rows_bytes(Tier.DEVICE, Exchange.DIRECT_DEDUP) == pytest.approx(
         [(U + WW) * B * (L - 1) / W, (U + WW) * B * (W - L) / W]
     )
-
-
-def test_seconds_are_bytes_at_the_collective_of_the_item() -> None:
-    machine = Cluster(
-        "m", "s", LinkModel(9e9, flat(1e9), flat(2e9), flat(3e9)), LinkModel(9e9, flat(4e9), flat(5e9), flat(6e9))
-    )
-    accesses = load(np.full(3, A), row_bytes=B)
-    cost = group_cost(accesses, np.array([0, 1, 2], np.uint8), LAYOUT, machine)
-    speed = np.divide(cost.bytes, cost.transfer_seconds, out=np.zeros((3, 6, 2)), where=cost.transfer_seconds > 0)
-    assert speed[Tier.HOME, :3, INTRA] == pytest.approx([1e9] * 3)
-    assert speed[Tier.HOME, :3, INTER] == pytest.approx([4e9] * 3)
-    for tier in (Tier.NODE, Tier.DEVICE):
-        assert speed[tier, 3:, INTER] == pytest.approx([4e9, 5e9, 0.0])
-    assert speed[Tier.DEVICE, 3:, INTRA] == pytest.approx([1e9, 0.0, 1e9])
-    narrow = group_cost(load(np.full(3, A), row_bytes=B, narrow=True), np.array([0, 1, 2], np.uint8), LAYOUT, machine)
-    sums = (slice(None), TrafficPhase.SYNC_SUMS, INTER)
-    np.testing.assert_allclose(narrow.bytes[sums][1:] / narrow.transfer_seconds[sums][1:], 4e9)
-    assert narrow.bytes[:, TrafficPhase.SYNC_ROWS].sum() == 0
-    assert cost.total_seconds == pytest.approx(cost.forward_seconds + cost.backward_seconds + cost.sync_seconds)
 
 
 def test_dim_groups_share_the_collectives() -> None:
@@ -181,19 +163,17 @@ def test_a_direct_all_to_all_takes_as_long_as_its_slower_link() -> None:
     assert cost.bytes[:, :, INTRA].sum() > 0
 
 
-def test_a_message_is_that_of_one_micro_batch_and_of_all_tiers() -> None:
-    rising = CollectiveCurve(0.0, ((1.0, 1e6), (1e9, 1e11)))
-    link = LinkModel(1e12, rising, rising, rising)
-    machine = Cluster("m", "s", link, link)
+def test_a_message_is_that_of_one_micro_batch_and_of_all_tiers_at_its_collective() -> None:
+    curves = [CollectiveCurve(0.0, ((1.0, start), (1e9, 1e11))) for start in (1e6, 2e6, 3e6, 4e6)]
+    machine = Cluster("m", "s", LinkModel(1e12, *curves[:2], curves[0]), LinkModel(1e12, *curves[2:], curves[2]))
     sent = np.random.default_rng(1).uniform(1e5, 1e6, (3, 6, 2))
     price = prices(sent, machine, 4)
-    for phase in TrafficPhase:
-        sizes = sent[:, phase, INTER].sum()
-        if phase in EXCHANGE_PHASES:
-            sizes /= 4
-        if phase == TrafficPhase.SYNC_MASK:  # travels with the rows
-            sizes = sent[:, TrafficPhase.FORWARD_ROWS, INTER].sum() / 4
-        np.testing.assert_allclose(price[:, phase, INTER], rising.seconds_per_byte(sizes))
+    for phase, link in itertools.product(TrafficPhase, (INTRA, INTER)):
+        # Touched bits travel with the rows.
+        of = TrafficPhase.FORWARD_ROWS if phase == TrafficPhase.SYNC_MASK else phase
+        size = sent[:, of, link].sum() / (4 if of in EXCHANGE_PHASES else 1)
+        curve = curves[2 * link + (phase == TrafficPhase.SYNC_ROWS)]
+        np.testing.assert_allclose(price[:, phase, link], curve.seconds_per_byte(size))
 
 
 def test_what_can_run_beside_compute_is_exposed_beyond_it() -> None:

@@ -129,19 +129,29 @@ DRAWN_LAYOUT = RankLayout(3, 2)
 KEYS = np.arange(ROWS)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_micro_batches(micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "exchange", "micro_batches"),
+    [
+        (DRAWN_LAYOUT, Exchange.CHAIN, 1),
+        (DRAWN_LAYOUT, Exchange.CHAIN, 4),
+        (RankLayout(1, 4), Exchange.CHAIN, 1),
+        (RankLayout(4, 1), Exchange.CHAIN, 1),
+        (DRAWN_LAYOUT, Exchange.DIRECT_DEDUP, 1),
+    ],
+    ids=str,
+)
+def test_bytes_of_drawn_batches_are_predicted(layout: RankLayout, exchange: Exchange, micro_batches: int) -> None:
     rng, keyspace = np.random.default_rng(5), KeySpace([TableSpec("t", ROWS, 16)])
     accesses = rng.permutation(zipf(ROWS, 1.1, 300.0))
     tiers = np.where(KEYS % 5 == 0, Tier.NODE, np.where(KEYS % 7 == 0, Tier.DEVICE, Tier.HOME)).astype(np.uint8)
-    placement, counter = Placement.of(KEYS, tiers, 0), StepByteCounter(keyspace, DRAWN_LAYOUT)
+    tiers *= exchange is Exchange.CHAIN  # which alone has replicas
+    placement, counter = Placement.of(KEYS, tiers, 0), StepByteCounter(keyspace, layout)
     sent = np.zeros((6, 2))
     for _ in range(STEPS):
-        drawn = rng.poisson(accesses / micro_batches, (micro_batches, DRAWN_LAYOUT.world_size, ROWS))
-        passes = StepPasses.of([[np.repeat(KEYS, of_rank) for of_rank in ranks] for ranks in drawn], DRAWN_LAYOUT)
-        counted = counter.step(passes, placement, Exchange.CHAIN)
-        sent += sent_bytes(counted, DRAWN_LAYOUT.world_size).mean(axis=0)[:6] / STEPS
-    cost = group_cost(load(accesses, micro_batches=micro_batches), tiers, DRAWN_LAYOUT, cluster()).bytes
+        drawn = rng.poisson(accesses / micro_batches, (micro_batches, layout.world_size, ROWS))
+        passes = StepPasses.of([[np.repeat(KEYS, of_rank) for of_rank in ranks] for ranks in drawn], layout)
+        sent += sent_bytes(counter.step(passes, placement, exchange), layout.world_size).mean(axis=0)[:6] / STEPS
+    cost = group_cost(load(accesses, micro_batches=micro_batches), tiers, layout, cluster(), exchange).bytes
     np.testing.assert_allclose(cost[:, TrafficPhase.FORWARD_IDS] / 8, cost[:, TrafficPhase.FORWARD_ROWS] / 64)
     back = [TrafficPhase.BACKWARD_ROWS, TrafficPhase.SYNC_ROWS]  # gradients of DEVICE rows are counted as of the sync
     for phases in ([TrafficPhase.FORWARD_ROWS], back, [TrafficPhase.SYNC_SUMS]):
@@ -260,7 +270,6 @@ def test_bytes_of_bursty_batches_are_predicted(device: int, node: int) -> None:
 def test_unlisted_rows_follow_the_relation_of_the_listed_ones() -> None:
     profile = exact_profile(bursty_steps(200), TOUCH_KEYS, TOUCH_LAYOUT)
     (table,) = profile.tables
-    assert table.touches is not None
     known = np.arange(len(table.hot_rows)) % 2 == 0
     columns = [np.where(known, column, np.nan) for column in (
         table.touches.per_rank, table.touches.per_node, table.touches.anywhere)]  # fmt: skip
@@ -277,7 +286,6 @@ def test_unlisted_rows_follow_the_relation_of_the_listed_ones() -> None:
             "per_rank", "per_node", "anywhere")}),
     )  # fmt: skip
     load = load_of(Profile((tail,)))
-    assert load.bins.touches is not None
     assert_possible(load.bins.touches)
     mean = load._tail_statistics
     assert mean[PER_RANK] == pytest.approx(load.bins.touches[0].mean(), rel=1e-9)
@@ -303,7 +311,6 @@ def test_touches_stay_possible_whatever_is_measured() -> None:
 
 def test_touches_of_batches_of_another_size_are_not_used():
     table = exact_profile(bursty_steps(), TOUCH_KEYS, TOUCH_LAYOUT).tables[0]
-    assert table.touches is not None
     table = replace(table, touches=replace(table.touches, accesses=50.0))
     taken = measured_touches(table, TOUCH_LAYOUT, 50.0)
     np.testing.assert_allclose(taken[0], table.touches.per_rank)
