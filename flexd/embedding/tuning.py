@@ -86,7 +86,7 @@ class StepTuner(StepMoments):
         self._priced = ""
         self._measured: tuple[ArmReport, ...] = ()
         _TUNERS.add(self)
-        self.prefetch: tuple[bool, ...] = (False,)
+        self.prefetch: tuple[int, ...] = (0,)
         """Settings of the prefetch pipeline that the running loop lets the tuner choose from."""
 
     @property
@@ -124,7 +124,7 @@ class StepTuner(StepMoments):
     def _suggest_prefetch(self, now: float) -> None:
         """Say once what a loop that does not prefetch could hide at most: no more than it waits for, and no more than
         it computes."""
-        if self.prefetch != (False,):
+        if self.prefetch != (0,):
             self._hint_from = None
         elif self._tuner.steps == HINT_AFTER_STEPS:
             self._hint_from = (now, *self._waited_and_outside())
@@ -146,7 +146,7 @@ class StepTuner(StepMoments):
         self._priced = priced
         if self._choice.reason is ExchangeReason.START:
             self._choice.reason = ExchangeReason.PRICED
-            self._tuner.begin_with(Arm(priced, self.prefetch[-1], self._choice.wire))
+            self._tuner.begin_with(Arm(priced, min(1, self.prefetch[-1]), self._choice.wire))
 
     def _log(self) -> None:
         tuner = self._tuner

@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import flexd
 from flexd.core.placement import RankLayout
 from flexd.embedding.checkpoint.sharded_state import ShardedState
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.exchange.arms import Arm
+from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD, Adam
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.log_rows import LogRows
@@ -159,3 +162,21 @@ def test_a_disk_that_fails_is_an_error_on_every_rank_that_names_the_file() -> No
         assert said.startswith("SlowMemoryError" if rank == 2 else "CollectiveError"), said
         assert "rank2.group" in said
         assert "blocks are not what" in said
+
+
+def test_homes_know_the_batches_ahead_by_default_however_often_the_pipeline_is_switched() -> None:
+    collection = EmbeddingCollection([EmbeddingTable("item", 400, 4)], optimizer=SGD(0.1), fast_memory_bytes=6_000)
+    (store,) = collection.engine.stores
+    assert store.tier is not None
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 400, (12,), generator=generator) for _ in range(20)]
+    batches = ({"item": Jagged(each, torch.tensor([12]))} for each in ids)
+    known = []
+    for step, batch in enumerate(flexd.prefetch(batches, collection)):
+        collection.engine.arm.propose(Arm("chain", (4, 4, 4, 0, 4, 1)[step % 6]))
+        collection(batch)["item"].values.sum().backward()
+        collection.optimizer.step()
+        present = None if step + 1 == len(ids) else store.tier._ahead.use_of(ids[step + 1].unique())
+        is_known = present is not None and bool((present > 0).all())
+        known.append((collection.engine.arm.prefetches, store.tier._ahead.known, is_known))
+    assert {*known[:-4]} == {(4, 3, True), (0, 0, False), (1, 0, False)}, known

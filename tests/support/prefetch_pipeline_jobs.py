@@ -321,7 +321,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             collection.optimizer.step()
             schedule.step()
             versions.append(collection.placement_version)
-            prefetched.append(collection.engine.arm.prefetches)
+            prefetched.append(collection.engine.arm.prefetches > 0)
             unequal += not collection.replicas_bit_equal()
             most_moved = max(most_moved, collection.engine.migrator.rehomed_rows)
             pipeline = pipeline_of(collection)

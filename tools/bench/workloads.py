@@ -110,40 +110,18 @@ def keys_of(setting: Setting, batch: Batch) -> Int64Array:
     return np.concatenate([table * each + rows for table, rows in enumerate(batch.values)])
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Inter-node bytes a step of exact synchronous training with homes ``key % world``, means over the batches.
-
-    Rows only: no ids, no headers.
-
-    Attributes:
-        volume: each node fetches, and pushes a gradient for, each row that it touches and does not home, once per step:
-            DESIGN section 6.
-        between_steps: the part of it that no prefetch pipeline can move beside a step's computing: fetches of rows
-            that the step before changed on any node, and gradients of rows that the next batch of any node reads.
-    """
-
-    volume: float
-    between_steps: float
-
-
-def bounds(setting: Setting) -> Bounds:
+def bound_bytes(setting: Setting) -> float:
+    """Return the inter-node bytes per step of exact synchronous training with homes ``key % world``, the mean over the
+    batches: each node fetches, and pushes a gradient for, each row that it touches and does not home, once per step
+    (DESIGN section 6). Rows only: no ids, no headers."""
     layout, steps = setting.layout, setting.batches
     by_rank = [batches_of(setting, rank) for rank in range(layout.world_size)]
-
-    def of_node(node: int, step: int) -> Int64Array:
-        return np.unique(np.concatenate([keys_of(setting, by_rank[rank][step]) for rank in layout.node_ranks(node)]))
-
-    touched = [[of_node(node, step) for node in range(layout.nodes)] for step in range(steps)]
-    anywhere = [np.unique(np.concatenate(of_step)) for of_step in touched]
-    volume = between = 0
+    volume = 0
     for step in range(steps):
         for node in range(layout.nodes):
-            far = touched[step][node][layout.home_node(touched[step][node]) != node]
-            volume += 2 * len(far)
-            for neighbour in (step - 1, (step + 1) % steps):
-                between += int(np.isin(far, anywhere[neighbour], assume_unique=True).sum())
-    return Bounds(setting.row_bytes * volume / steps, setting.row_bytes * between / steps)
+            keys = [keys_of(setting, by_rank[rank][step]) for rank in layout.node_ranks(node)]
+            volume += 2 * int((layout.home_node(np.unique(np.concatenate(keys))) != node).sum())
+    return setting.row_bytes * volume / steps
 
 
 INTRA_BYTES_PER_SECOND = 1e9

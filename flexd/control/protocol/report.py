@@ -267,7 +267,7 @@ class UsedExchange:
     name: Name = ""
     reason: Name = ""
     arm: Name = ""
-    arms: Annotated[tuple[ArmReport, ...], Longest(16)] = ()
+    arms: Annotated[tuple[ArmReport, ...], Longest(32)] = ()
     measured_at_step: Count = 0
 
 
@@ -312,7 +312,7 @@ class StepReport:
     exchange: UsedExchange = UsedExchange()
     phases: PhasesReport = PhasesReport()
     slow_memory: SlowMemoryReport | None = None
-    usage_warnings: Annotated[tuple[UsageWarningReport, ...], Longest(16)] = ()
+    usage_warnings: Annotated[tuple[UsageWarningReport, ...], Longest(32)] = ()
 
 
 def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:

@@ -10,6 +10,9 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.process_groups import ChainGroups
 
+DEEP_PREFETCH = 4
+PREFETCHES = (0, 1, DEEP_PREFETCH)
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -17,22 +20,23 @@ class Arm:
 
     Attributes:
         exchange: "chain" or "direct".
-        prefetch: whether a loop of ``flexd.prefetch`` exchanges rows ahead.
+        prefetch: batches that a loop of ``flexd.prefetch`` announces ahead: 0, 1, or with tiered storage
+            ``DEEP_PREFETCH``; the rows of the first are exchanged ahead.
         wire: dtype of rows and gradients on the wire; empty: each table's own.
     """
 
     exchange: str
-    prefetch: bool = False
+    prefetch: int = 0
     wire: str = ""
 
     def __str__(self) -> str:
-        ahead = " with prefetch" if self.prefetch else ""
+        ahead = " with prefetch" * (self.prefetch > 0) + f" of {self.prefetch}" * (self.prefetch > 1)
         return f"{self.exchange}{ahead} in {self.wire}" if self.wire else f"{self.exchange}{ahead}"
 
 
 def arms_of(wires: Sequence[str]) -> tuple[Arm, ...]:
     exchanges = ("chain", "direct")
-    return tuple(Arm(exchange, ahead, wire) for wire in wires for ahead in (False, True) for exchange in exchanges)
+    return tuple(Arm(exchange, ahead, wire) for wire in wires for ahead in PREFETCHES for exchange in exchanges)
 
 
 def wires_of(comm_dtype: str | Sequence[str | None] | None) -> tuple[str, ...]:
@@ -64,11 +68,11 @@ class AgreedArm:
         self.exchange, self.wire = exchange, wires[0]
         """The exchange and wire in use."""
         self.arms = arms_of(wires)
-        self.prefetches = False
-        """True if the newest announced batch of a loop is located ahead."""
+        self.prefetches = 0
+        """Batches that a loop announces ahead, as in ``Arm``; 0 if the newest one is not located ahead."""
         self.reason = reason
         """Why it is used; None on a rank that follows the proposals of others."""
-        self._start = Arm(exchange, True, wires[0])
+        self._start = Arm(exchange, 1, wires[0])
         self._proposed = self._agreed = 0
 
     @property

@@ -55,7 +55,7 @@ class Prefetch(Generic[Batch]):
         prefetch_pipeline.fetches_rows = not self._collection.optimizer.moves_all_rows
         try:
             queue = self._read()
-            ahead = [self._announced(next(queue)) for _ in range(self._ahead or 1)]
+            ahead = [self._announced(next(queue)) for _ in range(prefetch_pipeline.batches_ahead)]
             prefetch_pipeline.announce(ahead[0][1], [announced for _, announced in ahead])
             while True:
                 prefetch_pipeline.start_announced()
@@ -68,7 +68,7 @@ class Prefetch(Generic[Batch]):
                 for one in earlier:
                     if isinstance(one, AnnouncedInput) and isinstance(latest, AnnouncedInput):
                         one.check_overwritten(latest)
-                prefetch_pipeline.announce(ahead[0][1], [latest])
+                prefetch_pipeline.announce(ahead[0][1], [announced for _, announced in ahead])
                 yield batch
         finally:
             if not prefetch_pipeline.close():
@@ -133,10 +133,10 @@ def prefetch(
             than this training is still exact, but less of the exchange overlaps.
         one_thread: whether the training thread issues the collectives of the prefetch pipeline too; equal on all
             ranks. Default: on an accelerator, where it cannot be switched off. On a CPU nothing overlaps with it.
-        ahead: batches that are read ahead and exchanged ahead in every step; equal on all ranks. Default: one is read
-            ahead, and whether it is exchanged ahead is measured (``EmbeddingCollection.tuning``). Only tables in tiered
-            storage use more than one: the homes are told which rows the batches look up, at 4 bytes per id, and these
-            stay in fast memory.
+        ahead: batches that are read ahead, the first of them exchanged ahead in every step; equal on all ranks.
+            Default: none, one, or four where any rank has tiered storage, whichever is measured to win
+            (``EmbeddingCollection.tuning``); as many as may win are read ahead. Only tiered storage uses more than one:
+            the homes receive which rows the batches look up, at 4 bytes per id, and these stay in fast memory.
 
     Returns:
         An iterable with the loader's length; it can be iterated again.

@@ -52,6 +52,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding import devices
 from flexd.embedding.engine import RowEngine
+from flexd.embedding.exchange.arms import PREFETCHES
 from flexd.embedding.exchange.calls import PhaseMeter
 from flexd.embedding.exchange.collectives import Peers, Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups
@@ -88,7 +89,8 @@ class PrefetchPipeline(StepMoments):
     def __init__(self, engine: RowEngine, *, one_thread: bool) -> None:
         self.overlapped = Traffic()
         """The part of the traffic that no step waited for."""
-        self.passes_per_step, self.fetches_rows = 1, True
+        self.passes_per_step = self.batches_ahead = 1
+        self.fetches_rows = True
         self.one_thread = one_thread
         self._engine = engine
         self._rank = engine.groups.rank
@@ -109,6 +111,8 @@ class PrefetchPipeline(StepMoments):
         )
         self._announced: _Announced | None = None
         self._farther: Sequence[_Announced] = ()
+        self._homes_know = False
+        """True if the last job announced batches farther ahead: the homes know all but the last one."""
         self._started: _Announced | None = None
         self._result: PrefetchPipelineResult | None = None
         self._splitting: DeferredGradients | None = None
@@ -144,7 +148,7 @@ class PrefetchPipeline(StepMoments):
         """Collective. Begin a loop that announces its batches, ``ahead`` batches before they are trained on.
 
         Args:
-            ahead: None: one batch, and the tuner decides whether it is located ahead.
+            ahead: None: the tuner decides; ``batches_ahead`` is the largest of its choices.
 
         Raises:
             EmbeddingError: a second thread is asked for on an accelerator; on every rank: ranks begin loops with
@@ -170,11 +174,13 @@ class PrefetchPipeline(StepMoments):
         found._looping = True
         found._chosen = ahead is None
         found.passes_per_step = passes_per_step
-        found._job.world = found._world_of_slow_rows() if (ahead or 1) > 1 else None
-        found._let_choose((False, True) if found._chosen else (True,))
+        found._job.world = None if ahead == 1 else found._world_of_slow_rows()
+        choices = (1,) if ahead else PREFETCHES if found._job.world else PREFETCHES[:2]
+        found.batches_ahead = ahead or choices[-1]
+        found._let_choose(choices)
         return found
 
-    def _let_choose(self, prefetch: tuple[bool, ...]) -> None:
+    def _let_choose(self, prefetch: tuple[int, ...]) -> None:
         tuner = self._engine.tuner()
         if tuner is not None:
             tuner.prefetch = prefetch
@@ -193,9 +199,9 @@ class PrefetchPipeline(StepMoments):
         """Set the batch after that of the next forward pass; that forward pass starts its job.
 
         Args:
-            farther: batches that have become known, ``batch`` among the first; equally many on all ranks.
+            farther: all batches that are known, this one first; equally many on all ranks.
         """
-        self._announced, self._farther = batch, farther
+        self._announced, self._farther = batch, farther[-1:] if self._homes_know else farther
         self._announced_with_grad = torch.is_grad_enabled()
 
     def start_announced(self, changed: torch.Tensor | None = None) -> None:
@@ -216,11 +222,17 @@ class PrefetchPipeline(StepMoments):
         farther, self._farther = self._farther, ()
         self._started = batch
         before, arm = self._engine.arm.prefetches, self._engine.arm
-        arm.prefetches = not self._chosen or arm.next.prefetch
+        arm.prefetches = arm.next.prefetch if self._chosen else 1
         # In one thread, the job tells the other ranks whether the input of the batch before has changed.
-        self._on = arm.prefetches or (before and self.one_thread)
+        self._on = arm.prefetches > 0 or (before > 0 and self.one_thread)
+        # The homes know all batches ahead or none.
+        self._homes_know = self._job.world is not None and (not self._chosen or arm.prefetches > 1)
         if not self._on:
             self.settle()
+        if not self._homes_know:
+            self._forget_batches()
+            farther = ()
+        if not self._on:
             return
         self._engine.prefetched_batches += isinstance(batch, AnnouncedInput)
         deferred, self.deferred = self.deferred, None
@@ -228,7 +240,7 @@ class PrefetchPipeline(StepMoments):
         # Chunks are applied, the exchange is changed and copies of loaded rows are refreshed before the next look-up.
         # Gradients that wait belong to rows of earlier passes.
         locate = inbox.agreed_version <= inbox.applied_version and self._engine.summed is None
-        locate = locate and arm.prefetches and not arm.due and not self._engine.stale_replicas
+        locate = locate and arm.prefetches > 0 and not arm.due and not self._engine.stale_replicas
         step_expected = len(passes) % self.passes_per_step == 0
         digest = self._engine.settings_digest
 
@@ -269,13 +281,16 @@ class PrefetchPipeline(StepMoments):
             self._failure = self._failure or error
         self._result = self._started = self._announced = None
         self._farther = ()
-        self._looping = self._engine.arm.prefetches = False
-        self._let_choose((False,))
-        if self._job.world is not None:
-            for store in self._engine.stores:
-                if store.tier is not None:
-                    store.tier.forget_batches()
+        self._looping, self._engine.arm.prefetches = False, 0
+        self._let_choose((0,))
+        self._forget_batches()
         return self._thread.stop(self._timeout_seconds)
+
+    def _forget_batches(self) -> None:
+        self._homes_know = False
+        for store in self._engine.stores:
+            if store.tier is not None:
+                store.tier.forget_batches()
 
     def ended(self) -> bool:
         ended = self.close()

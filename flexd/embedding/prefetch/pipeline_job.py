@@ -166,7 +166,7 @@ class PrefetchPipelineJob:
             locate: whether to look the batch up. Equal on all ranks.
             fetch: whether to fetch its rows; not if the step changes all rows. Equal on all ranks.
             settings_digest: of the optimizer settings of the last update.
-            farther: batches that have become known, this one among the first; equally many on all ranks.
+            farther: batches to announce to the homes, this one among the first of a loop; equally many on all ranks.
             passes_kept: batches before this one whose rows an update still needs.
             changed: bool [] on the device: the last input is not the one that was located ahead for it.
         """
@@ -192,7 +192,7 @@ class PrefetchPipelineJob:
             if agreement.fault < 0 and not failed:
                 return result
             return replace(result, uneven=uneven_loop(rank, loader_failed=failed > 0))
-        if self.world is not None and not agreement.diverged:
+        if self.world is not None and farther and not agreement.diverged:
             self._announce(self.world, farther, passes_kept)
         if not locate:
             return result

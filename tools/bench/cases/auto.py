@@ -3,10 +3,11 @@
 **cells**: two nodes of two ranks; Zipf 1.05 and 1.2, links of 50 and 200 Mbit/s and without limit, with and without a
 dense part. In each cell a job with default settings trains until its tuner has measured, 1,000 steps at most. Then it
 and the fixed arms train the same batches in turns; its ratio to the best of them is the median over the turns, with the
-95 % interval by order statistics. TorchRec's row-wise sharding takes its turn where it is installed.
+95 % interval by order statistics. TorchRec's row-wise sharding, where it is installed, and copies of the 5 % hottest
+rows take their turns.
 
-**changes**: one job while the link changes from 200 to 50 Mbit/s and then to none: steps until the choice is an arm
-within 3 % of the best there.
+**changes**: one job while the link changes from 200 to 50 Mbit/s and to none, and then another process takes a
+processor: steps until it has measured anew, and its step beside the fixed arms'.
 
 **noise**: simulated jobs of 5,000 steps with drift, bursts, a slow rank and steps of mixed sizes: wrong choices (arms
 that take 2 % longer than the best) and steps lost.
@@ -17,8 +18,11 @@ of which only is checked that arms are measured, and few simulated jobs.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from statistics import median
 from typing import Any
@@ -26,16 +30,15 @@ from typing import Any
 import numpy as np
 
 from tools.bench.cases.verify import interval
+from tools.bench.cluster import Cluster
 from tools.bench.harness import Outcome, at_least, at_most, check
 from tools.bench.ranks import training_ranks
 from tools.bench.sections.tuning_noise import NOISES, TIMES, noise, simulate
 from tools.bench.strategies import Bench
 from tools.bench.workloads import Setting
 
-AUTO, PEER, FORMER = "flexd", "TorchRec row-wise", "chain"
+AUTO, PEER, FORMER, COPIES = "flexd", "TorchRec row-wise", "chain", "tiers, prefetch pipeline"
 FIXED = ("chain", "direct, dedup", "chain, prefetch pipeline", "direct, dedup, prefetch pipeline")
-ARMS = dict(zip(FIXED, ("chain", "direct", "chain with prefetch", "direct with prefetch"), strict=True))
-"""Arms of the tuner by the strategies that have them fixed."""
 SOON_STEPS, MOST_STEPS, TURN_STEPS = 500, 1_000, 6
 NEAR_BEST, NEVER_SLOWER = 1.03, 1.02
 FOLLOWS_STEPS = 1_500
@@ -47,6 +50,7 @@ WRONG, REGRET = 0.05, 0.015
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--zipf", type=float, nargs="+", default=[1.05, 1.2])
     parser.add_argument("--rates", type=float, nargs="+", default=[50, 200, 0], help="Mbit/s; 0: no limit")
+    parser.add_argument("--parts", nargs="+", choices=("none", "dense"), default=["none", "dense"])
     parser.add_argument("--rounds", type=int, default=9, help="turns of each strategy in a cell")
     parser.add_argument("--jobs", type=int, default=100, help="simulated jobs of each kind")
 
@@ -54,8 +58,8 @@ def arguments(parser: ArgumentParser) -> None:
 class Job:
     """The default settings and the fixed arms in one cluster."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
+    def __init__(self, bench: Bench, cluster: Cluster) -> None:
+        self._bench, self._cluster = bench, cluster
         bench.ask(60, "make", strategy=AUTO)  # anew: what it measured elsewhere does not count
 
     def train_until(self, done: Callable[[dict[str, Any]], bool], most_steps: int, *, dense: bool) -> dict[str, Any]:
@@ -71,14 +75,17 @@ class Job:
         return found
 
     def compare(self, rounds: int, *, dense: bool) -> dict[str, Any]:
-        """Return the milliseconds of a step of each strategy, and ratios, all in turns."""
-        names = [name for name in (AUTO, *FIXED, PEER) if name in self._bench.chosen]
+        """Return the milliseconds of a step of each strategy, ratios, bytes and memory, all in turns."""
+        names = [name for name in (AUTO, *FIXED, COPIES, PEER) if name in self._bench.chosen]
         turns: dict[str, list[float]] = {name: [] for name in names}
+        sent = dict.fromkeys(names, 0.0)
         for _ in range(rounds):
             for name in names:
+                before = self._cluster.sent()
                 # The first two steps of a turn fill what the turns of others have emptied.
                 seconds, _ = self._bench.train(name, dense=dense, steps=TURN_STEPS + 2)
                 turns[name].append(median(seconds[2:]))
+                sent[name] += (self._cluster.sent() - before).inter / (TURN_STEPS + 2) / rounds
             names.reverse()
 
         def over(other: str) -> list[float]:
@@ -89,7 +96,8 @@ class Job:
         return {
             "step_ms": {name: 1000 * median(seconds) for name, seconds in turns.items()}, "best": best,
             "over_best": median(over(best)), "over_best_low": low, "over_best_high": high,
-            "over_former_default": median(over(FORMER)),
+            "over_former_default": median(over(FORMER)), "inter_node_bytes": sent,
+            "stored_bytes": {name: max(self._bench.ask(60, "stored_bytes", strategy=name)) for name in names},
             **({"peer_over_it": 1 / median(over(PEER))} if PEER in turns else {}),
         }  # fmt: skip
 
@@ -101,11 +109,12 @@ def cells(options: Namespace) -> Outcome:
     for zipf in options.zipf[:few]:
         setting = Setting(zipf=zipf, samples=64, batches=4) if options.quick else Setting(zipf=zipf)
         with training_ranks("tools.bench.programs.cluster", setting) as (cluster, ranks):
-            bench = Bench(cluster, ranks, 200.0, [AUTO] if options.quick else [AUTO, *FIXED, PEER])
-            for rate, dense in product(options.rates[:few], (False, True)[:few]):
+            bench = Bench(cluster, ranks, 200.0, [AUTO] if options.quick else [AUTO, *FIXED, COPIES, PEER])
+            for rate, part in product(options.rates[:few], options.parts[:few]):
+                dense = part == "dense"
                 cluster.limit(rate or None)
                 cell = f"zipf {zipf:g}, {f'{rate:g} Mbit/s' if rate else 'no limit'}{', dense part' * dense}"
-                job = Job(bench)
+                job = Job(bench, cluster)
                 settled = job.train_until(
                     lambda told: told["step"] > 0, 40 if options.quick else MOST_STEPS, dense=dense
                 )
@@ -124,28 +133,38 @@ def cells(options: Namespace) -> Outcome:
 
 
 def changes(options: Namespace) -> Outcome:
-    """The fixed arms, in short turns, say which arms are within 3 % of the best after each change."""
+    """Steps of one job from each change until it has measured its arms anew, and what it then takes beside them."""
     figures: dict[str, Any] = {}
     checks = []
     if options.quick:
         return Outcome(figures, checks)
     with training_ranks("tools.bench.programs.cluster", Setting(zipf=options.zipf[-1])) as (cluster, ranks):
-        job = Job(Bench(cluster, ranks, 200.0, [AUTO, *FIXED]))
-        for rate in (200.0, 50.0, None):
+        job = Job(Bench(cluster, ranks, 200.0, [AUTO, *FIXED]), cluster)
+        for rate, busy in ((200.0, False), (50.0, False), (None, False), (None, True)):
             cluster.limit(rate)
-            step_ms = job.compare(5, dense=False)["step_ms"]
-            least = min(step_ms[name] for name in FIXED)
-            near = {ARMS[name] for name in FIXED if step_ms[name] <= NEAR_BEST * least}
-            found = job.train_until(
-                lambda told, near=near: told["arm"] in near and not told["measuring"], FOLLOWS_STEPS, dense=False  # type: ignore[misc]
-            )  # fmt: skip
-            what = "no limit" if rate is None else f"{rate:g} Mbit/s"
-            figures[what] = {"step_ms": step_ms, "arm": found["arm"], "steps": found["steps"]}
-            print(what, figures[what], flush=True)
-            checks.append(
-                at_most(f"{what}: steps until an arm near the best is used", found["steps"], FOLLOWS_STEPS - 1)
-            )
+            before = job.tuning()["step"]
+            with busy_processor() if busy else nullcontext():
+                found = job.train_until(
+                    lambda told, before=before: told["step"] > before and not told["measuring"],  # type: ignore[misc]
+                    FOLLOWS_STEPS, dense=False,
+                )  # fmt: skip
+                found |= job.compare(options.rounds, dense=False)
+            what = f"{'no limit' if rate is None else f'{rate:g} Mbit/s'}{', a processor taken' * busy}"
+            figures[what] = found
+            print(what, found["arm"], found["steps"], round(found["over_best"], 3), flush=True)
+            checks.append(at_most(f"{what}: steps until it has chosen anew", found["steps"], FOLLOWS_STEPS - 1))
+            checks.append(at_most(f"{what}: it / the best fixed arm", found["over_best"], NEAR_BEST))
     return Outcome(figures, checks)
+
+
+@contextmanager
+def busy_processor() -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait(10)
 
 
 def simulated(options: Namespace) -> Outcome:

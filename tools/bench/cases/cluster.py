@@ -31,7 +31,7 @@ from tools.bench.harness import Outcome, at_least, at_most, of_runs
 from tools.bench.ranks import training_ranks
 from tools.bench.sections import cluster_plot
 from tools.bench.strategies import SPREAD_OF, STEP_SECONDS, Bench, Effort
-from tools.bench.workloads import Setting, bounds
+from tools.bench.workloads import Setting, bound_bytes
 
 ROW_WISE, DEDUP = "TorchRec row-wise", "direct, dedup"
 LOSS_TOLERANCE, NARROW_LOSS_TOLERANCE = 2e-3, 2e-2
@@ -64,20 +64,19 @@ def run_setting(setting: Setting, rate_mbit: float, effort: Effort, wanted: Sequ
             planned = 1 if name.startswith("tiers") and bench.prepared["replicated_rows"] else 0
             if bench.ask(STEP_SECONDS, "placement_version", strategy=name)[0] != planned:
                 raise ClusterError(f"{name}: the placement is not the planned one")
-        bound, links = bounds(setting), rate_mbit * 1e6 / 8 * setting.nodes
+        bound, links = bound_bytes(setting), rate_mbit * 1e6 / 8 * setting.nodes
         dense_seconds = median(np.mean(bench.ask(120, "dense_seconds", steps=5), axis=0))
         parts = {}
         for dense, title in ((False, "no dense part"), (True, "dense part")):
             parts[title] = rows = bench.measure(effort, dense=dense)
             for row in rows.values():
                 row["wire_seconds"] = row["inter_node_bytes"] / links
-                row["inter_node_bytes_over_bound"] = row["inter_node_bytes"] / bound.volume
+                row["inter_node_bytes_over_bound"] = row["inter_node_bytes"] / bound
                 if ROW_WISE in rows:
                     row["row_wise_over_exposed"] = _ratio(rows[ROW_WISE]["exposed_seconds"], row["exposed_seconds"])
         return {
             "zipf": setting.zipf,
-            "bound_bytes": bound.volume,
-            "between_steps_bytes": bound.between_steps,
+            "bound_bytes": bound,
             "dense_seconds": dense_seconds,
             "replicated_rows": bench.prepared["replicated_rows"],
             "stored_bytes": {

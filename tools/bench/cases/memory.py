@@ -8,7 +8,7 @@ measured.
 - all fast: tensors in memory, no limit.
 - memory map: ``torch.from_file``, the page cache as everyone's default. A step takes half a minute, so it is measured
   at Zipf 1.05 alone unless it is chosen by ``--ways``.
-- flexd: cache slots by decayed counts. flexd, prefetch pipeline: with ``flexd.prefetch``.
+- flexd: cache slots by decayed counts. flexd, prefetch pipeline: with ``flexd.prefetch``, one batch ahead or four.
 
 A dense part lies between the rows and their update: a device's, for which the host waits 1.25 times as long as a step
 of "flexd, prefetch pipeline" without one; with the prefetch pipeline the rows of the next batch come in meanwhile.
@@ -37,7 +37,7 @@ from tools.bench.harness import ROOT, Outcome, Skipped, at_least, at_most
 from tools.bench.sections import billion_rows, recshard
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
-OF_FLEXD = ("flexd, prefetch pipeline", "flexd")
+OF_FLEXD = ("flexd, prefetch pipeline", "flexd, four batches ahead", "flexd")
 WAYS = (*OF_FLEXD, "all fast", "memory map")
 """In this order: the dense part of "all fast" is as long as that of the prefetch pipeline."""
 FAST_SHARE = 0.55

@@ -24,6 +24,7 @@ from flexd.embedding.store.slow.fast_memory import FIRST, HALF_LIVES, HalfLife
 from tools.bench.harness import timed
 
 LEARNING_RATE = 0.05
+AHEAD = {"flexd, prefetch pipeline": 1, "flexd, four batches ahead": 4}
 COVER = 1.25
 """The wait for the dense part is as many times a step of flexd with the prefetch pipeline that has none."""
 _SPREAD = 2_654_435_761
@@ -98,10 +99,10 @@ class Flexd:
     """A collection of one rank.
 
     Args:
-        ahead: the rows of the next batch are fetched during the dense part.
+        ahead: batches that are known ahead; the rows of the next one are fetched during the dense part.
     """
 
-    def __init__(self, setting: dict[str, Any], directory: Path, *, ahead: bool = False) -> None:
+    def __init__(self, setting: dict[str, Any], directory: Path, *, ahead: int = 0) -> None:
         import flexd
 
         table = flexd.EmbeddingTable("item", setting["rows"], setting["dim"])
@@ -117,7 +118,7 @@ class Flexd:
         self._loop: Any = None
         self.begin(ahead=ahead)
 
-    def begin(self, *, ahead: bool = False, zipf: float | None = None) -> None:
+    def begin(self, *, ahead: int = 0, zipf: float | None = None) -> None:
         """Begin with empty cache slots, or with the rows that are popular by ``zipf``; rows are what the file has."""
         from flexd.embedding.store.slow.cache_slot_table import CacheSlotTable, LookAhead
 
@@ -155,9 +156,9 @@ class Flexd:
         features = {"item": self._flexd.Jagged(ids, torch.tensor([len(ids)]))}
         if self._ahead:
             self._pending.append(features)
-            if self._loop is None:
-                self._loop = iter(self._flexd.prefetch(self._drawn(), self._collection, ahead=1))
-                return  # the next batch is not known yet
+            if self._loop is None and len(self._pending) <= self._ahead:
+                return  # the batches ahead are not known yet
+            self._loop = self._loop or iter(self._flexd.prefetch(self._drawn(), self._collection, ahead=self._ahead))
             features = next(self._loop)
         values = self._collection(features)["item"].values
         time.sleep(dense_seconds)
@@ -243,7 +244,7 @@ def main() -> None:
     for way in ways:
         for zipf in setting["zipfs"]:
             if isinstance(held, Flexd):
-                held.begin(ahead="prefetch pipeline" in way, zipf=zipf)
+                held.begin(ahead=AHEAD.get(way, 0), zipf=zipf)
             found = answer(held, setting, zipf)
             seconds = setting["dense_seconds"].get(str(zipf))
             if way == "flexd, prefetch pipeline":
