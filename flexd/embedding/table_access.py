@@ -105,12 +105,14 @@ class TableAccess(nn.Module):
         Args:
             device: of the result; default that of the tables. With "cpu" an accelerator holds one window at a time.
         """
-        from flexd.embedding.checkpoint.table_rows import gather_table
+        from flexd.embedding.checkpoint.table_rows import collect
 
         store, homes = self._homes(self.keyspace.index[name])
         self.engine.settle()
+        everything = [range(homes.rows)] * homes.world_size
+        there = self.device if device is None else torch.device(device)
         with self.traffic.uncounted():
-            return gather_table(self._groups.world, homes, store.rows, device)
+            return collect(self._groups.world, homes, [store.rows], everything, there)[0]
 
     def _homes(self, table: int) -> tuple[GroupStore, TableHomes]:
         from flexd.embedding.checkpoint.table_rows import TableHomes

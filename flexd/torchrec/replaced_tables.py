@@ -218,9 +218,6 @@ class _SharedLookup:
     mode: tuple[bool, bool, int]
     outputs: dict[str, Output]
 
-    def serves(self, module: ReplacedModule, given: Any, mode: tuple[bool, bool, int]) -> bool:
-        return given is self.given and mode == self.mode and module.path in self.outputs
-
 
 class ReplacedTables(EmbeddingBagCollection):
     """The tables that ``flexd.torchrec.replace`` returns, for ``flexd.connect``, ``flexd.prefetch``, ``flexd.Tap`` and
@@ -278,24 +275,20 @@ class ReplacedTables(EmbeddingBagCollection):
             return self._look_up([module], given, given)[module.path]
         if not self._one_lookup:
             return self._look_up([module], _ModuleInput(module, given), given)[module.path]
-        mode = (torch.is_grad_enabled(), training, self.steps)
-        if self._shared is None or not self._shared.serves(module, given, mode):
-            self._check_all_taken(module)
-            self._shared = _SharedLookup(given, mode, self._look_up(self.replaced, given, given))
-        output = self._shared.outputs.pop(module.path)
-        if not self._shared.outputs:
-            self._shared = None
+        mode, shared = (torch.is_grad_enabled(), training, self.steps), self._shared
+        if shared is None or shared.given is not given or shared.mode != mode or module.path not in shared.outputs:
+            self.drop_lookup()
+            if shared is not None and shared.mode == (True, True, self.steps):
+                raise EmbeddingError(
+                    f"rank {self.rank}: {module.path} is called with another input while {', '.join(shared.outputs)} "
+                    "did not use the rows that were looked up for it",
+                    remedy="call every replaced module once with the same KeyedJaggedTensor object in each pass, or "
+                    "replace(model, one_lookup=False)",
+                )
+            shared = _SharedLookup(given, mode, self._look_up(self.replaced, given, given))
+        output = shared.outputs.pop(module.path)
+        self._shared = shared if shared.outputs else None
         return output
-
-    def _check_all_taken(self, module: ReplacedModule) -> None:
-        shared, self._shared = self._shared, None
-        if shared is not None and shared.mode == (True, True, self.steps):
-            raise EmbeddingError(
-                f"rank {self.rank}: {module.path} is called with another input while {', '.join(shared.outputs)} did "
-                "not use the rows that were looked up for it",
-                remedy="call every replaced module once with the same KeyedJaggedTensor object in each pass, or "
-                "replace(model, one_lookup=False)",
-            )
 
     def _look_up(self, modules: Sequence[ReplacedModule], routing: Any, given: Any) -> dict[str, Output]:
         routed = self._route(routing)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.exactness import Scenario, train_alone
+from tests.support.exactness import Scenario, check_training
 from tests.support.prefetch_pipeline_jobs import Loop, on_accelerator, train
 from tests.support.rank_pool import Ranks
 
@@ -127,15 +126,6 @@ def test_any_training_equals_one_process(
     )  # fmt: skip
     job = (on_accelerator, train) if accelerator else (train,)
     results = ranks(scenario.layout.world_size).run(*job, scenario, loop)
-    losses, tables = train_alone(scenario)
     if scenario.switch_every:
         assert set(results[0]["exchanges"]) == {"chain", "direct"}, "the exchange must really change"
-    for rank, result in enumerate(results):
-        np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=tolerance)
-        assert result["unequal"] == 0, "a replica differed from its home copy"
-        assert result["versions"] == results[0]["versions"], "ranks at different placement versions"
-        assert result["exchanges"] == results[0]["exchanges"]
-        assert result["prefetched"] == results[0]["prefetched"]
-        assert result["digest"] == results[0]["digest"]
-        for name, table in tables.items():
-            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)
+    check_training(results, scenario, tolerance)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support.exactness import Scenario, train_alone
+from tests.support.exactness import Scenario, check_training
 from tests.support.prefetch_pipeline_jobs import Loop, in_units, on_accelerator, train
 from tests.support.rank_pool import Job, Ranks
 
@@ -51,15 +51,8 @@ def test_training_equals_one_process(ranks: Ranks, scenario: Scenario, tolerance
     """
     job = (kernels, train) if kernels else (train,)
     results = ranks(scenario.layout.world_size).run(*job, scenario, LOOP)
-    losses, tables = train_alone(scenario)
     assert results[0]["versions"][-1] >= 1, "the scenario must really migrate rows"
-    for rank, result in enumerate(results):
-        np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=tolerance)
-        assert result["unequal"] == 0, "a replica differed from its home copy"
-        assert result["versions"] == results[0]["versions"], "ranks at different placement versions"
-        assert result["digest"] == results[0]["digest"]
-        for name, table in tables.items():
-            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)
+    check_training(results, scenario, tolerance)
 
 
 @pytest.mark.parametrize("accelerator", [False, True])

@@ -311,3 +311,15 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
                 rate = slower * (scenario.second_rate if name == "shop" else 1.0)
                 plain[name].step(table.weight, grad, seen[name], rate, step + 1)
     return losses, {name: table.weight.detach().double().numpy() for name, table in tables.items()}
+
+
+def check_training(results: list[dict[str, Any]], scenario: Scenario, tolerance: float) -> None:
+    """Compare the ranks of a training with one process, and with each other."""
+    losses, tables = train_alone(scenario)
+    for rank, result in enumerate(results):
+        np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=tolerance)
+        assert result["unequal"] == 0, "a replica differed from its home copy"
+        for what in ("versions", "exchanges", "prefetched", "digest"):
+            assert result[what] == results[0][what], f"ranks differ in their {what}"
+        for name, table in tables.items():
+            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)

@@ -101,9 +101,6 @@ class Manifest:
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
-    def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)})
-
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Raises ValueError, KeyError or TypeError if it is no manifest of this format."""
@@ -169,7 +166,7 @@ class SeriesDirectory:
         """Let a save that is written whole be one."""
         partial = self.partial(manifest.number)
         with (partial / _MANIFEST).open("x") as file:
-            file.write(manifest.to_json())
+            file.write(json.dumps({"format": FORMAT, **asdict(manifest)}))
             file.flush()
             os.fsync(file.fileno())
         _sync(partial)

@@ -146,18 +146,6 @@ def distribute(
                 held[run.slots] = of_run
 
 
-def gather_table(
-    world: Peers, homes: TableHomes, held: RowColumn, device: torch.device | str | None = None
-) -> torch.Tensor:
-    """Collective. Return [rows, c] of a whole table on every rank; ``held`` is [slots, c].
-
-    Args:
-        device: of the result; default that of ``held``, on which the collectives are.
-    """
-    everything = [range(homes.rows)] * homes.world_size
-    return collect(world, homes, [held], everything, held.device if device is None else torch.device(device))[0]
-
-
 def _exchanged(world: Peers, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
     """Collective. Send uint8 [n, bytes] rows, so many to each rank, and return those that arrive."""
     width = rows.shape[1]
@@ -247,39 +235,32 @@ def agree_on_rows(
     if fault:
         USAGE_WARNINGS.note(UsageWarningKind.ROW_COUNTS, f"load_rows of {fault}")
         raise EmbeddingError(f"rank {world.rank}: {fault}", remedy="[n, dim] values with first_row + n <= rows")
+    what = f"load_rows of table {spec.name!r}"
     faulty = [rank for rank, of_rank in enumerate(of_ranks) if of_rank[3] == _DOES_NOT_FIT]
     if faulty:
         raise EmbeddingError(
-            f"load_rows of table {spec.name!r}: the values of rank {faulty[0]} do not fit",
-            remedy=f"see the error of rank {faulty[0]}",
+            f"{what}: the values of rank {faulty[0]} do not fit", remedy=f"see the error of rank {faulty[0]}"
         )
     odd = [rank for rank, of_rank in enumerate(of_ranks) if of_rank[:3] != of_ranks[0][:3]]
     if odd:
         raise EmbeddingError(
-            f"load_rows of table {spec.name!r}: ranks {odd} load another table, other rows or from another source than "
-            f"rank 0; rank {world.rank}: from row {first_row} on",
+            f"{what}: ranks {odd} load another table, other rows or from another source than rank 0; rank "
+            f"{world.rank}: from row {first_row} on",
             remedy="call load_rows with the same arguments on every rank, in the same order",
         )
-    if source is not None:
-        count = of_ranks[source][3]
-        if count == _NONE_GIVEN:
-            raise EmbeddingError(
-                f"load_rows of table {spec.name!r}: rank {source} is the source and gave no values",
-                remedy=f"give values on rank {source}",
-            )
-        return range(first_row, first_row + count)
-    without = [rank for rank, of_rank in enumerate(of_ranks) if of_rank[3] == _NONE_GIVEN]
+    givers = range(len(of_ranks)) if source is None else [source]
+    without = [rank for rank in givers if of_ranks[rank][3] == _NONE_GIVEN]
     if without:
         raise EmbeddingError(
-            f"load_rows of table {spec.name!r}: ranks {without} gave no values",
+            f"{what}: ranks {without} gave no values",
             remedy="give the same values on every rank, or load those of one with source=0",
         )
-    odd = [rank for rank, of_rank in enumerate(of_ranks) if of_rank != of_ranks[0]]
+    odd = [rank for rank in givers if of_ranks[rank] != of_ranks[givers[0]]]
     if odd:
-        text = f"load_rows of table {spec.name!r}, from row {first_row} on: ranks {odd} gave other values than rank 0"
+        text = f"{what}, from row {first_row} on: ranks {odd} gave other values than rank 0"
         USAGE_WARNINGS.note(UsageWarningKind.DIFFERING_SEEDS, text)
         raise EmbeddingError(
             text,
             remedy="make the values from one seed or file on every rank, or load those of one rank with source=0",
         )
-    return range(first_row, first_row + count)
+    return range(first_row, first_row + of_ranks[givers[0]][3])

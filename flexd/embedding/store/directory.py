@@ -356,9 +356,14 @@ class Directory:
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
             self.version += 1
             removed, keys, slots, tiers = self._change_moved(removed, keys, slots, tiers)
-            self._unlist(removed)
-            groups = self._groups_of(keys)
-            of_pools = 2 * groups + (tiers == Tier.DEVICE)
+            if len(removed):
+                cells = self._table.find(_on_device(removed, self.device))[1]
+                pools, listed = self._numbers_of(self._table.values_at(cells).cpu().numpy())
+                for pool in np.unique(pools).tolist():
+                    self.pools[pool].release(listed[pools == pool])
+                self._table.remove(cells)
+            of_groups = np.searchsorted(self._first_keys, keys, side="right") - 1
+            of_pools = 2 * of_groups + (tiers == Tier.DEVICE)
             numbers = np.empty(len(keys), dtype=np.int32)
             places_of_homes = self._places_of(self.layout.home_rank(keys))
             for pool in np.unique(of_pools).tolist():
@@ -389,15 +394,6 @@ class Directory:
         here = np.where(is_here, slots[mine], np.int32(-1)).astype(np.int32)
         self.rehomed.change(removed[were_moved], keys[mine], here, nodes)
         return removed[~were_moved], keys[~mine], slots[~mine], tiers[~mine]
-
-    def _unlist(self, removed: Int64Array) -> None:
-        if len(removed) == 0:
-            return
-        cells = self._table.find(_on_device(removed, self.device))[1]
-        of_pools, numbers = self._numbers_of(self._table.values_at(cells).cpu().numpy())
-        for pool in np.unique(of_pools).tolist():
-            self.pools[pool].release(numbers[of_pools == pool])
-        self._table.remove(cells)
 
     def _make_room(self) -> None:
         """Give every pool as many entries as it has numbers, and some more."""
@@ -455,10 +451,6 @@ class Directory:
         starts = np.array(self.starts, dtype=np.int64)
         pools: Int64Array = np.searchsorted(starts[:-1], entries, side="right") - 1
         return pools, entries - starts[pools]
-
-    def _groups_of(self, keys: Int64Array) -> Int64Array:
-        groups: Int64Array = np.searchsorted(self._first_keys, keys, side="right") - 1
-        return groups
 
 
 def max_listed_rows(group: DimGroup, layout: RankLayout, replica_slots: int) -> int:

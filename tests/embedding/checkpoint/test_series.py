@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -266,53 +268,51 @@ def three(ranks: Ranks, tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
 NAMES = ("item", "odd", "tiny")
 
 
+FILE, MANIFEST, STATE = "save-00000002/rank1.rows", "save-00000003/manifest.json", "save-00000003/state.pt"
+
+
+def one_bit(content: bytes) -> bytes:
+    at = len(content) * 2 // 3
+    return content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :]
+
+
+def first_window(content: bytes) -> bytes:
+    return content[: saved_rows._read_window(Path("of a file"), io.BytesIO(content), len(content))[1]]
+
+
 @pytest.mark.parametrize(
-    ("damage", "cause"),
+    ("file", "damaged", "cause"),
     [
-        ("base rotated away", "save-00000003 needs save-00000001, which is not there: it was rotated away or removed"),
-        ("base replaced", "save-00000003 needs save-00000002, and the one that is there is another"),
-        ("a file missing", "save-00000002/rank1.rows: cannot be read"),
-        ("half a file", "save-00000002/rank1.rows ends too early"),
-        ("a window missing", "save-00000002/rank1.rows has "),
-        ("one bit", "save-00000002/rank1.rows has rows that differ from the saved ones (checksum)"),
-        ("manifest", "save-00000003/manifest.json cannot be read (JSONDecodeError"),
-        ("state", "save-00000003/state.pt cannot be read"),
+        ("save-00000001", None, "save-00000003 needs save-00000001, which is not there: it was rotated away or"),
+        (
+            "save-00000002/manifest.json", lambda content: content.replace(b'"identity": "', b'"identity": "f'),
+            "save-00000003 needs save-00000002, and the one that is there is another",
+        ),
+        (FILE, None, f"{FILE}: cannot be read"),
+        (FILE, lambda content: content[: len(content) // 2], f"{FILE} ends too early"),
+        (FILE, first_window, f"{FILE} has "),
+        (FILE, one_bit, f"{FILE} has rows that differ from the saved ones (checksum)"),
+        (MANIFEST, lambda content: content[:-30], f"{MANIFEST} cannot be read (JSONDecodeError"),
+        (STATE, lambda content: b"no state", f"{STATE} cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_damage_is_named_and_nothing_is_loaded(
-    ranks: Ranks, three: tuple[Path, list[dict[str, Any]]], damage: str, cause: str
-) -> None:
+    ranks: Ranks, three: tuple[Path, list[dict[str, Any]]], file: str, damaged: Callable[[bytes], bytes] | None,
+    cause: str,
+) -> None:  # fmt: skip
     path, saves = three
-    file, manifest = path / "save-00000002" / "rank1.rows", path / "save-00000003" / "manifest.json"
-    if damage == "base rotated away":
-        shutil.rmtree(path / "save-00000001")
-    elif damage == "base replaced":
-        of_base = path / "save-00000002" / "manifest.json"
-        of_base.write_text(of_base.read_text().replace('"identity": "', '"identity": "f'))
-    elif damage == "a file missing":
-        file.unlink()
-    elif damage == "half a file":
-        os.truncate(file, file.stat().st_size // 2)
-    elif damage == "a window missing":
-        with file.open("rb") as opened:
-            saved_rows._read_window(file, opened, file.stat().st_size)
-            os.truncate(file, opened.tell())
-    elif damage == "one bit":
-        content = bytearray(file.read_bytes())
-        content[len(content) * 2 // 3] ^= 16
-        file.write_bytes(content)
-    elif damage == "manifest":
-        manifest.write_text(manifest.read_text()[:-30])
+    if damaged is None:
+        (shutil.rmtree if (path / file).is_dir() else os.unlink)(path / file)
     else:
-        (path / "save-00000003" / "state.pt").write_bytes(b"no state")
+        (path / file).write_bytes(damaged((path / file).read_bytes()))
     texts = ranks(2).run(refused, RankLayout(2, 1), str(path), None, NAMES)
     assert any(cause in text for text, _ in texts), texts
     for text, unchanged in texts:
         assert cause in text or "refused the checkpoint" in text
         assert unchanged
-    if damage in ("manifest", "state"):
+    if file in (MANIFEST, STATE):
         check(ranks(1).run(load, RankLayout(1, 1), str(path), "adam", [2], {})[0], saves[1:2])
-    if damage == "manifest":
+    if file == MANIFEST:
         assert "load one of save-00000001, save-00000002" in texts[0][0]
 
 

@@ -79,7 +79,7 @@ def test_rows_of_one_rank_reach_their_homes(ranks: Ranks, source: int, given: st
         ("source", "ranks [2] load another table, other rows or from another source than rank 0"),
         ("none", "table 'item': ranks [2] gave no values - give the same values on every rank"),
         ("shape", "table 'item': the values of rank 2 do not fit - see the error of rank 2"),
-        ("empty source", "table 'item': rank 2 is the source and gave no values - give values on rank 2"),
+        ("empty source", "table 'item': ranks [2] gave no values - give the same values on every rank"),
     ],
 )
 def test_a_mistake_of_one_rank_is_refused_on_every_rank(ranks: Ranks, mistake: str, cause: str) -> None:

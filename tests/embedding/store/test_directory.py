@@ -13,20 +13,6 @@ from flexd.core.placement import RankLayout, Tier
 from flexd.embedding.store.directory import BLOCK, Directory, EntryPool, max_directory_bytes
 
 
-def test_blocks_grow_by_the_rows_and_freed_numbers_are_given_again() -> None:
-    pool = EntryPool(2)
-    first = pool.allocate(np.zeros(BLOCK + 1, dtype=np.int64))
-    assert first.tolist() == list(range(BLOCK + 1))
-    assert pool.allocate(np.ones(1, dtype=np.int64)).tolist() == [2 * BLOCK]
-    pool.release(first[3:5])
-    assert pool.allocate(np.zeros(3, dtype=np.int64)).tolist() == [4, 3, BLOCK + 1]
-    assert pool.blocks == 3
-    assert pool.nbytes >= 4 * pool.blocks
-    pool.allocate(np.zeros(2 * BLOCK - 2, dtype=np.int64))
-    assert pool.owners.tolist() == [0, 0, 1, 0]
-    assert [each.tolist() for each in pool.blocks_by_home()] == [[0, 1, 3, 2], [0, 3, 4]]
-
-
 @pytest.mark.parametrize("left", [0, 5])
 def test_a_pool_of_few_rows_is_compacted(left: int) -> None:
     pool = EntryPool(2)

@@ -227,10 +227,6 @@ class HalfLife:
     def nbytes(self) -> int:
         return self._counts.nbytes + self._last.nbytes + self.ranks.nbytes
 
-    @property
-    def half_life(self) -> float:
-        return HALF_LIVES[self.chosen]
-
     def resize(self, cache_slots: int) -> None:
         """Go on with another number of cache slots."""
         self._cache_slots = cache_slots
@@ -257,7 +253,7 @@ class HalfLife:
         if self._filled >= self._next_choice:
             self._next_choice = self._filled + _EVERY
             self._choose(ahead)
-        self.clock += fillings / self.half_life
+        self.clock += fillings / HALF_LIVES[self.chosen]
         return self.clock
 
     def _choose(self, ahead: int) -> None:

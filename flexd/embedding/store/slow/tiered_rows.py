@@ -343,9 +343,6 @@ class TieredColumn:
     def element_size(self) -> int:
         return self._column.element_size()
 
-    def new_empty(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        return self._column.new_empty(*arguments, **named)
-
     def new_zeros(self, *arguments: Any, **named: Any) -> torch.Tensor:
         return self._column.new_zeros(*arguments, **named)
 
