@@ -151,51 +151,22 @@ class BatchRows:
 
 
 @dataclass(frozen=True)
-class SharedRows:
-    """Rows that several samples of a batch use.
-
-    Attributes:
-        first_codes: int64 [entries], by sample: where the nodes of the entry's row begin in a flat [rows, nodes].
-        offsets: int64 [samples + 1], where the entries of each sample begin.
-        away_bytes: int64 [rows, nodes], of the row in a node that is not its home.
-    """
-
-    first_codes: Int64Array
-    offsets: Int64Array
-    away_bytes: Int64Array
-
-    def codes(self, to: Int64Array) -> Int64Array:
-        """Return int64 [entries]: where the row and its sample's node are in a flat [rows, nodes]."""
-        codes = np.repeat(to, np.diff(self.offsets))
-        codes += self.first_codes
-        return codes
-
-    def counts(self, codes: Int64Array) -> Int64Array:
-        """Return int64 [rows, nodes]: samples of each node that use a row."""
-        return np.bincount(codes, minlength=self.away_bytes.size).reshape(self.away_bytes.shape)
-
-    def crossing_bytes(self, to: Int64Array) -> int:
-        return int(self.away_bytes[self.counts(self.codes(to)) > 0].sum())
-
-    def sums(self, of_entry: Int64Array) -> Int64Array:
-        """Return int64 [samples] sums over each sample's entries; what wraps round in between does no harm."""
-        until = np.zeros(len(of_entry) + 1, dtype=np.int64)
-        np.cumsum(of_entry, out=until[1:])
-        return np.diff(until[self.offsets])
-
-
-@dataclass(frozen=True)
 class BatchPrices:
     """Prices of a batch's samples by node.
 
     Attributes:
         alone_bytes: int64 [samples, nodes], of rows that no other sample uses, where they are at home.
-        shared: rows that others use, too.
+        first_codes: int64 [entries], by sample: where the nodes of the row begin in a flat [rows, nodes], of rows that
+            others use, too.
+        offsets: int64 [samples + 1], where the entries of each sample begin.
+        away_bytes: int64 [rows, nodes], of such a row in a node that is not its home.
         shift: bits by which prices are narrowed where samples have very many bytes: two of them share an int64.
     """
 
     alone_bytes: Int64Array
-    shared: SharedRows
+    first_codes: Int64Array
+    offsets: Int64Array
+    away_bytes: Int64Array
     shift: int
 
     @staticmethod
@@ -207,16 +178,16 @@ class BatchPrices:
         # Sums of float64 are exact: bytes of a batch are below 2**53.
         at_home = np.bincount(sample * nodes + batch.homes[alone], batch.row_bytes[alone], samples * nodes)
         away_bytes = batch.row_bytes[first][:, None] * (np.arange(nodes) != batch.homes[first][:, None])
-        rows = SharedRows(codes[shared], np.searchsorted(shared, batch.offsets), away_bytes)
-        bits = int(rows.sums(batch.row_bytes[shared]).max(initial=0)).bit_length()
+        offsets = np.searchsorted(shared, batch.offsets)
+        bits = int(_sums(batch.row_bytes[shared], offsets).max(initial=0)).bit_length()
         shift = max(0, bits + _UNITS.bit_length() - _HALF_BITS)
-        return BatchPrices(at_home.astype(np.int64).reshape(-1, nodes), rows, shift)
+        alone_bytes = at_home.astype(np.int64).reshape(-1, nodes)
+        return BatchPrices(alone_bytes, codes[shared], offsets, away_bytes, shift)
 
     def bytes_of(self, to: Int64Array) -> int:
         """Return bytes of rows between nodes."""
-        at = np.arange(len(to))
-        alone = self.alone_bytes.sum() - self.alone_bytes[at, to].sum()
-        return self.shared.crossing_bytes(to) + int(alone)
+        alone = self.alone_bytes.sum() - self.alone_bytes[np.arange(len(to)), to].sum()
+        return int(self.away_bytes[self._users(self._codes(to)) > 0].sum() + alone)
 
     def losses(self, to: Int64Array, share: float) -> Int64Array:
         """Return int64 [nodes, samples + 1], in ``_UNITS`` of a byte: what moving each sample there would cost; below
@@ -226,23 +197,38 @@ class BatchPrices:
             share: of a row's bytes that one more sample costs, the next one its square, and so on.
         """
         powers = np.floor(_UNITS * share ** np.arange(_DEEPEST)).astype(np.int64)
-        (samples, nodes), shared = self.alone_bytes.shape, self.shared
-        at, fixed, away = np.arange(samples), -self.alone_bytes * _UNITS >> self.shift, shared.away_bytes >> self.shift
-        codes = shared.codes(to)
-        counts = np.minimum(shared.counts(codes), _DEEPEST - 1)
+        (samples, nodes), away = self.alone_bytes.shape, self.away_bytes >> self.shift
+        at, fixed = np.arange(samples), -self.alone_bytes * _UNITS >> self.shift
+        codes = self._codes(to)
+        users = np.minimum(self._users(codes), _DEEPEST - 1)
         # By row and node first: entries are several times as many. Where no sample is, none leaves.
-        arrives = powers[counts] * away
-        leaves = powers[counts - 1] * away
+        arrives = powers[users] * away
+        leaves = powers[users - 1] * away
         losses = np.full((nodes, samples + 1), NEVER)
-        losses[:, :-1] = fixed.T - (shared.sums(leaves.reshape(-1)[codes]) + fixed[at, to])
+        losses[:, :-1] = fixed.T - (_sums(leaves.reshape(-1)[codes], self.offsets) + fixed[at, to])
         for first in range(0, nodes, 2):
             # Two nodes at a time: a look-up for each entry is most of the time.
             if first + 1 < nodes:
                 arrives[:, first] += arrives[:, first + 1] << _HALF_BITS
-            there = shared.sums(arrives.reshape(-1)[first:][shared.first_codes])
+            there = _sums(arrives.reshape(-1)[first:][self.first_codes], self.offsets)
             losses[first, :-1] += there & ((1 << _HALF_BITS) - 1)
             losses[first + 1 : first + 2, :-1] += there >> _HALF_BITS
         return losses
+
+    def _codes(self, to: Int64Array) -> Int64Array:
+        """Return int64 [entries]: where the row and its sample's node are in a flat [rows, nodes]."""
+        return np.repeat(to, np.diff(self.offsets)) + self.first_codes
+
+    def _users(self, codes: Int64Array) -> Int64Array:
+        """Return int64 [rows, nodes]: samples of each node that use a row."""
+        return np.bincount(codes, minlength=self.away_bytes.size).reshape(self.away_bytes.shape)
+
+
+def _sums(of_entry: Int64Array, offsets: Int64Array) -> Int64Array:
+    """Return int64 [samples] sums over each sample's entries; what wraps round in between does no harm."""
+    until = np.zeros(len(of_entry) + 1, dtype=np.int64)
+    np.cumsum(of_entry, out=until[1:])
+    return np.diff(until[offsets])
 
 
 def _number_shared(rows: Int64Array, nodes: int) -> tuple[Int64Array, Int64Array]:

@@ -95,7 +95,8 @@ def replace(
     tables = ReplacedTables(modules, optimizer=rule, one_lookup=one_lookup, device=device, loaded=loaded, **arguments)
     for name, weight in weights.items():  # collective: in the same order on every rank, which a set has not
         if name in loaded:
-            _load(tables, name, weight)
+            for first in range(0, weight.shape[0], _LOADED_ROWS):
+                tables.load_rows(name, first, weight.detach()[first : first + _LOADED_ROWS])
     _swap(model, places, tables, dict(zip(found, modules, strict=True)))
     return tables
 
@@ -189,12 +190,6 @@ def _weights(path: str, module: Any) -> list[nn.Parameter]:
             )
         weights.append(weight)
     return weights
-
-
-def _load(tables: ReplacedTables, name: str, weight: torch.Tensor) -> None:
-    values = weight.detach()
-    for first in range(0, values.shape[0], _LOADED_ROWS):
-        tables.load_rows(name, first, values[first : first + _LOADED_ROWS])
 
 
 def _swap(

@@ -303,14 +303,6 @@ class Twice(nn.Module):
         self.inner = nn.ModuleDict({"products": self.items, "positions": nn.Embedding(4, 3)})
 
 
-def frozen() -> nn.Module:
-    return nn.Sequential(nn.Embedding.from_pretrained(torch.ones(5, 3)))
-
-
-def on_meta() -> nn.Module:
-    return nn.Sequential(nn.Embedding(5, 3, device="meta"))
-
-
 def in_ddp() -> nn.Module:
     wrapper = DistributedDataParallel.__new__(DistributedDataParallel)
     nn.Module.__init__(wrapper)
@@ -322,8 +314,8 @@ def in_ddp() -> nn.Module:
     ("make", "names", "text"),
     [
         (Tied, None, "items shares its weight with out.weight"),
-        (frozen, None, "0 is frozen"),
-        (on_meta, None, "modules on meta"),
+        (lambda: nn.Sequential(nn.Embedding.from_pretrained(torch.ones(5, 3))), None, "0 is frozen"),
+        (lambda: nn.Sequential(nn.Embedding(5, 3, device="meta")), None, "modules on meta"),
         (in_ddp, None, "DistributedDataParallel"),
         (Twice, ["shop", "inner"], "no nn.Embedding at shop, inner - one of items, inner.products, inner.positions"),
         (lambda: nn.Sequential(nn.Linear(1, 1)), None, "no nn.Embedding - make"),

@@ -57,10 +57,7 @@ def both(rank: int, layout: RankLayout, path: str, dtype: str) -> dict[str, Any]
             dcp.load({"tables": ShardedState(collection)}, checkpoint_id=path)
             loaded.append(whole(collection))
         local = {key: value.clone() for key, value in slow.state_dict().items()}
-        rows = torch.full((4, slow.tables[0].dim), 2.5)
-        for each in (slow, fast):
-            each.load_rows(slow.tables[0].name, 10, rows)
-        pretrained = [each.gather_table(slow.tables[0].name).double().numpy() for each in (slow, fast)]
+        slow.load_rows(slow.tables[0].name, 10, torch.full((4, slow.tables[0].dim), 2.5))
         slow.load_state_dict(local)
         again = whole(slow)
         memory = slow.memory().home_bytes, fast.memory().home_bytes
@@ -71,7 +68,7 @@ def both(rank: int, layout: RankLayout, path: str, dtype: str) -> dict[str, Any]
         left = [file.name for file in Path(directory).rglob("*") if file.is_file()]
     return {
         "cache_slots": cache_slots, "after": _differ(*after), "loaded": [_differ(after[0], each) for each in loaded],
-        "pretrained": not np.array_equal(*pretrained), "again": _differ(after[0], again), "memory": memory,
+        "again": _differ(after[0], again), "memory": memory,
         "initial": not all(torch.equal(*each) for each in initial), "left": left,
     }  # fmt: skip
 
@@ -144,7 +141,6 @@ def test_checkpoints_loads_and_resets_are_those_of_fast_rows(ranks: Ranks, tmp_p
         assert all(cache_slots < rows for cache_slots, rows in result["cache_slots"])
         assert result["after"] == [], "bit for bit"
         assert result["loaded"] == [[], []]
-        assert not result["pretrained"]
         assert result["again"] == []
         assert not result["initial"]
         assert result["left"] == [], "files go with the collection"
@@ -152,7 +148,7 @@ def test_checkpoints_loads_and_resets_are_those_of_fast_rows(ranks: Ranks, tmp_p
 
 
 def test_a_disk_that_fails_is_an_error_on_every_rank_that_names_the_file() -> None:
-    """Other faults of disks: store/slow/test_file_rows.py and test_log_rows.py."""
+    """Other faults of disks: store/slow/test_cold_rows.py."""
     pool = RankPool(3)
     try:
         results = pool.run(damage_the_disk, RankLayout(1, 3), 2, timeout=60)

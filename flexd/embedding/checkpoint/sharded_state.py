@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,7 @@ from flexd.core.keyspace import TableSpec, state_columns
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute, fingerprint
 from flexd.embedding.collection import EmbeddingCollection
-
-if TYPE_CHECKING:
-    from flexd.embedding.store.slow.tiered_rows import RowColumn
+from flexd.embedding.store.slow.tiered_rows import RowColumn
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +16,7 @@ from flexd.core.keyspace import HomeRun, Homes, TableSpec
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.devices import packed, unpacked
 from flexd.embedding.exchange.collectives import Peers
-
-if TYPE_CHECKING:
-    from flexd.embedding.store.slow.tiered_rows import RowColumn
-
+from flexd.embedding.store.slow.tiered_rows import RowColumn
 
 MAX_WINDOW_BYTES = 32 * 2**20
 """Bytes that each rank sends at once, and receives at once."""

@@ -15,7 +15,6 @@ from flexd.embedding.store.slow.cold_rows import ColdRows, FreshRows
 
 _HEAD_BYTES = 16
 """At the start of a block: uint64 checksum of the rest, uint64 mask of the rows that were written."""
-_MAX_ROWS_PER_BLOCK = 64
 _WINDOW_BYTES = 16 << 20
 """Blocks that are in memory at once."""
 
@@ -87,10 +86,10 @@ class BlockRows(ColdRows):
         self.traffic.bytes_written += len(blocks) * self._file.block_bytes
 
 
-def rows_per_block(row_bytes: int) -> tuple[int, int]:
+def rows_per_block(row_bytes: int, head_bytes: int = _HEAD_BYTES, most: int = 64) -> tuple[int, int]:
     """Return (rows of a block, its bytes): one page, or as few as a row needs."""
-    block_bytes = -(-(_HEAD_BYTES + row_bytes) // PAGE_BYTES) * PAGE_BYTES
-    return min(_MAX_ROWS_PER_BLOCK, (block_bytes - _HEAD_BYTES) // row_bytes), block_bytes
+    block_bytes = -(-(head_bytes + row_bytes) // PAGE_BYTES) * PAGE_BYTES
+    return min(most, (block_bytes - head_bytes) // row_bytes), block_bytes
 
 
 class FileRows(BlockRows):

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from flexd.core.arrays import Int64Array, UInt8Array
-from flexd.embedding.store.slow.block_file import PAGE_BYTES
 from flexd.embedding.store.slow.cold_rows import FreshRows
-from flexd.embedding.store.slow.file_rows import BlockRows
+from flexd.embedding.store.slow.file_rows import BlockRows, rows_per_block
 
 _WINDOW = 4096
 """Blocks that a search looks at, at least."""
@@ -94,21 +93,14 @@ INDEX_BYTES = 5
 """Of a row in memory: where it is, and its part of the counts of blocks."""
 _SPACE = 2
 """Blocks of the file over those that all rows fill: with more, cleaning moves fewer rows."""
-_MAX_ROWS_PER_BLOCK = 255
 _SUM_BYTES, _SLOT_BYTES = 8, 8
-
-
-def log_rows_per_block(row_bytes: int) -> tuple[int, int]:
-    """Return (rows of a block, its bytes): one page, or as few as a row needs."""
-    block_bytes = -(-(_SUM_BYTES + _SLOT_BYTES + row_bytes) // PAGE_BYTES) * PAGE_BYTES
-    return min(_MAX_ROWS_PER_BLOCK, (block_bytes - _SUM_BYTES) // (row_bytes + _SLOT_BYTES)), block_bytes
 
 
 class LogRows(BlockRows):
     """See ``BlockRows``. The file is sparse, and at most twice as large as its rows."""
 
     def __init__(self, path: Path, rows: int, row_bytes: int, fresh: FreshRows, **limits: Any) -> None:
-        per_block, block_bytes = log_rows_per_block(row_bytes)
+        per_block, block_bytes = rows_per_block(_SLOT_BYTES + row_bytes, _SUM_BYTES, most=255)
         blocks, head_bytes = _SPACE * -(-rows // per_block) + 1, _SUM_BYTES + _SLOT_BYTES * per_block
         super().__init__(path, row_bytes, fresh, per_block, blocks, block_bytes, head_bytes, **limits)
         self._slots = self._buffer.view(np.int64)[:, 1 : 1 + per_block]

@@ -19,14 +19,13 @@ from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow.block_file import PAGE_BYTES
 from flexd.embedding.store.slow.cold_rows import ColdRows, HostRows
 from flexd.embedding.store.slow.file_rows import FileRows, rows_per_block
-from flexd.embedding.store.slow.log_rows import BlockSpace, LogRows, log_rows_per_block
+from flexd.embedding.store.slow.log_rows import BlockSpace, LogRows
 from tests.support.repository import child_environment
 
 ROWS, WIDTH = 3_000, 524
 SLOTS = torch.arange(0, ROWS, 7)
-PER_BLOCK = log_rows_per_block(WIDTH)[0]
-KINDS = {"file": (FileRows, rows_per_block(WIDTH)[0]), "log": (LogRows, PER_BLOCK)}
-"""And rows of a block."""
+PER_BLOCK = 7
+KINDS = {"file": FileRows, "log": LogRows}
 
 
 def of(slots: torch.Tensor, number: int = 0, width: int = WIDTH) -> torch.Tensor:
@@ -54,9 +53,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[i
         path = tmp_path / f"rows{len(made)}"
         fresh = partial(of, width=row_bytes)
         in_host = request.param == "host"
-        made.append(
-            HostRows(ROWS, row_bytes, fresh) if in_host else KINDS[request.param][0](path, ROWS, row_bytes, fresh)
-        )
+        made.append(HostRows(ROWS, row_bytes, fresh) if in_host else KINDS[request.param](path, ROWS, row_bytes, fresh))
         return made[-1]
 
     yield of_width
@@ -163,17 +160,16 @@ def test_a_file_that_was_cut_or_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [3, 12, 1_000], ids=["checksum", "head", "rows"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_is_found_where_it_is_read(tmp_path: Path, kind: str, at: int) -> None:
-    of_file, per_block = KINDS[kind]
-    slow, slots = of_file(tmp_path / "rows", ROWS, WIDTH, zeros), torch.arange(4 * per_block)
+    slow, slots = KINDS[kind](tmp_path / "rows", ROWS, WIDTH, zeros), torch.arange(4 * PER_BLOCK)
     slow.write(slots, torch.ones(len(slots), WIDTH, dtype=torch.uint8))
     with (tmp_path / "rows").open("r+b") as file:
         file.seek(PAGE_BYTES + PAGE_BYTES * 2 + at)
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
-    assert (slow.read(slots[: 2 * per_block]) == 1).all()
+    assert (slow.read(slots[: 2 * PER_BLOCK]) == 1).all()
     with pytest.raises(SlowMemoryError, match="blocks are not what was written"):
-        slow.read(slots[2 * per_block : 3 * per_block])
+        slow.read(slots[2 * PER_BLOCK : 3 * PER_BLOCK])
     slow.close()
 
 
@@ -212,7 +208,7 @@ def test_a_billion_rows_take_no_room_until_they_are_written(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_full_disk_is_named(small_disk: Path, kind: str) -> None:
-    slow = KINDS[kind][0](small_disk / "rows", ROWS, WIDTH, zeros)
+    slow = KINDS[kind](small_disk / "rows", ROWS, WIDTH, zeros)
     with pytest.raises(SlowMemoryError, match=r"rows: cannot be written: No space left .* - make room on its disk"):
         slow.write(torch.arange(ROWS), torch.ones(ROWS, WIDTH, dtype=torch.uint8))
     slow.close()
@@ -220,7 +216,7 @@ def test_a_full_disk_is_named(small_disk: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slow_disk_is_named_within_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    slow = KINDS[kind][0](tmp_path / "rows", ROWS, WIDTH, zeros, threads=2, deadline_seconds=0.05)
+    slow = KINDS[kind](tmp_path / "rows", ROWS, WIDTH, zeros, threads=2, deadline_seconds=0.05)
     call = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *given: (time.sleep(0.2), call(*given))[1])
     with pytest.raises(SlowMemoryError, match=r"rows: \d+ blocks took more than 0.05 s - look at the disk"):
@@ -241,7 +237,7 @@ def test_the_emptiest_blocks_are_cleaned() -> None:
 @pytest.mark.parametrize("rows", [ROWS, 40, 5])
 def test_rows_stay_while_a_log_is_written_many_times_over(tmp_path: Path, rows: int) -> None:
     """Writing reads no block before, and cleans few: a file of fixed places reads and writes one per row."""
-    kinds = [of_file(tmp_path / kind, rows, WIDTH, zeros) for kind, (of_file, _) in KINDS.items()]
+    kinds = [of_file(tmp_path / kind, rows, WIDTH, zeros) for kind, of_file in KINDS.items()]
     generator, whole = np.random.default_rng(1), of(torch.arange(rows), 0)
     for each in kinds:
         each.write(torch.arange(rows), whole)
