@@ -7,7 +7,7 @@ from torch import nn
 import flexd
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout
 from flexd.embedding.checkpoint.sharded_state import CPU, saved_tables
-from flexd.embedding.checkpoint.table_rows import fingerprint, gather_table
+from flexd.embedding.checkpoint.table_rows import collect, fingerprint
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD, Adam, RowOptimizer, RowWiseAdagrad
@@ -75,7 +75,8 @@ def whole_state_dict(collection: EmbeddingCollection) -> dict[str, torch.Tensor]
     state: dict[str, torch.Tensor] = {}
     with collection.traffic.uncounted(), torch.no_grad():
         for table in saved_tables(collection):
-            whole = [gather_table(engine.groups.world, table.homes, held, CPU) for held in table.columns.values()]
+            everything = [range(table.homes.rows)] * table.homes.world_size
+            whole = collect(engine.groups.world, table.homes, list(table.columns.values()), everything, CPU)
             state |= zip(table.columns, whole, strict=True)
             state[table.fingerprint_key] = fingerprint(0, whole)
     state[f"optimizer.{collection.keyspace.tables[0].optimizer}.step"] = torch.tensor(engine.steps)
