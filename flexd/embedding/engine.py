@@ -183,7 +183,7 @@ class RowEngine:
         return row_hops(name, groups), bag_hops(name, groups) if self.pooling_at.at_owner else []
 
     def initialise(self, scales: Sequence[float], seed: int, states: Mapping[str, float]) -> None:
-        """Set the home rows of each table to its ``initial_rows``, and every number of optimizer state to its value in
+        """Set the home rows of each table to its initial rows, and every number of optimizer state to its value in
         ``states``, by ``DimGroup.optimizer``."""
         for number, store in enumerate(self.stores):
             state = states[store.group.optimizer]
