@@ -160,78 +160,70 @@ class EmbeddingCollection(TableAccess):
                 for t, of_table in zip(self.tables, optimizers, strict=True)
             ]
         )
-        self.given_arguments: dict[str, Any] = {
-            "optimizer": row_optimizer, "layout": layout, "average_gradients": average_gradients, "exchange": exchange,
-            "comm_dtype": comm_dtype, "fast_memory_bytes": fast_memory_bytes,
-            "max_migration_bytes_per_step": max_migration_bytes_per_step, "slow_memory_dir": slow_memory_dir,
-            "seed": seed,
-        }  # fmt: skip
-        """Arguments of the constructor, beside tables, replicas and device."""
+        tiered_storage = _tiered_storage(fast_memory_bytes, slow_memory_dir, optimizers)
+        self.given_exchange = exchange
         self.replica_slots = self._slots(replica_fraction, replica_slots)
         self._seed = seed
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
         """Called with the input of every forward pass for training, after its look-up; must not raise."""
         # The innermost of such contexts holds: no other tensor is made on the caller's default device.
         with torch.device("cpu"):
-            self._make_tables(row_optimizer, planned, _tiered_storage(fast_memory_bytes, slow_memory_dir, optimizers))
-
-    def _make_tables(
-        self, row_optimizer: RowOptimizer, planned: TableRules | None, tiered_storage: TieredStorage | None
-    ) -> None:
-        names = ("exchange", "comm_dtype", "average_gradients", "max_migration_bytes_per_step")
-        settings = exchange, comm_dtype, average_gradients, max_bytes = [self.given_arguments[name] for name in names]
-        layout = self.given_arguments["layout"]
-        self.traffic = Traffic()
-        self.traffic.phases = PhaseMeter(self.device)
-        self._groups = ChainGroups(layout or layout_from_environment(), self.traffic, self.device)
-        self.layout = self._groups.layout
-        self.rank = self._groups.rank
-        if planned is not None:
-            planned.check_layout(self.layout)
-        with self.traffic.uncounted():
-            compared = [
-                rows_of_tables([(table.name, table.rows) for table in self.tables]),
-                Setting("tables", self.keyspace.digest),
-                seed_of_tables(self._seed),
-                Setting("settings", (settings, row_optimizer, self.tables)),
-            ]
-            check_same_settings(self._groups.world, compared, self.device)
-        at_owner = [table for table in self.tables if getattr(table, "pooling_at", "requester") == "owner"]
-        if at_owner and not self.pools:  # known to be so on every rank
-            raise EmbeddingError(
-                "tables that are pooled at the owner in a collection without pooling: "
-                + ", ".join(table.name for table in at_owner[:5]),
-                remedy="make them flexd.EmbeddingTable, or the collection a flexd.EmbeddingBagCollection",
+            settings = exchange, comm_dtype, average_gradients, max_migration_bytes_per_step
+            self.traffic = Traffic()
+            self.traffic.phases = PhaseMeter(self.device)
+            self._groups = ChainGroups(layout or layout_from_environment(), self.traffic, self.device)
+            self.layout = self._groups.layout
+            self.rank = self._groups.rank
+            if planned is not None:
+                planned.check_layout(self.layout)
+            with self.traffic.uncounted():
+                compared = [
+                    rows_of_tables([(table.name, table.rows) for table in self.tables]),
+                    Setting("tables", self.keyspace.digest),
+                    seed_of_tables(self._seed),
+                    Setting("settings", (settings, row_optimizer, self.tables)),
+                ]
+                check_same_settings(self._groups.world, compared, self.device)
+            at_owner = [table for table in self.tables if getattr(table, "pooling_at", "requester") == "owner"]
+            if at_owner and not self.pools:  # known to be so on every rank
+                raise EmbeddingError(
+                    "tables that are pooled at the owner in a collection without pooling: "
+                    + ", ".join(table.name for table in at_owner[:5]),
+                    remedy="make them flexd.EmbeddingTable, or the collection a flexd.EmbeddingBagCollection",
+                )
+            self.engine = RowEngine(
+                self.keyspace,
+                self._groups,
+                self.traffic,
+                replica_slots=self.replica_slots,
+                exchange=exchange,
+                gradient_scale=1.0 / self.layout.world_size if average_gradients else 1.0,
+                max_migration_bytes_per_step=max_migration_bytes_per_step,
+                device=self.device,
+                comm_dtype=comm_dtype,
+                tiered_storage=tiered_storage,
+                keep_keys=any(table.lr is not None or table.optimizer is not None for table in self.tables),
+                pooling_at=PooledTables(
+                    frozenset(
+                        at for at, table in enumerate(self.tables) if self.pools and hasattr(table, "pooling_at")
+                    ),
+                    frozenset(self.keyspace.index[table.name] for table in at_owner),
+                ),
             )
-        self.engine = RowEngine(
-            self.keyspace,
-            self._groups,
-            self.traffic,
-            replica_slots=self.replica_slots,
-            exchange=exchange,
-            gradient_scale=1.0 / self.layout.world_size if average_gradients else 1.0,
-            max_migration_bytes_per_step=max_bytes,
-            device=self.device,
-            comm_dtype=comm_dtype,
-            tiered_storage=tiered_storage,
-            keep_keys=any(table.lr is not None or table.optimizer is not None for table in self.tables),
-            pooling_at=PooledTables(
-                frozenset(at for at, table in enumerate(self.tables) if self.pools and hasattr(table, "pooling_at")),
-                frozenset(self.keyspace.index[table.name] for table in at_owner),
-            ),
-        )
-        self._features = FeatureMap(
-            self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device,
-            self.engine.pooling_at,
-            self.engine.stores[0].homes,
-        )  # fmt: skip
-        self.table_of_feature = self._features.table_of
-        """Index in ``tables`` of the table that each feature reads."""
-        # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from
-        # named_parameters(), because DDP and dense optimizers must not use it.
-        self.__dict__["_anchor"] = AnchorParameter.of(self.device, self.engine.gradients, self.engine.drop_gradients)
-        self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine, self.tables)
-        self._fill_initial_values()
+            self._features = FeatureMap(
+                self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device,
+                self.engine.pooling_at,
+                self.engine.stores[0].homes,
+            )  # fmt: skip
+            self.table_of_feature = self._features.table_of
+            """Index in ``tables`` of the table that each feature reads."""
+            # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from
+            # named_parameters(), because DDP and dense optimizers must not use it.
+            self.__dict__["_anchor"] = AnchorParameter.of(
+                self.device, self.engine.gradients, self.engine.drop_gradients
+            )
+            self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine, self.tables)
+            self._fill_initial_values()
 
     def _fill_initial_values(self) -> None:
         """Local. Set all rows and their optimizer state to their initial values."""

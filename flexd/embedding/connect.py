@@ -206,8 +206,7 @@ def connect(
 
 
 def _trainer_settings(collection: EmbeddingCollection) -> TrainerSettings:
-    given = collection.given_arguments
-    settings = TrainerSettings(given["exchange"], collection.engine.arm.arms[0].wire or None)
+    settings = TrainerSettings(collection.given_exchange, collection.engine.arm.arms[0].wire or None)
     tables, pooled = collection.keyspace.tables, collection.engine.pooling_at.pooled
     pooling_at = {tables[at].name: collection.pooling_at(tables[at].name) for at in sorted(pooled)}
     return with_pooling(settings, tables, pooling_at)
