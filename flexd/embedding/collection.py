@@ -227,8 +227,7 @@ class EmbeddingCollection(TableAccess):
 
     def _fill_initial_values(self) -> None:
         """Local. Set all rows and their optimizer state to their initial values."""
-        scales = [table.scale for table in self.tables]
-        self.engine.initialise(scales, self._seed, self.optimizer.initial_states)
+        self.engine.initialise([table.scale for table in self.tables], self._seed, self.optimizer.initial_states)
 
     def pooling_at(self, table: str) -> str:
         """Return "requester" or "owner": how look-ups of a table are answered.

@@ -90,8 +90,7 @@ def ordered(
         (int64 [n] places ordered by section, int64 [sections] number of rows in each).
     """
     order = torch.sort(section, stable=True).indices
-    sizes = section.new_zeros(sections) if zeros is None else zeros
-    return order, sizes.scatter_(0, section, 1, reduce="add")
+    return order, (section.new_zeros(sections) if zeros is None else zeros).scatter_(0, section, 1, reduce="add")
 
 
 def sum_by_place(

@@ -230,8 +230,7 @@ class FeatureMap:
         if not sum(map(len, known.summed)):
             return found
         rows = ends[known.ends[-1]]
-        bags = self._bag_ids(keys[rows:], known, of_bags, features)
-        return replace(found, keys=keys[:rows], bags=bags)
+        return replace(found, keys=keys[:rows], bags=self._bag_ids(keys[rows:], known, of_bags, features))
 
     def _joined_ids(self, features: Mapping[str, Jagged], values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return int64 [n], all ids. There may be thousands of features: what joining them shows is not looked up at

@@ -181,8 +181,7 @@ class BatchPrices:
         offsets = np.searchsorted(shared, batch.offsets)
         bits = int(_sums(batch.row_bytes[shared], offsets).max(initial=0)).bit_length()
         shift = max(0, bits + _UNITS.bit_length() - _HALF_BITS)
-        alone_bytes = at_home.astype(np.int64).reshape(-1, nodes)
-        return BatchPrices(alone_bytes, codes[shared], offsets, away_bytes, shift)
+        return BatchPrices(at_home.astype(np.int64).reshape(-1, nodes), codes[shared], offsets, away_bytes, shift)
 
     def bytes_of(self, to: Int64Array) -> int:
         """Return bytes of rows between nodes."""
@@ -282,8 +281,7 @@ class NodeSampler(Sampler[list[int]]):
         if found.faulty is not None and bool(found.faulty):
             raise EmbeddingError("ids of the dataset are out of range", remedy="give ids below the rows of the tables")
         self.samples = next(iter(sizes.values()), 0)
-        device = found.keys.device
-        sample = torch.arange(self.samples, device=device).repeat(len(order))
+        sample = torch.arange(self.samples, device=found.keys.device).repeat(len(order))
         if order:
             sample = sample.repeat_interleave(torch.cat([by_name[name].lengths for name in order]).to(torch.int64))
         groups, wire = collection.engine.homes.groups, collection.engine.router.wire

@@ -302,8 +302,7 @@ def _rates_at(
 ) -> torch.Tensor:
     """int64 [n] slots -> float64 [n, 1] the rates of their tables."""
     assert keys_of is not None  # noqa: S101
-    table = torch.searchsorted(later_keys, keys_of(slots), right=True)
-    return rates.index_select(0, table).unsqueeze(1)
+    return rates.index_select(0, torch.searchsorted(later_keys, keys_of(slots), right=True)).unsqueeze(1)
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,7 @@ def measure_step_costs(layout: RankLayout, device: torch.device, budget_seconds:
         return goes_on
 
     of_kernels, kernel_bytes = _kernels(device, until(_KERNEL_SHARE))
-    of_steps = _steps(layout, device, until(1.0))
-    return _agreed(step_costs(of_steps, of_kernels, kernel_bytes), device)
+    return _agreed(step_costs(_steps(layout, device, until(1.0)), of_kernels, kernel_bytes), device)
 
 
 def _steps(layout: RankLayout, device: torch.device, goes_on: Callable[[int], bool]) -> Float64Array:
@@ -120,8 +119,7 @@ def _batch(device: torch.device) -> dict[str, Jagged]:
 
 
 def _step(collection: EmbeddingBagCollection, batch: dict[str, Jagged]) -> None:
-    pooled = collection(batch)
-    loss = torch.stack([part.sum() for part in pooled.values()]).sum()
+    loss = torch.stack([part.sum() for part in collection(batch).values()]).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     collection.optimizer.step()
 

@@ -90,8 +90,7 @@ class TableAccess(nn.Module):
         """As ``load_rows`` with values that are known to be equal and to fit: it communicates only to finish a running
         ``flexd.prefetch`` exchange."""
         store, homes = self._homes(self.keyspace.index[name])
-        rows = range(first_row, first_row + values.shape[0])
-        self._before_load(store, homes, rows)
+        self._before_load(store, homes, range(first_row, first_row + values.shape[0]))
         homes.write(store.rows, first_row, values)
 
     def _before_load(self, store: GroupStore, homes: TableHomes, rows: range) -> None:

@@ -407,8 +407,7 @@ class SavedTables:
 
     def group(self, saved_group: int) -> int:
         """Return the number of a dim-group of the save in this job."""
-        name = self.saved.tables[self.saved.groups[saved_group].tables[0]].name
-        table = self._keyspace.index[name]
+        table = self._keyspace.index[self.saved.tables[self.saved.groups[saved_group].tables[0]].name]
         return next(number for number, group in enumerate(self._keyspace.groups) if table in group.tables)
 
     def keys(self, saved_group: int, keys: torch.Tensor) -> torch.Tensor:

@@ -94,13 +94,13 @@ class ShardedState:
         sums = torch.zeros(len(tables), dtype=torch.int64, device=self._collection.device)
         with self._collection.traffic.uncounted(), torch.no_grad():
             for table in tables:
-                held = list(table.columns.values())
-                found = collect(self._world, table.homes, held, table.rows_by_rank, self._device)
+                found = collect(
+                    self._world, table.homes, list(table.columns.values()), table.rows_by_rank, self._device
+                )
                 if table.has_part:
                     sums[table.number] = fingerprint(table.rows_by_rank[table.homes.rank].start, found)
                     for key, part in zip(table.columns, found, strict=True):
-                        shape = table.spec.rows, part.shape[1]
-                        state[key] = as_dtensor(part, shape) if table.owner is None else part
+                        state[key] = as_dtensor(part, (table.spec.rows, part.shape[1])) if table.owner is None else part
             self._world.all_reduce(sums)
         for table, total in zip(tables, sums.tolist(), strict=True):
             if table.has_fingerprint:

@@ -145,8 +145,7 @@ def distribute(
 def _exchanged(world: Peers, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
     """Collective. Send uint8 [n, bytes] rows, so many to each rank, and return those that arrive."""
     width = rows.shape[1]
-    arrived = world.all_to_all(rows.view(-1), [n * width for n in sent], [n * width for n in received])
-    return arrived.view(-1, width)
+    return world.all_to_all(rows.view(-1), [n * width for n in sent], [n * width for n in received]).view(-1, width)
 
 
 _BLOCK_ROWS = 1 << 13

@@ -55,8 +55,8 @@ class BucketTable:
     @property
     def nbytes(self) -> int:
         """Bytes of the cells, and of the numbers that place keys in them."""
-        of_cells = self._keys.nbytes + self._values.nbytes
-        return of_cells + self._places.nbytes + self._multipliers.nbytes + self._bases.nbytes
+        held = (self._keys, self._values, self._places, self._multipliers, self._bases)
+        return sum(tensor.nbytes for tensor in held)
 
     def find(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [n] keys -> (bool [n] is in the table, int64 [n] its cell; some cell where it is not)."""
@@ -172,8 +172,7 @@ class BucketTable:
         half = self._half = -(-int(capacity / MAX_LOAD + 1) // (2 * BUCKET_CELLS))
         self._capacity = capacity
         # A hash is a signed number of 31 bits.
-        bases = [half << (_HASH_BITS - 1), 3 * half << (_HASH_BITS - 1)]
-        self._bases = torch.tensor(bases, device=self._device)
+        self._bases = torch.tensor([half << (_HASH_BITS - 1), 3 * half << (_HASH_BITS - 1)], device=self._device)
         # One bucket more, which stays empty, for keys that find no cell in a round.
         self._keys = torch.full((2 * half + 1, BUCKET_CELLS), _FREE, dtype=self._dtype, device=self._device)
         self._values = torch.zeros((2 * half + 1, BUCKET_CELLS), dtype=torch.int32, device=self._device)

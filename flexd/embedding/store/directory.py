@@ -362,8 +362,7 @@ class Directory:
                 for pool in np.unique(pools).tolist():
                     self.pools[pool].release(listed[pools == pool])
                 self._table.remove(cells)
-            of_groups = np.searchsorted(self._first_keys, keys, side="right") - 1
-            of_pools = 2 * of_groups + (tiers == Tier.DEVICE)
+            of_pools = 2 * (np.searchsorted(self._first_keys, keys, side="right") - 1) + (tiers == Tier.DEVICE)
             numbers = np.empty(len(keys), dtype=np.int32)
             places_of_homes = self._places_of(self.layout.home_rank(keys))
             for pool in np.unique(of_pools).tolist():

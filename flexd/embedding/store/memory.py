@@ -130,8 +130,7 @@ def rank_memory(
     # One list upwards and one across a hop has a row once, one downwards once per peer.
     lists = _LIST_BYTES_PER_BLOCK * blocks * (4 + layout.nodes + layout.local_ranks) if max_rows else 0
     free_list_bytes = sum(4 * store.replica_slots for store in stores)
-    widest = max(store.row_bytes for store in stores)
-    block = max(buffer_bytes, 2 * widest)
+    block = max(buffer_bytes, 2 * max(store.row_bytes for store in stores))
     # One rank's part of an all-gather and the parts of all ranks; a world of one rank copies nothing.
     parts = 0 if layout.world_size == 1 else 1 + max(layout.nodes, layout.local_ranks)
     known = storages_of([(store.rows, store.state, store.tier, store.directory, store.homes) for store in stores])

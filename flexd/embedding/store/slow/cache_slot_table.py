@@ -269,8 +269,7 @@ class CacheSlotTable:
         used = self._scores[: self._used]
         kept = self._pins[: self._used] > 0
         number = min(int((~kept).sum()), max(8 * count, self._used // _QUEUE_SHARE))
-        scores = torch.where(kept, math.inf, used)
-        lowest = torch.topk(scores, number, largest=False, sorted=True)
+        lowest = torch.topk(torch.where(kept, math.inf, used), number, largest=False, sorted=True)
         self._queue, self._queue_scores, self._head = lowest.indices, lowest.values, 0
         self._cut = float(lowest.values[-1]) if number else -math.inf
         below = (kept & (used <= self._cut)).nonzero().view(-1)
@@ -357,5 +356,4 @@ class LookAhead:
 def _are_in(slots: torch.Tensor, ascending: torch.Tensor) -> torch.Tensor:
     if not len(ascending):
         return torch.zeros_like(slots, dtype=torch.bool)
-    at = torch.searchsorted(ascending, slots).clamp_(max=len(ascending) - 1)
-    return ascending.index_select(0, at) == slots
+    return ascending.index_select(0, torch.searchsorted(ascending, slots).clamp_(max=len(ascending) - 1)) == slots

@@ -54,8 +54,7 @@ class CacheSlotCounts:
         if self._counted.shape[1] == 1:
             self._counted[quantity] += len(slots)
         elif len(slots):
-            of_run = torch.searchsorted(self._first_slots, slots, right=True) - 1
-            of_table = self._of_tables.index_select(0, of_run)
+            of_table = self._of_tables.index_select(0, torch.searchsorted(self._first_slots, slots, right=True) - 1)
             self._counted[quantity].index_add_(0, of_table, torch.ones_like(of_table))
 
 
