@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -143,8 +143,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                         f"tables {', '.join(tables)}: {name}={value}, the first group has {getattr(first, name)}",
                         remedy="tables with one kind of optimizer may differ in lr alone; make other settings equal",
                     )
+        if all(rate == first.lr for rate in rates.values()):
+            return RatedTables(first)
         keyspace = self._rows.keyspace
-        return RatedTables.of(first, {int(keyspace.first_key[keyspace.index[name]]): rates[name] for name in rates})
+        names = sorted(rates, key=keyspace.index.__getitem__)
+        first_keys = tuple(int(keyspace.first_key[keyspace.index[name]]) for name in names)
+        return RatedTables(replace(first, lr=1.0), tuple(rates[name] for name in names), first_keys)
 
 
 def _settings_of(rule: RowOptimizer) -> dict[str, Any]:
@@ -318,20 +322,6 @@ class RatedTables:
     rule: RowOptimizer
     rates: tuple[float, ...] = ()
     first_keys: tuple[int, ...] = field(default=(), repr=False)
-
-    @staticmethod
-    def of(rule: RowOptimizer, rates: Mapping[int, float]) -> RatedTables:
-        """Return the tables of rates by first key.
-
-        Raises:
-            EmbeddingError: a rate is below 0.
-        """
-        if all(rate == rule.lr for rate in rates.values()):
-            return RatedTables(rule)
-        if not all(rate >= 0.0 for rate in rates.values()):
-            raise EmbeddingError(f"learning rates by table: {list(rates.values())}", remedy="at least 0")
-        first_keys = sorted(rates)
-        return RatedTables(replace(rule, lr=1.0), tuple(rates[key] for key in first_keys), tuple(first_keys))
 
 
 @dataclass(frozen=True)

@@ -103,12 +103,13 @@ def _generator(name: str, entry: Mapping[str, Any], nodes: int, local_ranks: int
         raise EmbeddingError(
             f"table {name!r}: ranks {ranks} of {nodes * local_ranks}", remedy="plan for this number of ranks"
         )
-    if kind == "table_wise":
-        return table_wise(rank=ranks[0])
-    if kind == "column_wise":
-        return column_wise(ranks=ranks)
-    if kind == "table_row_wise":
-        return table_row_wise(host_index=ranks[0] // local_ranks)
-    if kind in ("row_wise", "data_parallel"):
-        return row_wise() if kind == "row_wise" else data_parallel()
-    raise EmbeddingError(f"table {name!r}: sharding type {kind!r}", remedy="plan again by flexd shard")
+    generators = {
+        "table_wise": table_wise(rank=ranks[0]),
+        "column_wise": column_wise(ranks=ranks),
+        "table_row_wise": table_row_wise(host_index=ranks[0] // local_ranks),
+        "row_wise": row_wise(),
+        "data_parallel": data_parallel(),
+    }
+    if kind not in generators:
+        raise EmbeddingError(f"table {name!r}: sharding type {kind!r}", remedy="plan again by flexd shard")
+    return generators[kind]

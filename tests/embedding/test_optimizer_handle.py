@@ -12,7 +12,6 @@ from torch import nn
 
 import flexd
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.optimizer_handle import RatedTables
 from flexd.embedding.row_optimizers import Adam, RowOptimizer
 
 
@@ -92,8 +91,6 @@ def test_other_settings_by_table_are_refused() -> None:
         EmbeddingError, match=r"tables b: weight_decay=0.1, the first group has 0.0 - tables with one kind"
     ):
         collection.optimizer.step()
-    with pytest.raises(EmbeddingError, match=r"learning rates by table: \[0.1, -1\] - at least 0"):
-        RatedTables.of(flexd.SGD(lr=0.1), {0: 0.1, 9: -1})
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])

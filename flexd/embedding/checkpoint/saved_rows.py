@@ -257,11 +257,6 @@ class RowWindow:
     slots: Int64Array
     packed: npt.NDArray[np.uint8]
 
-    @property
-    def keys(self) -> Int64Array:
-        """int64 [n]."""
-        return self.slots * self.key_step + self.first_key
-
 
 def write_window(file: BinaryIO, window: RowWindow) -> int:
     """Write a window behind those before; return its bytes."""
@@ -450,7 +445,9 @@ def load_rows_of(
                 keys = torch.empty(0, dtype=torch.int64, device=device)
                 packed = torch.empty((0, store.row_bytes), dtype=torch.uint8, device=device)
                 if window is not None:
-                    keys = tables.keys(saved_group, torch.from_numpy(window.keys).to(device))
+                    keys = tables.keys(
+                        saved_group, torch.from_numpy(window.slots * window.key_step + window.first_key).to(device)
+                    )
                     packed = torch.from_numpy(window.packed).to(device)
                 _send_home(world, store, store.homes.addresses(keys), packed)
 

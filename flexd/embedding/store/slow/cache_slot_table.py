@@ -285,11 +285,12 @@ class LookAhead:
     """Batches that are known, numbered from 1. Not thread-safe.
 
     Attributes:
+        table: that has the scores of the rows.
         present: number of the batch whose rows are being fetched; 0 before the first.
     """
 
     def __init__(self, table: CacheSlotTable) -> None:
-        self._table = table
+        self.table = table
         self._known: deque[tuple[int, torch.Tensor]] = deque()
         self._last = 0
         self.present = 0
@@ -303,16 +304,12 @@ class LookAhead:
     def nbytes(self) -> int:
         return sum(slots.nbytes for _, slots in self._known)
 
-    def use_table(self, table: CacheSlotTable) -> None:
-        """Go on with a table that has the scores of the present one."""
-        self._table = table
-
     def add(self, slots: torch.Tensor) -> None:
         """Add the batch after the last one that is known: int64 [n] ascending slots that it looks up."""
         self._last += 1
         self._known.append((self._last, slots))
-        cache_slots = self._table.find(slots)
-        self._table.expect(cache_slots[cache_slots >= 0], self._last)
+        cache_slots = self.table.find(slots)
+        self.table.expect(cache_slots[cache_slots >= 0], self._last)
 
     def begin(self, passes_kept: int) -> None:
         """Begin to fetch the next batch; rows of batches before it that no update needs any more are released.
@@ -324,17 +321,17 @@ class LookAhead:
         self._last = max(self._last, self.present)
         while self._known and self._known[0][0] < self.present - passes_kept:
             number, slots = self._known.popleft()
-            cache_slots = self._table.find(slots)
+            cache_slots = self.table.find(slots)
             held = cache_slots >= 0
-            self._table.pass_over(cache_slots[held], number, self._next_use(slots[held]))
+            self.table.pass_over(cache_slots[held], number, self._next_use(slots[held]))
 
     def end(self) -> None:
         """Forget all batches."""
         while self._known:
             number, slots = self._known.popleft()
-            cache_slots = self._table.find(slots)
+            cache_slots = self.table.find(slots)
             cache_slots = cache_slots[cache_slots >= 0]
-            self._table.pass_over(cache_slots, number, torch.zeros_like(cache_slots))
+            self.table.pass_over(cache_slots, number, torch.zeros_like(cache_slots))
         self.present = self._last
 
     def use_of(self, slots: torch.Tensor) -> torch.Tensor | None:

@@ -203,6 +203,7 @@ class HalfLife:
         rows: home rows; a block of ``stride`` of them has one row of the sample.
 
     Attributes:
+        cache_slots: number of them now.
         clock: in half-lives.
         chosen: place in ``HALF_LIVES``.
         ranks: uses by their ranks, by the counts with the chosen half-life.
@@ -210,7 +211,7 @@ class HalfLife:
 
     def __init__(self, cache_slots: int, rows: int, device: torch.device) -> None:
         self.clock, self.chosen = 0.0, FIRST
-        self._cache_slots = cache_slots
+        self.cache_slots = cache_slots
         most = max(_LEAST_SAMPLED_ROWS, min(cache_slots // 4, _MAX_SAMPLED_ROWS))
         self._stride = max(1, cache_slots // _SAMPLED_CACHE_SLOTS, -(-rows // most))
         sampled = -(-rows // self._stride)
@@ -227,17 +228,13 @@ class HalfLife:
     def nbytes(self) -> int:
         return self._counts.nbytes + self._last.nbytes + self.ranks.nbytes
 
-    def resize(self, cache_slots: int) -> None:
-        """Go on with another number of cache slots."""
-        self._cache_slots = cache_slots
-
     def use(self, slots: torch.Tensor, ahead: int) -> float:
         """Count one use of int64 [n] distinct home rows by a look-up; return the clock.
 
         Args:
             ahead: batches after this one that are known: rows used so shortly ago are kept whatever their count.
         """
-        fillings = len(slots) / self._cache_slots
+        fillings = len(slots) / self.cache_slots
         self._filled += fillings
         self._step += 1
         block = slots.div(self._stride, rounding_mode="floor")
@@ -264,7 +261,7 @@ class HalfLife:
         if missed[best] < (1 - _GAIN) * missed[self.chosen]:
             self.chosen = best
         self.ranks.set_counts(self._counts[self.chosen])
-        cache_slots = max(1, self._cache_slots // self._stride)
+        cache_slots = max(1, self.cache_slots // self._stride)
         if cache_slots >= self._counts.shape[1]:
             self._limits.fill_(-torch.inf)
             return

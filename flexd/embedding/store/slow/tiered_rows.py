@@ -241,8 +241,7 @@ class TieredRows:
                     torch.cuda.synchronize(column.device)  # other streams may still read what is freed here
                 column.set_(new)  # type: ignore[call-overload]
             self._table, self.cache_slots = table, cache_slots
-            self._ahead.use_table(table)
-            self._use.resize(cache_slots)
+            self._ahead.table, self._use.cache_slots = table, cache_slots
 
     def slots_at(self, places: torch.Tensor) -> torch.Tensor:
         """int64 [n] places of ``rows`` in use -> int64 [n] slots."""
