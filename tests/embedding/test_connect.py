@@ -145,8 +145,7 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
 
     def push() -> None:
         for number, planned in enumerate((random_placement(11, moves_on=layout), final)):
-            record = MigrationRecord(migration_id=f"plan-{number}")
-            states.append(coordinator.migrate(record, planned).wait(60))
+            states.append(coordinator.migrate(MigrationRecord(migration_id=f"plan-{number}"), planned).wait(60))
 
     pusher = threading.Thread(target=push, daemon=True)
     pusher.start()
@@ -190,8 +189,7 @@ def test_the_daemon_sees_what_slow_memory_did(monkeypatch: pytest.MonkeyPatch) -
         collection.optimizer.step()
     connection.close()
     for report in agent.reports:
-        arrived = m.decode(m.encode(m.Progress(m.Fence("job", "a1", 2, 7, "token"), 0, 0, report)))
-        monitor.add(arrived.report)  # type: ignore[union-attr]
+        monitor.add(m.decode(m.encode(m.Progress(m.Fence("job", "a1", 2, 7, "token"), 0, 0, report))).report)  # type: ignore[union-attr]
     shown = slow_memory_status(monitor.totals(), collection.keyspace.tables)
     assert shown is not None
     assert {each.table: (each.used, each.missed) for each in shown.tables} == {"item": (8, 6), "shop": (5, 3)}

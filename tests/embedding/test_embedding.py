@@ -128,15 +128,13 @@ def own(rank: int, layout: RankLayout, case: Training) -> dict[str, Any]:
         )  # fmt: skip
         made.load_rows(0, plain.weight.detach())
         setattr(parent, name, made) if parent is model else model.users.update({name: made})
-    collections = [model.items.collection, model.users["embedding"].collection]
-    return train(rank, layout, case, model, collections)
+    return train(rank, layout, case, model, [model.items.collection, model.users["embedding"].collection])
 
 
 def embedded(rank: int, layout: RankLayout, case: Training) -> dict[str, Any]:
     """Train with all embeddings in one collection; ranks other than 0 draw other values before."""
     model = Recommender(case.softmax, seed=3 if rank == 0 else 100 + rank)
-    slots = {"replica_slots": [ITEMS + USERS]}
-    tables = flexd.embed_all(model, optimizer=row_optimizer(case), layout=layout, **slots)
+    tables = flexd.embed_all(model, optimizer=row_optimizer(case), layout=layout, replica_slots=[ITEMS + USERS])
     return train(rank, layout, case, model, [tables])
 
 

@@ -59,8 +59,7 @@ def test_all_types_of_input_give_equal_rows() -> None:
         jagged = as_jagged(form, "item")
         assert torch.equal(jagged.values, values)
         assert torch.equal(jagged.lengths.long(), lengths)
-    back = flexd.Jagged(values, lengths).to_nested()
-    assert [part.tolist() for part in back.unbind()] == [[4], [], [1, 2, 7]]
+    assert [part.tolist() for part in flexd.Jagged(values, lengths).to_nested().unbind()] == [[4], [], [1, 2, 7]]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +93,7 @@ def test_features_become_keys_and_rows_become_features() -> None:
         "a2": Jagged(torch.tensor([9, 9, 2]), torch.tensor([1, 2])),
     }
     found = feature_map().keys(features)
-    order = found.order
-    assert order == ["c", "a2", "b"]
+    assert found.order == ["c", "a2", "b"]
     assert found.keys.tolist() == [11, 9, 9, 2, 40 + 19, 40]
     assert found.keys.dtype == torch.int64
     assert found.faulty is not None

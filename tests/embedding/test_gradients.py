@@ -102,8 +102,7 @@ def test_no_chunk_is_applied_while_gradients_wait() -> None:
     collection = make()
     backward(collection, 1)
     collection.clip_grad_norm_(1.0)
-    keys = np.array([1, 2])
-    collection.engine.inbox.offer(1, Delta(keys, np.zeros(2, np.uint8), np.full(2, 2, np.uint8)))
+    collection.engine.inbox.offer(1, Delta(np.array([1, 2]), np.zeros(2, np.uint8), np.full(2, 2, np.uint8)))
     versions = []
     for step in range(6):
         with torch.no_grad():

@@ -49,8 +49,7 @@ def test_the_state_dict_keeps_steps_and_settings() -> None:
     first, second = collection(Adam(0.1)), collection(Adam(0.9))
     for _ in range(3):
         step(first, 1, 2)
-    saved = first.optimizer.state_dict()
-    second.optimizer.load_state_dict(saved)
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
     assert second.steps == 3
     second.load_state_dict(first.state_dict())
     third = collection(Adam(0.1))

@@ -69,8 +69,7 @@ def test_updates_of_all_rows_equal_the_dense_optimizer(
     optimizer = ours(decay)
     rows, state = start(optimizer)
     plain = torch.nn.Parameter(rows.clone())
-    coupled = {key: value for key, value in decay.items() if not decay.get("decoupled_weight_decay")}
-    dense = theirs([plain], coupled)
+    dense = theirs([plain], {key: value for key, value in decay.items() if not decay.get("decoupled_weight_decay")})
     index = torch.arange(ROWS)
     for step in range(1, 6):
         if decay.get("decoupled_weight_decay"):

@@ -97,8 +97,7 @@ def copied(rank: int, layout: RankLayout, exchange: str) -> dict[str, Any]:
         ids = torch.from_numpy(np.random.default_rng([step, rank]).integers(0, 61, 9))
         tables({"item": flexd.Jagged(ids, torch.tensor([9]))})["item"].values.square().sum().backward()
         tables.optimizer.step()
-    moves = Delta(np.array([3]), np.zeros(1, np.uint8), np.ones(1, np.uint8))
-    refused = error_of(tables.engine.inbox.offer, 1, moves)
+    refused = error_of(tables.engine.inbox.offer, 1, Delta(np.array([3]), np.zeros(1, np.uint8), np.ones(1, np.uint8)))
     return {
         "home_accesses": tables.traffic.home_accesses, "device_accesses": tables.traffic.device_accesses,
         "bit_equal": tables.replicas_bit_equal(), "listed": len(tables.engine.migrator.placement()[0]),

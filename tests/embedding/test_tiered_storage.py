@@ -128,8 +128,7 @@ def test_slow_rows_are_a_log_where_its_index_fits_and_its_bytes_are_of_the_budge
         tier = collection.engine.stores[0].tier
         assert tier is not None
         assert isinstance(tier.cold, kind)
-        left = fast_memory_bytes - (5_000 if kind is LogRows else 0)
-        assert tier.cache_slots == left // (128 + 64)
+        assert tier.cache_slots == (fast_memory_bytes - (5_000 if kind is LogRows else 0)) // (128 + 64)
         collection.close()
 
 

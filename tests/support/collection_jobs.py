@@ -98,8 +98,7 @@ def some(seed: int, step: int, rank: int) -> dict[str, Jagged]:
     out = {}
     for name, rows in ROWS.items():
         count = int(rng.integers(0, 40))
-        ids = torch.from_numpy((rng.zipf(1.3, count) - 1) % rows)
-        out[name] = Jagged(ids, torch.tensor([count]))
+        out[name] = Jagged(torch.from_numpy((rng.zipf(1.3, count) - 1) % rows), torch.tensor([count]))
     return out
 
 

@@ -308,8 +308,9 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
             for name, table in tables.items():
                 grad = table.weight.grad
                 assert grad is not None
-                rate = slower * (scenario.second_rate if name == "shop" else 1.0)
-                plain[name].step(table.weight, grad, seen[name], rate, step + 1)
+                plain[name].step(
+                    table.weight, grad, seen[name], slower * (scenario.second_rate if name == "shop" else 1.0), step + 1
+                )
     return losses, {name: table.weight.detach().double().numpy() for name, table in tables.items()}
 
 

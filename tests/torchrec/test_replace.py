@@ -104,8 +104,7 @@ def test_training_on_two_ranks_equals_the_model_before(
     pair: RankPool, optimizer: str, prefetched: bool, one_lookup: bool, summed: tuple[str, ...]
 ) -> None:
     losses, tables = train_alone(2, optimizer, STEPS)
-    job = (train_replaced, RankLayout(2, 1), optimizer, STEPS, prefetched, one_lookup, summed)
-    results = pair.run(*job)
+    results = pair.run(train_replaced, RankLayout(2, 1), optimizer, STEPS, prefetched, one_lookup, summed)
     for rank, result in enumerate(results):
         assert result["losses"] == pytest.approx(losses[rank], abs=2e-6)
         for name, table in tables.items():
@@ -267,8 +266,7 @@ def test_the_attached_optimizer_is_taken_over(kind: Any, settings: dict[str, Any
     model = Two("meta")
     for parameter in model.parameters():
         parameter._optimizer_classes, parameter._optimizer_kwargs = [kind], [settings]
-    tables = replace(model)
-    assert tables.optimizer._current() == expected
+    assert replace(model).optimizer._current() == expected
     assert replace(Two()).optimizer._current() == flexd.SGD(0.01)
     attached = Two()
     apply(torch.optim.RMSprop, {"lr": 0.1})(attached)

@@ -34,8 +34,7 @@ def model(device: str = "cpu") -> nn.Module:
     Un-pooled ones have a fused optimizer: without one TorchRec takes FBGEMM's dense kernel, which on a CPU pools them
     whatever it is told, so that the look-up ends with sizes that do not add up.
     """
-    constant = partial(nn.init.constant_, val=0.1)
-    with_values = {"embedding_dim": 64, "init_fn": constant}
+    with_values = {"embedding_dim": 64, "init_fn": partial(nn.init.constant_, val=0.1)}
     bags = [
         EmbeddingBagConfig(name=f"t{i}", num_embeddings=rows, feature_names=[f"f{i}"], **with_values)
         for i, rows in enumerate(ROWS)
@@ -62,8 +61,7 @@ def _batch(rank: int, step: int) -> KeyedJaggedTensor:
     drawn = torch.Generator().manual_seed(100 * step + rank)
     keys = [*(f"f{i}" for i in range(5)), "g0", "g1"]
     lengths = torch.randint(0, 5, (len(keys) * 8,), generator=drawn)
-    values = torch.randint(0, 24, (int(lengths.sum()),), generator=drawn)
-    return KeyedJaggedTensor(keys, values, lengths=lengths)
+    return KeyedJaggedTensor(keys, torch.randint(0, 24, (int(lengths.sum()),), generator=drawn), lengths=lengths)
 
 
 def _of(batch: KeyedJaggedTensor, kind: str) -> KeyedJaggedTensor:
@@ -138,14 +136,12 @@ def planned() -> dict[str, Any]:
 
 
 def test_training_with_a_plan_has_the_losses_of_another(four: RankPool):
-    row_wise = document({name: ("row_wise", [0, 1, 2, 3]) for name in KINDS})
-    expected, kinds = four.run(train, row_wise, 6)[0]
+    expected, kinds = four.run(train, document({name: ("row_wise", [0, 1, 2, 3]) for name in KINDS}), 6)[0]
     assert set(kinds.values()) == {"row_wise"}
     assert expected[-1] < 0.9 * expected[0]
     for plan in (document(KINDS), planned()):
         losses, kinds = four.run(train, plan, 6)[0]
-        wanted = {n: e["sharding_type"] for tables in plan["modules"].values() for n, e in tables.items()}
-        assert kinds == wanted
+        assert kinds == {n: e["sharding_type"] for tables in plan["modules"].values() for n, e in tables.items()}
         assert losses == pytest.approx(expected, rel=1e-5)
 
 

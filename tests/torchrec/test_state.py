@@ -81,8 +81,7 @@ def there_and_back(rank: int, layout: RankLayout, optimizer: str, steps: int, fo
 
     Each part begins from other values than those it loads.
     """
-    stayed = sharded(optimizer, layout.world_size)
-    expected = train(stayed, rank, 0, 3 * steps)
+    expected = train(sharded(optimizer, layout.world_size), rank, 0, 3 * steps)
 
     before = sharded(optimizer, layout.world_size)
     losses = train(before, rank, 0, steps)

@@ -247,8 +247,7 @@ def test_any_series_is_exact(
 
 def test_the_newest_are_kept_with_what_they_build_on(ranks: Ranks, tmp_path: Path) -> None:
     events = [*(8 * [("train", 1), ("save", None)]), ("rows", ("item", 3, 9)), ("save", None)]
-    kept = {"keep": 2, "whole_every": 3}
-    saves = ranks(4).run(run, FOUR_RANKS, str(tmp_path), "adam", events, {}, kept)[0]
+    saves = ranks(4).run(run, FOUR_RANKS, str(tmp_path), "adam", events, {}, {"keep": 2, "whole_every": 3})[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"save-{number:08}" for number in (7, 8, 9)]
     assert [save["base"] for save in saves] == [None, 1, 2, None, 4, 5, None, 7, 8]
     assert 0 < saves[1]["rows"] < saves[0]["rows"] == saves[3]["rows"] == 87
@@ -261,8 +260,7 @@ def test_the_newest_are_kept_with_what_they_build_on(ranks: Ranks, tmp_path: Pat
 def three(ranks: Ranks, tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
     """A series of one checkpoint with all rows and two with changes."""
     events = [event for _ in range(3) for event in (("train", 1), ("save", None))]
-    results = ranks(4).run(run, FOUR_RANKS, str(tmp_path), "adam", events, {}, {})
-    return tmp_path, results[0]
+    return tmp_path, ranks(4).run(run, FOUR_RANKS, str(tmp_path), "adam", events, {}, {})[0]
 
 
 NAMES = ("item", "odd", "tiny")

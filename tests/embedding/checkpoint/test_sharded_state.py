@@ -75,8 +75,7 @@ def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]
     before = whole(collection)
     if rank == layout.world_size - 1:
         if change == "one bit":
-            bits = state["optimizer.adam.item.exp_avg"].to_local().view(torch.uint8)
-            bits[1, 3] ^= 4
+            state["optimizer.adam.item.exp_avg"].to_local().view(torch.uint8)[1, 3] ^= 4
         elif change == "two rows":
             rows = state["embeddings.item.weight"].to_local()
             rows[:2] = rows[[1, 0]]
@@ -108,8 +107,7 @@ def replicate(seed: int) -> Delta:
 def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """Save a checkpoint of 2 x 2 ranks with Adam; return its path and the result of further training."""
     path = tmp_path_factory.mktemp("checkpoint") / "adam"
-    results = ranks(4).run(save, FOUR_RANKS, "adam", str(path), replicate(1), 300)
-    return path, results[0]
+    return path, ranks(4).run(save, FOUR_RANKS, "adam", str(path), replicate(1), 300)[0]
 
 
 def check_loaded(results: list[dict], saved: dict, tolerance: float = 1e-9) -> None:
@@ -156,8 +154,7 @@ def test_a_changed_state_is_refused(ranks: Ranks, change: str) -> None:
 
 def test_one_rank_saves_a_table_that_fits_a_window(ranks: Ranks) -> None:
     """The size of a checkpoint's metadata grows with the tables, not with tables times ranks."""
-    by_rank = ranks(4).run(saved_keys, FOUR_RANKS)
-    keys = [key for keys in by_rank for key in keys if key != "optimizer.adam.step"]
+    keys = [key for keys in ranks(4).run(saved_keys, FOUR_RANKS) for key in keys if key != "optimizer.adam.step"]
     assert len(keys) == len(set(keys)) == 4 * len(ROWS)
 
 

@@ -68,8 +68,7 @@ def test_a_table_equals_a_dict(max_key: int, capacity: int, first: int, data: st
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 999), rows=st.sampled_from([300, 3000]))
 def test_a_table_filled_to_its_capacity_does_not_grow(seed: int, rows: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    keys = torch.randperm(20 * rows, generator=generator)[:rows]
+    keys = torch.randperm(20 * rows, generator=torch.Generator().manual_seed(seed))[:rows]
     table = BucketTable(rows, 20 * rows, CPU)
     before = table.nbytes
     values = torch.arange(rows, dtype=torch.int32)

@@ -69,8 +69,7 @@ def check(directory: Directory, expected: Rows, groups: int) -> dict[int, int]:
         assert directory.starts[pool] <= entry < directory.starts[pool + 1]
         numbers[key] = entry - directory.starts[pool]
         assert directory.pools[pool].owners[numbers[key] // 64] == directory.place_of(key % directory.layout.world_size)
-    asked = np.arange(end, dtype=np.int64)
-    tiers, slots = directory.read(asked)
+    tiers, slots = directory.read(np.arange(end, dtype=np.int64))
     assert tiers.tolist() == [expected.get(key, (0, 0))[0] for key in range(end)]
     assert slots.tolist() == [expected.get(key, (0, -1))[1] for key in range(end)]
     all_keys, all_tiers, all_slots = directory.rows()

@@ -72,8 +72,7 @@ def test_never_over_the_budget(groups: list[tuple[list[float], int, int]], budge
 
 
 def test_memory_that_saves_nothing_goes_to_rows_without_a_cache_slot() -> None:
-    curves = [curve([0.5], more_rows=99), curve([0.5], more_rows=299)]
-    assert divide_cache_slots(curves, 20_000) == [50, 149]
+    assert divide_cache_slots([curve([0.5], more_rows=99), curve([0.5], more_rows=299)], 20_000) == [50, 149]
 
 
 ROWS, CACHE_SLOTS, BATCH = 40_000, 4_000, 1_500
@@ -240,8 +239,7 @@ def divisions(collection: flexd.EmbeddingCollection) -> list[CacheSlotDivision]:
 
 
 def used_bytes(collection: flexd.EmbeddingCollection) -> int:
-    sizes = [cache_slot_bytes(store) for store in collection.engine.stores]
-    return int(np.dot(cache_slots_of(collection), sizes))
+    return int(np.dot(cache_slots_of(collection), [cache_slot_bytes(store) for store in collection.engine.stores]))
 
 
 def test_cache_slots_follow_the_use_and_rows_are_those_of_fast_rows() -> None:
