@@ -304,8 +304,7 @@ class FeatureMap:
             groups = self.by_group([name for name in order if name not in summed])
             of_bags = self.by_group([name for name in order if name in summed])
             ends = [0, *accumulate(map(len, groups))]
-            bag_ends = list(accumulate(map(len, of_bags), initial=ends[-1]))
-            known = _Order(order, bounds, groups, ends, of_bags, bag_ends)
+            known = _Order(order, bounds, groups, ends, of_bags, list(accumulate(map(len, of_bags), initial=ends[-1])))
             if len(self._orders) >= _KEPT_ORDERS:
                 self._orders.clear()
             self._orders[names, summed] = known

@@ -181,8 +181,7 @@ def _row_bits(part: torch.Tensor) -> torch.Tensor:
     if width == 0:
         return torch.zeros(len(part), dtype=torch.int64, device=part.device)
     factors = _mix(torch.arange(1, width + 1, device=part.device) * _GOLDEN) | 1
-    bits = part.contiguous().view(_INTEGERS[part.element_size()]).to(torch.int64)
-    return bits.mul(factors).sum(dim=1)
+    return part.contiguous().view(_INTEGERS[part.element_size()]).to(torch.int64).mul(factors).sum(dim=1)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -171,7 +171,7 @@ class _BlocksByHome:
 
     def of(self, homes: Sequence[int], *, device_only: bool = False) -> list[Int64Array]:
         """Return the blocks of each dim-group whose rows have one of some homes, which are adjacent."""
-        places = sorted(self._directory.place_of(home) for home in homes) or [0, -1]
+        places = sorted(self._directory.places_by_home[home] for home in homes) or [0, -1]
         assert places[-1] - places[0] + 1 == len(homes)  # noqa: S101
         found = []
         for group in range(self._directory.groups):

@@ -247,7 +247,8 @@ class Directory:
         last one for rows that are not listed."""
         self._nowhere = torch.zeros((), dtype=torch.int32, device=device)
         """The number of entries."""
-        self._places_by_home: list[int] = self._places_of(np.arange(layout.world_size)).tolist()
+        self.places_by_home: list[int] = self._places_of(np.arange(layout.world_size)).tolist()
+        """Place of each home rank among all of them: those of a rail are adjacent, by node."""
         self._lock = threading.RLock()
         self._changed: torch.cuda.Event | None = None
         """After the last change; None on a CPU."""
@@ -278,10 +279,6 @@ class Directory:
         """Number of changes of the blocks of entries so far: while it is equal, so are all blocks, their homes and the
         entries at which pools begin. Most chunks give rows numbers of blocks that exist."""
         return sum(pool.changes for pool in self.pools)
-
-    def place_of(self, home: int) -> int:
-        """Return the place of a home rank among all of them: those of a rail are adjacent, by node."""
-        return self._places_by_home[home]
 
     def _places_of(self, homes: Int64Array) -> Int64Array:
         nodes = homes // self.layout.local_ranks

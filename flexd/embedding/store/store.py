@@ -152,8 +152,9 @@ class GroupStore:
         addresses = slots * self.world_size + self.first_home_address
         if len(self.replica_addresses):
             replicas = slots - self.home_rows
-            of_replicas = self.replica_addresses.index_select(0, replicas.clamp(min=0))
-            addresses = torch.where(replicas < 0, addresses, of_replicas)
+            addresses = torch.where(
+                replicas < 0, addresses, self.replica_addresses.index_select(0, replicas.clamp(min=0))
+            )
         return self.homes.keys(addresses)
 
     def record_addresses(self, addresses: torch.Tensor) -> None:

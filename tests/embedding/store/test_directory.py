@@ -68,7 +68,10 @@ def check(directory: Directory, expected: Rows, groups: int) -> dict[int, int]:
         pool = 2 * group_of(key) + (expected[key][0] == Tier.DEVICE)
         assert directory.starts[pool] <= entry < directory.starts[pool + 1]
         numbers[key] = entry - directory.starts[pool]
-        assert directory.pools[pool].owners[numbers[key] // 64] == directory.place_of(key % directory.layout.world_size)
+        assert (
+            directory.pools[pool].owners[numbers[key] // 64]
+            == directory.places_by_home[key % directory.layout.world_size]
+        )
     tiers, slots = directory.read(np.arange(end, dtype=np.int64))
     assert tiers.tolist() == [expected.get(key, (0, 0))[0] for key in range(end)]
     assert slots.tolist() == [expected.get(key, (0, -1))[1] for key in range(end)]

@@ -203,9 +203,7 @@ def _runs(blocks: Int64Array, most: int) -> tuple[Int64Array, Int64Array]:
     """Return first block and length of each run of adjoining ascending blocks, no longer than ``most``."""
     if not len(blocks):
         return blocks, blocks
-    joins = np.diff(blocks) == 1
-    starts = np.flatnonzero(np.concatenate([[True], ~joins]))
+    starts = np.flatnonzero(np.concatenate([[True], np.diff(blocks) != 1]))
     # A long run is cut: every ``most``-th block of it begins another.
-    within = places_of_runs(0, np.diff(starts, append=len(blocks)))
-    starts = np.flatnonzero(within % most == 0)
+    starts = np.flatnonzero(places_of_runs(0, np.diff(starts, append=len(blocks))) % most == 0)
     return blocks[starts], np.diff(starts, append=len(blocks))

@@ -250,12 +250,10 @@ class CacheSlotTable:
             if len(places) == count or reach >= len(self._queue):
                 break
             reach = head + 2 * (reach - head)
-        queued = segment.index_select(0, places)
-        cache_slots = _distinct([candidates, queued])
+        cache_slots = _distinct([candidates, segment.index_select(0, places)])
         if len(cache_slots) < count:
             return None
-        order = self._scores.index_select(0, cache_slots).argsort(stable=True)
-        taken = cache_slots.index_select(0, order[:count])
+        taken = cache_slots.index_select(0, self._scores.index_select(0, cache_slots).argsort(stable=True)[:count])
         self._scores.index_fill_(0, taken, math.inf)
         # What stays of the part of the queue that was looked through: kept rows, and those above what was taken.
         passed = int(places[-1]) + 1 if len(places) else 0

@@ -138,8 +138,7 @@ class UseRanks:
 
     def set_counts(self, counts: torch.Tensor) -> None:
         """Set float32 [sampled], the counts that ranks are among from now on; -inf of a row that was never used."""
-        ordered = torch.sort(counts, descending=True).values
-        self._limits = ordered.index_select(0, self._at).neg_().clamp_(max=_UNSEEN)
+        self._limits = torch.sort(counts, descending=True).values.index_select(0, self._at).neg_().clamp_(max=_UNSEEN)
 
     def add(self, counts: torch.Tensor, far: torch.Tensor, rows: int) -> None:
         """Count a use of ``rows`` rows.
