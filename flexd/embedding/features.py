@@ -249,7 +249,17 @@ class FeatureMap:
             except RuntimeError as error:  # of several devices or shapes, which are named below
                 fault = error
         for name, jagged in features.items():
-            self._check_tensor(name, jagged.values)
+            ids, where = jagged.values, f"rank {self._rank}, feature {name!r}"
+            if ids.dtype not in _ID_DTYPES or ids.dim() != 1:
+                raise EmbeddingError(
+                    f"{where}: ids of dtype {ids.dtype} and shape {tuple(ids.shape)}",
+                    remedy="pass int64 or int32 ids of shape [n]",
+                )
+            if ids.device != self._device:
+                raise EmbeddingError(
+                    f"{where}: ids on {ids.device}, the tables are on {self._device}",
+                    remedy=f"move the batch to {self._device}",
+                )
         raise fault or AssertionError("ids that cannot be joined")
 
     def summed_by_group(self, names: Iterable[str], order: Sequence[str]) -> list[list[str]]:
@@ -377,19 +387,6 @@ class FeatureMap:
         for name in order:
             names[self._group_of[self.table_of[name]]].append(name)
         return names
-
-    def _check_tensor(self, feature: str, ids: torch.Tensor) -> None:
-        where = f"rank {self._rank}, feature {feature!r}"
-        if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1:
-            raise EmbeddingError(
-                f"{where}: ids of dtype {ids.dtype} and shape {tuple(ids.shape)}",
-                remedy="pass int64 or int32 ids of shape [n]",
-            )
-        if ids.device != self._device:
-            raise EmbeddingError(
-                f"{where}: ids on {ids.device}, the tables are on {self._device}",
-                remedy=f"move the batch to {self._device}",
-            )
 
 
 def _sizes(parts: Sequence[torch.Tensor]) -> list[int]:

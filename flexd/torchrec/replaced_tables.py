@@ -149,10 +149,6 @@ class ReplacedModule:
     def table_names(self) -> tuple[str, ...]:
         return tuple(table.name for table in self.tables)
 
-    def weight_key(self, config: BaseEmbeddingConfig) -> str:
-        """Return the name of a table's weight in TorchRec's ``state_dict`` of the model."""
-        return f"{self.path}.{'embedding_bags' if self.pooled else 'embeddings'}.{config.name}.weight"
-
 
 def replaced_module(
     path: str,

@@ -146,7 +146,8 @@ def _parts(tables: ReplacedTables) -> dict[_Key, _Part]:
     found = {}
     for module in tables.replaced:
         for config, table in zip(module.configs, module.tables, strict=True):
-            one, weight = saved[table.name], module.weight_key(config)
+            one, kind = saved[table.name], "embedding_bags" if module.pooled else "embeddings"
+            weight = f"{module.path}.{kind}.{config.name}.weight"  # its name in TorchRec's ``state_dict`` of the model
             names = [("", False), *_NAMES_OF_STATE[one.spec.optimizer]]
             for (name, by_row), held in zip(names, one.columns.values(), strict=True):
                 key = weight, f"{config.name}.{name}" if name else ""

@@ -87,7 +87,7 @@ class TieredStorage:
 
     def division(self, stores: Sequence[GroupStore]) -> list[CacheSlotDivision]:
         """Return what divides the cache slots between dim-groups step by step; none where fewer than two have some."""
-        slow = [(store.tier, cache_slot_bytes(store)) for store in stores if store.tier is not None]
+        slow = [(store.tier, store.row_bytes + CACHE_SLOT_BYTES) for store in stores if store.tier is not None]
         return [CacheSlotDivision([tier for tier, _ in slow], [size for _, size in slow])] if len(slow) > 1 else []
 
     def _has_index(self, home_rows: Sequence[int]) -> bool:
@@ -187,11 +187,6 @@ LEAST_STEPS = 4
 """... and at most once in so many steps: on an accelerator the host waits for what was counted."""
 KEPT = 0.7
 """Share of what was counted before that counts on in the next comparison."""
-
-
-def cache_slot_bytes(store: GroupStore) -> int:
-    """Return the bytes of a cache slot with its state and what finds it."""
-    return store.row_bytes + CACHE_SLOT_BYTES
 
 
 class CacheSlotDivision(StepMoments):
