@@ -69,7 +69,7 @@ def test_every_mistake_is_named_on_the_rank_and_in_the_status(ranks: Ranks, tmp_
     try:
         said, other = ranks(2).run(make_mistakes, coordinator.port)
         deadline = time.monotonic() + 20
-        while {each.kind for each in monitor.usage_warnings.totals()} != kinds and time.monotonic() < deadline:
+        while {each.kind for each in monitor.usage_warnings()} != kinds and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:
         coordinator.stop(15)
@@ -79,7 +79,7 @@ def test_every_mistake_is_named_on_the_rank_and_in_the_status(ranks: Ranks, tmp_
     assert "ranks [1] gave other values than rank 0" in said["differing_seeds"]
     assert "state_dict() was called on rank 0 and not on ranks [1]" in said["partial_state_dict"]
     assert "changed or moved" in said["changed_ids"]
-    status = training_status(monitor.totals(), monitor.ranks(), monitor.phases(), monitor.usage_warnings.totals())
+    status = training_status(monitor.totals(), monitor.ranks(), monitor.phases(), monitor.usage_warnings())
     assert {each.kind: each.text for each in status.usage_warnings} == said
     shown = " ".join(text_of(HEALTHY.model_copy(update={"training": status})).split())
     for kind, text in said.items():
