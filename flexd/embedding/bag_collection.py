@@ -180,8 +180,7 @@ class EmbeddingBagCollection(EmbeddingCollection):
             sizes = [routed.features[name].lengths.shape[0] for name in names]
             for name, total in zip(names, of_group.split_with_sizes(sizes), strict=False):
                 if self._pooling[name] == "mean":
-                    lengths = routed.features[name].lengths.clamp(min=1).to(total.dtype)
-                    total = total / lengths.unsqueeze(1)
+                    total = total / routed.features[name].lengths.clamp(min=1).to(total.dtype).unsqueeze(1)
                 pooled[name] = total
         return pooled
 

@@ -285,8 +285,7 @@ class FeatureMap:
         lengths = _joined([features[name].lengths for name in names])
         bags = [sum(features[name].lengths.shape[0] for name in of_group) for of_group in known.summed]
         places = torch.arange(keys.shape[0], device=keys.device)
-        bag = torch.searchsorted(lengths.cumsum(0), places, right=True)
-        return BagIds(keys, bag, numbers, bags)
+        return BagIds(keys, torch.searchsorted(lengths.cumsum(0), places, right=True), numbers, bags)
 
     def _known(self, names: tuple[str, ...], summed: frozenset[str] = frozenset()) -> _Order:
         """Return what is known of features in the order of a batch.

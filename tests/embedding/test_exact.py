@@ -49,8 +49,7 @@ def test_training_equals_one_process(ranks: Ranks, scenario: Scenario, tolerance
     Args:
         kernels: function that runs the job with the kernels of an accelerator.
     """
-    job = (kernels, train) if kernels else (train,)
-    results = ranks(scenario.layout.world_size).run(*job, scenario, LOOP)
+    results = ranks(scenario.layout.world_size).run(*((kernels, train) if kernels else (train,)), scenario, LOOP)
     assert results[0]["versions"][-1] >= 1, "the scenario must really migrate rows"
     check_training(results, scenario, tolerance)
 

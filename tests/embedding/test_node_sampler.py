@@ -127,8 +127,7 @@ def test_small_batches_are_dealt_nearly_as_well_as_the_best_of_all_ways() -> Non
         batch = batch_of(seed, 2, 1, 8, 12)
         batch = BatchRows(**{**vars(batch), "node": np.arange(8) % 2})
         halves = [np.isin(np.arange(8), half).astype(np.int64) for half in combinations(range(8), 4)]
-        best = min(counted(batch, to) for to in halves)
-        over.append(counted(batch, deal_batch(batch, 2)) / max(1, best))
+        over.append(counted(batch, deal_batch(batch, 2)) / max(1, min(counted(batch, to) for to in halves)))
     assert np.mean(over) < 1.06
     assert max(over) < 1.25
 

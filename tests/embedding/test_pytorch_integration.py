@@ -97,8 +97,7 @@ def trained(rank: int, way: str, inside: bool) -> dict[str, Any]:
     # Beside DDP two threads have collectives under way at the same time.
     for step, given in enumerate(flexd.prefetch(batches, collection) if way == "ddp" else batches):
         if step == 1:
-            keys = np.arange(10)
-            collection.engine.inbox.offer(1, Delta(keys, np.zeros(10, np.uint8), np.full(10, 2, np.uint8)))
+            collection.engine.inbox.offer(1, Delta(np.arange(10), np.zeros(10, np.uint8), np.full(10, 2, np.uint8)))
         optimizer.zero_grad()
         loss = forward(given if inside else collection(given)["item"].values)
         loss.backward()

@@ -126,8 +126,7 @@ def test_checkpoints_load_into_any_other_rules_and_number_of_ranks(
     ranks: Ranks, tmp_path: Path, form: str, window_bytes: int
 ) -> None:
     """In windows of a few rows, saved in blocks by all ranks, or whole by an owner."""
-    rules = ("table_row_wise:1", "row_wise", "table_wise:2")
-    saved = ranks(4).run(save, PAIRS, rules, str(tmp_path), window_bytes)[0]
+    saved = ranks(4).run(save, PAIRS, ("table_row_wise:1", "row_wise", "table_wise:2"), str(tmp_path), window_bytes)[0]
     jobs = [
         (PAIRS, ("table_wise:1", "table_row_wise:0", "row_wise")),
         (RankLayout(1, 2), ("row_wise", "table_wise:1", "table_row_wise:0")),

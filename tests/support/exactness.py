@@ -244,8 +244,7 @@ def random_chunks(scenario: Scenario, collection: EmbeddingCollection) -> list[D
         if scenario.only_rail >= 0:
             keys = keys[homes.rail(keys) == scenario.only_rail]
         old = placement.tiers_of(keys)
-        tiers = 3 if scenario.only_rail < 0 else 2
-        new = rng.integers(0, tiers, size=len(keys)).astype(np.uint8)
+        new = rng.integers(0, 3 if scenario.only_rail < 0 else 2, size=len(keys)).astype(np.uint8)
         if scenario.moved and scenario.nodes > 1:
             moves = rng.random(len(keys)) < 0.6
             to = (homes.home_node(keys) + rng.integers(1, scenario.nodes, size=len(keys))) % scenario.nodes

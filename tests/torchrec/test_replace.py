@@ -179,8 +179,7 @@ class Two(nn.Module):
 
 def test_modules_on_meta_get_the_values_of_their_configurations() -> None:
     init_fn = partial(nn.init.normal_, std=2.0)
-    model = Two("meta", init_fn=init_fn)
-    tables = replace(model, seed=4)
+    tables = replace(Two("meta", init_fn=init_fn), seed=4)
     alone = FlexEmbeddingCollection(
         [EmbeddingConfig(name="t", num_embeddings=300, embedding_dim=4, init_fn=init_fn)], seed=4
     )

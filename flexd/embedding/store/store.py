@@ -75,8 +75,7 @@ class DeviceHomes:
 
     def _address(self, part: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         shift, span = self._factors.index_select(1, part)
-        turns = torch.div(keys, span, rounding_mode="floor")
-        return keys.add(shift).add_(turns.mul_(self._world_size - span))
+        return keys.add(shift).add_(torch.div(keys, span, rounding_mode="floor").mul_(self._world_size - span))
 
 
 class GroupStore:

@@ -55,8 +55,7 @@ def load_differing(rank: int, layout: RankLayout, mistake: str) -> tuple[str, bo
     right = "item", 3, values_of(20), 2 if mistake == "empty source" else None
     name, first, values, source = mistaken(mistake) if rank == 2 else right
     text = error_of(collection.load_rows, name, first, values, source=source)
-    same = all(torch.equal(collection.gather_table(table), rows) for table, rows in before.items())
-    return text, same
+    return text, all(torch.equal(collection.gather_table(table), rows) for table, rows in before.items())
 
 
 FOUR_RANKS = RankLayout(2, 2)

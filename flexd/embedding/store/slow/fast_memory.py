@@ -58,8 +58,7 @@ def proportional_cache_slots(budget_bytes: float, rows: Sequence[int], cache_slo
         rows: home rows of a rank in each dim-group.
         cache_slot_bytes: of one cache slot of each, with its state and ``CACHE_SLOT_BYTES``.
     """
-    whole = sum(n * size for n, size in zip(rows, cache_slot_bytes, strict=True))
-    share = min(1.0, budget_bytes / max(1, whole))
+    share = min(1.0, budget_bytes / max(1, sum(n * size for n, size in zip(rows, cache_slot_bytes, strict=True))))
     return [min(n, max(1, int(n * share))) for n in rows]
 
 
