@@ -119,8 +119,7 @@ def _batch(device: torch.device) -> dict[str, Jagged]:
 
 
 def _step(collection: EmbeddingBagCollection, batch: dict[str, Jagged]) -> None:
-    loss = torch.stack([part.sum() for part in collection(batch).values()]).sum()
-    loss.backward()  # type: ignore[no-untyped-call]
+    torch.stack([part.sum() for part in collection(batch).values()]).sum().backward()  # type: ignore[no-untyped-call]
     collection.optimizer.step()
 
 
@@ -177,9 +176,8 @@ def _skewed_ids(rng: np.random.Generator) -> npt.NDArray[np.int64]:
     """int64 [_KERNEL_IDS] by Zipf's law (the inverse of the continuous one), spread over the table."""
     power = 1.0 - _KERNEL_SKEW
     rank = (1.0 + rng.random(_KERNEL_IDS) * ((_KERNEL_ROWS + 1.0) ** power - 1.0)) ** (1.0 / power)
-    numbers = np.minimum(rank.astype(np.int64) - 1, _KERNEL_ROWS - 1)
     # Multiplied by a prime above the table's rows, neighbours lie apart and no two rows meet.
-    ids: npt.NDArray[np.int64] = (numbers * 2_654_435_761) % _KERNEL_ROWS
+    ids: npt.NDArray[np.int64] = np.minimum(rank.astype(np.int64) - 1, _KERNEL_ROWS - 1) * 2_654_435_761 % _KERNEL_ROWS
     return ids
 
 

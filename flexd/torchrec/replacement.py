@@ -156,14 +156,12 @@ def _places(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _described(path: str, module: Any, taken: Mapping[str, str]) -> ReplacedModule:
-    loaded = all(weight.device.type != "meta" for weight in _weights(path, module))
-    if isinstance(module, EmbeddingCollection):
-        return replaced_module(
-            path, module.embedding_configs(), taken, pooled=False, need_indices=module.need_indices(), loaded=loaded
-        )
+    pooled = not isinstance(module, EmbeddingCollection)
     return replaced_module(
-        path, module.embedding_bag_configs(), taken, pooled=True, is_weighted=module.is_weighted(), loaded=loaded
-    )
+        path, module.embedding_bag_configs() if pooled else module.embedding_configs(), taken, pooled=pooled,
+        need_indices=not pooled and module.need_indices(), is_weighted=pooled and module.is_weighted(),
+        loaded=all(weight.device.type != "meta" for weight in _weights(path, module)),
+    )  # fmt: skip
 
 
 def _weights(path: str, module: Any) -> list[nn.Parameter]:

@@ -36,7 +36,6 @@ ALL = [
 
 
 def name_of(value: Scenario | float | Job | None) -> str:
-    """Return a name that is the same in every process."""
     if isinstance(value, Scenario):
         return f"{value.nodes}x{value.local_ranks}-{value.optimizer}-{value.exchange}-{value.dtype}-{value.seed}"
     return getattr(value, "__name__", str(value))

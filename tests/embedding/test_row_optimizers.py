@@ -31,8 +31,7 @@ def start(optimizer: RowOptimizer, dtype: torch.dtype = torch.float64, dim: int 
     """Return rows and state."""
     rows = torch.randn(ROWS, dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
     floats = sum(state_columns(optimizer.name, dim).values())
-    wide = torch.promote_types(dtype, torch.float32)
-    return rows, torch.full((ROWS, floats), optimizer.initial_state, dtype=wide)
+    return rows, torch.full((ROWS, floats), optimizer.initial_state, dtype=torch.promote_types(dtype, torch.float32))
 
 
 def update(

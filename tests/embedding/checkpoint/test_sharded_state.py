@@ -30,7 +30,7 @@ def save(
     rank: int, layout: RankLayout, optimizer: str, path: str, delta: Delta, window_bytes: int, dtype: str = "float64"
 ) -> dict[str, Any]:
     """Train with replicas, save, and continue training."""
-    checkpoint_windows(window_bytes)
+    table_rows.MAX_WINDOW_BYTES = window_bytes
     collection = make(layout, optimizer, 1, dtype)
     offer(collection, delta)
     train_steps(collection, 0, 4)
@@ -44,7 +44,7 @@ def load(
     rank: int, layout: RankLayout, optimizer: str, path: str, delta: Delta, window_bytes: int, dtype: str = "float64"
 ) -> dict[str, Any]:
     """Load over other values, steps and replicas, and continue training like ``save``."""
-    checkpoint_windows(window_bytes)
+    table_rows.MAX_WINDOW_BYTES = window_bytes
     collection = make(layout, optimizer, 2, dtype)
     offer(collection, delta)
     train_steps(collection, 100, 3)
@@ -57,18 +57,13 @@ def load(
     }  # fmt: skip
 
 
-def checkpoint_windows(window_bytes: int) -> None:
-    """Set a small window, so that a block takes several."""
-    table_rows.MAX_WINDOW_BYTES = window_bytes
-
-
 def tables_of(collection: EmbeddingCollection) -> dict[str, np.ndarray]:
     return {name: collection.gather_table(name).double().numpy() for name in ROWS}
 
 
 def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]:
     """Load a state that was changed on one rank after saving."""
-    checkpoint_windows(300)
+    table_rows.MAX_WINDOW_BYTES = 300
     collection = make(layout, "adam", 1)
     train_steps(collection, 0, 2)
     state = ShardedState(collection).state_dict()
@@ -87,11 +82,8 @@ def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]
 
 
 def saved_keys(rank: int, layout: RankLayout) -> list[str]:
-    checkpoint_windows(2**20)
+    table_rows.MAX_WINDOW_BYTES = 2**20
     return list(ShardedState(make(layout, "adam", 1)).state_dict())
-
-
-TOTAL = sum(ROWS.values())
 
 
 FOUR_RANKS, ONE_RANK = RankLayout(2, 2), RankLayout(1, 1)
@@ -99,7 +91,7 @@ FOUR_RANKS, ONE_RANK = RankLayout(2, 2), RankLayout(1, 1)
 
 def replicate(seed: int) -> Delta:
     rng = np.random.default_rng(seed)
-    keys = np.sort(rng.permutation(TOTAL)[:40]).astype(np.int64)
+    keys = np.sort(rng.permutation(sum(ROWS.values()))[:40]).astype(np.int64)
     return Delta(keys, np.zeros(40, np.uint8), rng.integers(1, 3, 40).astype(np.uint8))
 
 

@@ -331,8 +331,8 @@ class TieredColumn:
     def __init__(self, tier: TieredRows, column: torch.Tensor, first: int = 0, width: int | None = None) -> None:
         self._tier, self._column = tier, column
         self._part = slice(first, column.shape[1] if width is None else first + width)
-        replicas = column.shape[0] - tier.cache_slots
-        self.shape = torch.Size((tier.home_rows + replicas, self._part.stop - self._part.start))
+        slots = tier.home_rows + column.shape[0] - tier.cache_slots
+        self.shape = torch.Size((slots, self._part.stop - self._part.start))
         self.dtype, self.device = column.dtype, column.device
 
     def __len__(self) -> int:

@@ -37,8 +37,7 @@ HOME, REPLICAS, DIM, STATE = 150, 10, 3, 1
 
 
 def initial(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = slots[:, None] + torch.arange(DIM) / 8
-    return rows.to(torch.float16), torch.full((len(slots), STATE), 0.5)
+    return (slots[:, None] + torch.arange(DIM) / 8).to(torch.float16), torch.full((len(slots), STATE), 0.5)
 
 
 def fresh(slots: torch.Tensor) -> torch.Tensor:
