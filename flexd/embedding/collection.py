@@ -255,6 +255,11 @@ class EmbeddingCollection(TableAccess):
         return Tuning(str(arm.in_use), str(arm.reason or "")) if tuner is None else tuner.tuning()
 
     @property
+    def phases(self) -> PhaseMeter:
+        """Time of the steps by phase."""
+        return self.traffic.phases
+
+    @property
     def steps(self) -> int:
         """Number of optimizer steps that pushed gradients."""
         return self.engine.steps

@@ -65,7 +65,7 @@ class Connection(StepMoments):
             self._slow_memory = partial(slow_memory_report, collection.engine.stores)
             self._slow_memory()
         self._slow_memory_at = self._last_step_at
-        collection.traffic.phases.drain()
+        collection.phases.drain()
         collection.engine.joined.append(self)
         USAGE_WARNINGS.add_listener(self._report_usage_warning)
         if USAGE_WARNINGS.reports():  # made before there was a connection
@@ -112,7 +112,7 @@ class Connection(StepMoments):
         self._phase_steps += 1
         phases = PhasesReport()
         if not self.agent.report_waiting:  # a few times per second: adding phases up in each step would cost more
-            by_phase, cover_seconds = collection.traffic.phases.drain()
+            by_phase, cover_seconds = collection.phases.drain()
             phases, self._phase_steps = PhasesReport(by_phase, self._phase_steps, cover_seconds), 0
         slow_memory: SlowMemoryReport | None = None
         if self._slow_memory is not None and now - self._slow_memory_at >= SLOW_MEMORY_SECONDS:

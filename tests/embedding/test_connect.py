@@ -28,7 +28,7 @@ from flexd.embedding.connect import Connection, _agreed_attempt
 from flexd.embedding.exchange.collectives import Traffic, TrafficKind
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.row_optimizers import RowWiseAdagrad
-from flexd.operations.training_monitor import SlowMemoryMonitor
+from flexd.operations.training_monitor import TrainingMonitor
 from tests.support.collection_jobs import ROWS, ids, pair, random_placement, some, tables, train_step
 from tests.support.rank_pool import Ranks
 
@@ -176,7 +176,7 @@ def test_the_daemon_sees_what_slow_memory_did(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("flexd.embedding.connect.SLOW_MEMORY_SECONDS", 0.0)
     specs = [flexd.EmbeddingTable("item", 60, 4), flexd.EmbeddingTable("shop", 30, 4)]
     collection = flexd.EmbeddingCollection(specs, optimizer=flexd.SGD(0.1), fast_memory_bytes=6 * (16 + 64))
-    agent, monitor = _RecordingAgent(), SlowMemoryMonitor(len(specs))
+    agent, monitor = _RecordingAgent(), TrainingMonitor(len(specs))
     connection = Connection(collection, agent)  # type: ignore[arg-type]
     for item, shop in (
         ([1, 2, 3, 2], [7]),
@@ -189,8 +189,8 @@ def test_the_daemon_sees_what_slow_memory_did(monkeypatch: pytest.MonkeyPatch) -
         collection.optimizer.step()
     connection.close()
     for report in agent.reports:
-        monitor.add(m.decode(m.encode(m.Progress(m.Fence("job", "a1", 2, 7, "token"), 0, 0, report))).report)  # type: ignore[union-attr]
-    shown = slow_memory_status(monitor.totals(), collection.keyspace.tables)
+        monitor.add(0, m.decode(m.encode(m.Progress(m.Fence("job", "a1", 2, 7, "token"), 0, 0, report))).report)  # type: ignore[union-attr]
+    shown = slow_memory_status(monitor.slow_memory(), collection.keyspace.tables)
     assert shown is not None
     assert {each.table: (each.used, each.missed) for each in shown.tables} == {"item": (8, 6), "shop": (5, 3)}
     assert (shown.used, shown.missed, shown.evicted, shown.written) == (13, 9, 3, 3)

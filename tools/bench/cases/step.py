@@ -135,7 +135,7 @@ def measured_on_rank(kind: str, steps: int) -> dict[str, Any]:
     of_flexd = 2 * (steps + WARM_UP)
     figures["phase_ms"] = {
         str(phase.phase): 1e3 * phase.computed_seconds / of_flexd
-        for phase in collection.traffic.phases.drain()[0]
+        for phase in collection.phases.drain()[0]
         if phase.phase != StepPhase.DENSE  # the others' steps are in it
     }
     figures["bytes at the rate of a copy_ms"] = 1e3 * limit_seconds(ids[0])
