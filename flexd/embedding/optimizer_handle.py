@@ -62,7 +62,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _used(self) -> list[RowOptimizer]:
-        """The rules that have tables, as they began."""
         return [rule for rule, group in zip(self._rules, self.param_groups, strict=True) if group.get("tables") != []]
 
     @property

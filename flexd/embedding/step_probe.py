@@ -84,7 +84,6 @@ def measure_step_costs(layout: RankLayout, device: torch.device, budget_seconds:
 
 
 def _steps(layout: RankLayout, device: torch.device, goes_on: Callable[[int], bool]) -> Float64Array:
-    """float64[turns, 3] seconds."""
     collections = [_collection(layout, device, kind) for kind in KINDS]
     batch = _batch(device)
     try:

@@ -18,7 +18,6 @@ def ids(*rows: int) -> dict[str, flexd.Jagged]:
 
 
 def pair(lr: float = 0.3, **more: object) -> tuple[flexd.EmbeddingCollection, nn.Embedding]:
-    """Return a collection and a plain table of equal rows."""
     collection = flexd.EmbeddingCollection(
         [flexd.EmbeddingTable("item", 20, 4, dtype="float64")], optimizer=flexd.SGD(lr), **more
     )  # type: ignore[arg-type]
@@ -48,7 +47,6 @@ def share(step: int, rank: int, world_size: int) -> dict[str, Jagged]:
 
 
 def train_steps(collection: EmbeddingCollection, first: int, steps: int) -> bool:
-    """Train, and return whether the replicas equalled their home copies after every step."""
     equal = True
     for step in range(first, first + steps):
         train_step(collection, share(step, collection.rank, collection.layout.world_size))
@@ -61,7 +59,6 @@ def as_numpy(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 
 def whole(collection: EmbeddingCollection) -> dict[str, np.ndarray]:
-    """Return all tables and state as bytes."""
     return as_numpy(whole_state_dict(collection))
 
 

@@ -68,7 +68,6 @@ class Scenario:
 
     @property
     def pooled(self) -> tuple[str, ...]:
-        """Features that are pooled."""
         if self.pooling_at is None:
             return ()
         return ("shop",) if self.mixed else ("history", "target", "shop")
@@ -114,7 +113,6 @@ def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
 
 
 def second_rule(scenario: Scenario) -> RowOptimizer:
-    """Return the optimizer of the second table."""
     rule = row_optimizer(replace(scenario, optimizer=scenario.second_optimizer or scenario.optimizer))
     return replace(rule, lr=scenario.second_rate * rule.lr)
 
@@ -202,7 +200,6 @@ def factors_of(
 
 
 def checksums(factors: dict[str, torch.Tensor], scale: float = 1.0) -> list[float]:
-    """Return a number for each gradient of factors."""
     grads = [each.grad * scale for each in factors.values() if each.grad is not None]
     return [float(grad @ torch.arange(1.0, 1 + len(grad), dtype=grad.dtype)) for grad in grads]
 
@@ -215,7 +212,6 @@ def loss_of(rows: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def values_of(out: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the rows or sums of each feature."""
     return {name: part.values if isinstance(part, Jagged) else part for name, part in out.items()}
 
 
@@ -224,7 +220,6 @@ def class_of(scenario: Scenario) -> type[EmbeddingCollection]:
 
 
 def pooled_alone(rows: torch.Tensor, lengths: torch.Tensor, *, mean: bool) -> torch.Tensor:
-    """Add [n, dim] rows up to [samples, dim], or average them."""
     bags = torch.arange(len(lengths)).repeat_interleave(lengths)
     sums = rows.new_zeros(len(lengths), rows.shape[1]).index_add(0, bags, rows)
     return sums / lengths.clamp(min=1).unsqueeze(1) if mean else sums

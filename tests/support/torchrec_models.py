@@ -95,7 +95,6 @@ def batch(step: int, rank: int, weighted: bool = True) -> tuple[torch.Tensor, Ke
 
 
 def every_second_row() -> Delta:
-    """Return copies of rows of all modules' tables."""
     keys = np.arange(0, sum(ROWS.values()), 2)
     return Delta(keys, np.zeros(len(keys), np.uint8), (np.arange(len(keys)) % 2 + 1).astype(np.uint8))
 
@@ -105,7 +104,6 @@ def collections(model: Any) -> list[Any]:
 
 
 def plain_tables(model: Any) -> dict[str, torch.Tensor]:
-    """Return the tables of an unchanged model."""
     return {
         name: table.weight.detach().clone()
         for module in collections(model)

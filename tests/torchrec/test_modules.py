@@ -34,7 +34,6 @@ KEYS = ["shop", "ignored", "history", "target"]
 
 
 def configs(pooled: bool) -> list[Any]:
-    """Return configurations of two tables that both read ``target``."""
     kind = EmbeddingBagConfig if pooled else EmbeddingConfig
     more: list[dict[str, Any]] = [{}, {"pooling": torchrec.PoolingType.MEAN}] if pooled else [{}, {}]
     dims = (8, 4) if pooled else (8, 8)
@@ -71,7 +70,6 @@ def make(pooled: bool, layout: RankLayout) -> Any:
 
 
 def plain_of(collection: Any, pooled: bool) -> Any:
-    """Return TorchRec's module with the present rows of the collection."""
     module = (torchrec.EmbeddingBagCollection if pooled else torchrec.EmbeddingCollection)(tables=configs(pooled))
     tables = module.embedding_bags if pooled else module.embeddings
     with torch.no_grad():

@@ -190,7 +190,6 @@ FOUR_RANKS = RankLayout(2, 2)
 
 
 def check(loaded: list[dict[str, Any]], saves: list[dict[str, Any]]) -> None:
-    """Check that what was loaded is what was saved, bit for bit."""
     for of_load, of_save in zip(loaded, saves, strict=True):
         assert (of_load["number"], of_load["steps"]) == (of_save["number"], of_save["steps"])
         assert of_load["state"] == of_save["steps"], "the state of rank 0"

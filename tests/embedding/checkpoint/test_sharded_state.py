@@ -29,7 +29,6 @@ def make(layout: RankLayout, optimizer: str, seed: int, dtype: str = "float64") 
 def save(
     rank: int, layout: RankLayout, optimizer: str, path: str, delta: Delta, window_bytes: int, dtype: str = "float64"
 ) -> dict[str, Any]:
-    """Train with replicas, save, and continue training."""
     table_rows.MAX_WINDOW_BYTES = window_bytes
     collection = make(layout, optimizer, 1, dtype)
     offer(collection, delta)
@@ -62,7 +61,6 @@ def tables_of(collection: EmbeddingCollection) -> dict[str, np.ndarray]:
 
 
 def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]:
-    """Load a state that was changed on one rank after saving."""
     table_rows.MAX_WINDOW_BYTES = 300
     collection = make(layout, "adam", 1)
     train_steps(collection, 0, 2)

@@ -30,7 +30,6 @@ def load_from(rank: int, layout: RankLayout, source: int, given: str, window_byt
 
 
 def mistaken(mistake: str) -> tuple[str, int, torch.Tensor | None, int | None]:
-    """Return arguments of ``load_rows`` with a mistake."""
     values = values_of(20)
     one_bit = values.clone()
     one_bit.view(torch.int64)[7, 3] ^= 1

@@ -77,7 +77,6 @@ SLOTS = 40
 
 
 def fetch(table: CacheSlotTable, ahead: LookAhead, rows: torch.Tensor, step: int) -> set[int]:
-    """Look rows up, and return those that left."""
     arrivals = table.bring(rows)
     new = arrivals.cache_slots[arrivals.missing]
     table.remember(new, torch.full((len(new),), -torch.inf, dtype=torch.float64))

@@ -29,7 +29,6 @@ KINDS = {"file": FileRows, "log": LogRows}
 
 
 def of(slots: torch.Tensor, number: int = 0, width: int = WIDTH) -> torch.Tensor:
-    """Return rows of bytes that depend on the slot and a number."""
     return ((slots[:, None] * 31 + number + torch.arange(width)) % 251).to(torch.uint8)
 
 

@@ -208,7 +208,6 @@ def made(fast_memory_bytes: int | None) -> flexd.EmbeddingCollection:
 
 
 def step(collection: flexd.EmbeddingCollection, seed: int, hot: str = "") -> float:
-    """Train on 9 rows of each table, of ``hot`` on 40."""
     generator = torch.Generator().manual_seed(seed)
     found = collection({
         table.name: flexd.Jagged(torch.randint(0, table.rows, (count,), generator=generator), torch.tensor([count]))
