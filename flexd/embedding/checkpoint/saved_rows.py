@@ -344,6 +344,7 @@ def write_rows(path: Path, stores: Sequence[GroupStore], rows: HomeRows) -> Save
 
 
 def _window(store: GroupStore, group: int, slots: torch.Tensor) -> RowWindow:
+    """Return the rows in int64 [n] ascending home slots, without those of slots that have no row."""
     first, step = store.first_home_address, store.world_size
     order = slots
     if not store.homes.linear:
