@@ -8,6 +8,7 @@ from flexd.control.protocol.handshake import MAX_CLIENT_BYTES
 from flexd.control.protocol.wire import MAX_FRAME_BYTES
 from flexd.server import access, app, http
 from flexd.stream.kafka.bounded_fetcher import BatchLimits
+from tests.support.channel import memory_bound_bytes
 from tests.support.repository import ROOT
 
 SECTION = (ROOT / "docs" / "security.md").read_text(encoding="utf-8").split("\n## Promises\n")[1].partition("\n## ")[0]
@@ -63,8 +64,8 @@ def test_bounds_are_those_of_the_code() -> None:
     stated = (
         f"{MAX_CLIENT_BYTES:,} bytes of a connection are read at most, in {options.handshake_seconds:g} s",
         f"of {options.max_unproven:,} unproven connections",
-        f"uses {-(-options.memory_bound_bytes() // mib):,} MiB of the daemon's memory at most "
-        f"({-(-options.memory_bound_bytes(with_tls=True) // mib):,} MiB with `control.tls`)",
+        f"uses {-(-memory_bound_bytes(options) // mib):,} MiB of the daemon's memory at most "
+        f"({-(-memory_bound_bytes(options, with_tls=True) // mib):,} MiB with `control.tls`)",
         f"a proven rank, of {options.max_peers:,}",
         f"frames of {MAX_FRAME_BYTES / mib:.2f} MiB at most; of {options.peer_unread_bytes // mib} MiB that wait",
         f"expands no batch beyond {BatchLimits().max_batch_bytes // mib} MiB",

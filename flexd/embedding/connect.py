@@ -24,7 +24,6 @@ from flexd.control.protocol.report import (
     SlowMemoryReport,
     StepReport,
     TrainerSettings,
-    with_pooling,
 )
 from flexd.core.errors import ConfigError
 from flexd.core.secrets import KeyFile
@@ -206,10 +205,13 @@ def connect(
 
 
 def _trainer_settings(collection: EmbeddingCollection) -> TrainerSettings:
-    settings = TrainerSettings(collection.given_exchange, collection.engine.arm.arms[0].wire or None)
-    tables, pooled = collection.keyspace.tables, collection.engine.pooling_at.pooled
-    pooling_at = {tables[at].name: collection.pooling_at(tables[at].name) for at in sorted(pooled)}
-    return with_pooling(settings, tables, pooling_at)
+    engine = collection.engine
+    places = "".join(
+        collection.pooling_at(table.name)[0] if number in engine.pooling_at.pooled else "-"
+        for number, table in enumerate(collection.keyspace.tables)
+    )
+    pooling = places if engine.pooling_at.pooled else ""
+    return TrainerSettings(collection.given_exchange, engine.arm.arms[0].wire or None, pooling)
 
 
 def _tls_files(*given: str | Path | None) -> TlsFiles | None:

@@ -545,7 +545,7 @@ class RowEngine:
             return
         with torch.no_grad():
             self.migrator.apply(
-                [self.inbox.prepared(version) for version, _ in chunks],
+                [prepared for _, _, prepared in chunks],
                 fetch_follows=self.arm.exchange == "chain" and not any(each.fetches_early for each in self.joined),
             )
         self.inbox.applied(chunks[-1][0])

@@ -201,7 +201,7 @@ class Executions:
 
         None once this daemon has started a migration, or if the ranks have changed since.
         """
-        newest = None if self.last is not None else self._coordinator.newest_migration()
+        newest = None if self.last is not None else self._coordinator.journal.newest_migration
         if newest is None:
             return None
         recorded = self._recorded(newest.migration_id)
@@ -258,7 +258,7 @@ class Executions:
         if live is None or not live.ready:
             raise ApiError("not all ranks are ready", status=409, remedy="flexd status shows which are missing")
         try:
-            return interrupted, self._coordinator.placement_at(interrupted.rollback_version), live
+            return interrupted, self._coordinator.journal.placement_at(interrupted.rollback_version), live
         except SnapshotError as error:
             raise ApiError(
                 f"migration {interrupted.migration_id} cannot be rolled back: placement version "

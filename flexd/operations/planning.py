@@ -274,7 +274,7 @@ class Planning:
             self.proposals.add(proposal)
             if not dry_run:
                 self.last_plan, self.last_live = plan, basis.live
-                self._coordinator.set_priced_exchange(cheaper_exchange(plan))
+                self._coordinator.priced_exchange = cheaper_exchange(plan)
             return proposal
 
     def apply(self, plan_id: str, trigger: Trigger, *, force: bool = False) -> tuple[Proposal, Migration | None]:

@@ -137,7 +137,7 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
     coordinator = Coordinator(
         ControlOptions("job", timeout_seconds=5.0, chunks=ChunkLimits(rows=7)), KeySpace(specs), journal
     )
-    coordinator.set_priced_exchange("direct")
+    coordinator.priced_exchange = "direct"
     coordinator.start()
     layout = RankLayout(2, 2)
     final = random_placement(12, moves_on=layout)

@@ -45,7 +45,7 @@ class Job:
         """Acknowledge messages like a daemon until the tap has handed over all its counts."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            delta = self.tap.outbox.current()
+            delta = self.tap.outbox.counts
             if delta is not None:
                 deltas.append(tap_counts.decode(delta.payload))
                 self.tap.outbox.acknowledge(delta.sequence)
@@ -94,7 +94,7 @@ def test_without_acknowledgements_counts_add_up_in_bounded_memory_and_no_step_wa
     for _ in range(60):
         job.step()
     until(lambda: job.tap._full is None and job.tap._spare is not None and job.tap._pending, 20)
-    first = job.tap.outbox.current()
+    first = job.tap.outbox.counts
     assert first is not None
     assert first.sequence == 0
     held = sum(tap_counts.value_count([table]) for table in job.tap._pending.values())
@@ -150,7 +150,7 @@ def test_a_tap_sends_the_distinct_rows_of_one_pass_in_so_many():
         history[:] = 0  # a loader may fill its buffers again
         with torch.no_grad():
             job.collection(features)  # evaluation has no number
-    offered = until(job.tap.outbox.current, 20)
+    offered = until(lambda: job.tap.outbox.counts, 20)
     sampled = tap_counts.decode(offered.payload).sampled
     assert sampled.tables == ("item", "shop")
     assert [each.number for each in sampled.passes] == [n for n in range(64) if PassSample(4, 1, 1).wants(n)]

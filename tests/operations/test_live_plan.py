@@ -20,7 +20,6 @@ from flexd.control.protocol.report import (
     StepReport,
     TrainerSettings,
     UsedExchange,
-    with_pooling,
 )
 from flexd.core.keyspace import TableSpec
 from flexd.core.placement import RankLayout, Tier
@@ -34,7 +33,7 @@ from tests.support.planner_cases import cluster, flat
 from tests.support.planning_harness import filled_harness
 
 TABLES = [TableSpec(name, 10, 4) for name in "abc"]
-TOLD = with_pooling(TrainerSettings("direct", "float16"), TABLES, {"a": "owner", "c": "requester"})
+TOLD = TrainerSettings("direct", "float16", "o-r")
 
 
 def test_every_setting_is_passed_on() -> None:

@@ -134,8 +134,8 @@ def planned_for(tmp_path: Path, trainer: TrainerSettings | None) -> tuple[Planni
 
 
 def test_a_plan_copies_no_row_of_a_table_that_answers_by_sums(tmp_path: Path) -> None:
-    _, by_rows = planned_for(tmp_path, TrainerSettings("chain", pooled="1"))
-    harness, at_owner = planned_for(tmp_path, TrainerSettings("chain", pooled="1", at_owner="1"))
+    _, by_rows = planned_for(tmp_path, TrainerSettings("chain", pooling="r"))
+    harness, at_owner = planned_for(tmp_path, TrainerSettings("chain", pooling="o"))
     assert len(by_rows.target) > 0
     assert len(at_owner.target) == 0
     (answer,) = explanation(*harness.planning.explain("item", 0, 0)).explained

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Iterator
 
 from flexd.control.agent.channel_client import ChannelClient
-from flexd.control.daemon.channel_events import ChannelOptions, Closed, Event, Received
+from flexd.control.daemon.channel_events import PEER_SHARE_BYTES, ChannelOptions, Closed, Event, Received
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.protocol.handshake import OWN, ChannelCredentials, Session, client_steps
-from flexd.control.protocol.wire import FrameKey, SealedPayload
+from flexd.control.protocol.handshake import MAX_CLIENT_BYTES, OWN, ChannelCredentials, Session, Steps, client_steps
+from flexd.control.protocol.wire import MAX_FRAME_BYTES, READ_BYTES, FrameKey, SealedPayload
 from tests.support.until import until
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -44,7 +44,7 @@ class EchoDaemon:
         """Receive nothing until ``resume``."""
         self._is_paused.clear()
         self._drains.clear()
-        self.server.wake()
+        self.server.unread.wake()
         assert self._is_paused.wait(DEADLINE_SECONDS)
 
     def resume(self) -> None:
@@ -53,7 +53,7 @@ class EchoDaemon:
     def stop(self) -> None:
         self._stopping.set()
         self.resume()
-        self.server.wake()
+        self.server.unread.wake()
         self._thread.join(DEADLINE_SECONDS)
         assert self.server.stop(DEADLINE_SECONDS)
 
@@ -62,7 +62,7 @@ class EchoDaemon:
             if not self._drains.is_set():
                 self._is_paused.set()
                 self._drains.wait()
-            for event in self.server.receive(16, 0.5):
+            for event in self.server.unread.receive(16, 0.5):
                 if isinstance(event, Received):
                     self.received += 1
                     self.server.send([event.peer], event.message, event.body)
@@ -168,7 +168,7 @@ class RawPeer:
     def __init__(self, port: int, secret: bytes = SECRET, receive_buffer_bytes: int | None = None) -> None:
         self.sock = raw_connection(port, receive_buffer_bytes)
         self.sent: list[bytes] = []
-        self.session = self._prove(secret)
+        self.session = shake_hands(self.sock, client_steps(OWN, (secret,)), self.sent)
         self.key = FrameKey(self.session.to_daemon)
 
     def frame(self, message: bytes, body: bytes = b"") -> bytes:
@@ -179,20 +179,40 @@ class RawPeer:
     def send(self, data: bytes) -> None:
         self.sock.sendall(data)
 
-    def _prove(self, secret: bytes) -> Session:
-        steps = client_steps(OWN, (secret,))
-        try:
-            output, needed = next(steps)
-            while True:
-                self.sock.sendall(output)
-                if output:
-                    self.sent.append(output)
-                data = b""
-                while len(data) < needed:
-                    more = self.sock.recv(needed - len(data))
-                    assert more, "refused"
-                    data += more
-                output, needed = steps.send(data)
-        except StopIteration as done:
-            session: Session = done.value
-            return session
+
+def shake_hands(sock: socket.socket, steps: Steps, sent: list[bytes] | None = None) -> Session:
+    """Take all steps of one end of a handshake; ``sent`` receives the bytes of each that sends some."""
+    try:
+        output, needed = next(steps)
+        while True:
+            sock.sendall(output)
+            if output and sent is not None:
+                sent.append(output)
+            data = b""
+            while len(data) < needed:
+                more = sock.recv(needed - len(data))
+                assert more, "refused"
+                data += more
+            output, needed = steps.send(data)
+    except StopIteration as done:
+        session: Session = done.value
+        return session
+
+
+def memory_bound_bytes(options: ChannelOptions, with_tls: bool = False) -> int:
+    """Return the most memory that connections may use, whatever their other ends send: 8 KiB of each and 128 KiB of
+    OpenSSL, beside their buffers. One frame may be added to each total before its bound takes effect."""
+    connection = 2**13 + (2**17 if with_tls else 0)
+    totals = options.unread_bytes + options.partial_bytes + options.queued_bytes + 2 * MAX_FRAME_BYTES + READ_BYTES
+    unproven = options.max_unproven * (connection + MAX_CLIENT_BYTES)
+    return unproven + options.max_peers * (connection + PEER_SHARE_BYTES) + totals
+
+
+def fill(sock: socket.socket, data: bytes) -> int:
+    """Send as much as is accepted without a pause of 50 ms, and return the number of bytes."""
+    sock.settimeout(0.05)
+    sent = 0
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        while sent < len(data):
+            sent += sock.send(data[sent : sent + 2**18])
+    return sent

@@ -25,7 +25,7 @@ def main() -> None:
     def coordinate() -> None:
         drains.wait()
         while True:
-            for event in server.receive(16, 1.0):
+            for event in server.unread.receive(16, 1.0):
                 if isinstance(event, Opened):
                     peers.append(event.peer)
                 elif isinstance(event, Received) and event.message == b"ping":

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class FakeCoordinator:
     failure = ""
     divergence = ""
     priced_exchange = ""
+    journal = SimpleNamespace(newest_migration=None)
 
     def __init__(self, *, obedient: bool = False) -> None:
         self.topology: LiveTopology | None = LiveTopology(1, "a", RankLayout(2, 2), (200,), True, "")
@@ -33,9 +35,6 @@ class FakeCoordinator:
         self.on_migration: Callable[[MigrationEvent], None] = self.ended.append
         self.chunk_rows = 16
         self.obedient = obedient
-
-    def set_priced_exchange(self, name: str) -> None:
-        self.priced_exchange = name
 
     def listen(self) -> None:
         """Bind no address."""
@@ -56,9 +55,6 @@ class FakeCoordinator:
 
     def placement(self) -> Placement:
         return self.now
-
-    def newest_migration(self) -> None:
-        """Return None: there is no journal."""
 
     def next_event(self) -> MigrationEvent | None:
         return self.ended.popleft() if self.ended else None

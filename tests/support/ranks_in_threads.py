@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flexd.control.agent.agent import Agent
-from flexd.control.agent.inbox import ChunkInbox, Prepare
+from flexd.control.agent.inbox import ChunkInbox, Prepare, Prepared
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.membership import Topology
 from flexd.control.daemon.migration import Migration, MigrationRecord
@@ -18,7 +18,7 @@ from flexd.control.protocol.handshake import TlsFiles
 from flexd.control.protocol.messages import Hello, RankIdentity
 from flexd.control.protocol.report import PlacementState, SentBytes, StepReport
 from flexd.core.keyspace import Homes, KeySpace, TableSpec
-from flexd.core.placement import Placement, RankLayout, Tier
+from flexd.core.placement import Delta, Placement, RankLayout, Tier
 from flexd.core.secrets import Secret
 
 TABLES = KeySpace([TableSpec("item", 50_000, 8), TableSpec("shop", 1_000, 16)])
@@ -58,6 +58,18 @@ def no_rows() -> tuple[np.ndarray, np.ndarray]:
     return np.empty(0, np.int64), np.empty(0, np.uint8)
 
 
+@dataclass(frozen=True)
+class Made:
+    """A prepared chunk of any content."""
+
+    nbytes: int = 1
+
+
+def prepare_nothing(delta: Delta, after: Prepared | None) -> Made:
+    """Prepare a chunk for a rank that has no rows to copy."""
+    return Made()
+
+
 @dataclass
 class _Rank:
     inbox: ChunkInbox
@@ -70,7 +82,7 @@ class Ranks:
 
     Args:
         port: port of the daemon, or addresses.
-        prepare_of_rank: makes the prepared chunks of a rank; the other ranks need none.
+        prepare_of_rank: makes the prepared chunks of a rank; those of the other ranks are empty.
     """
 
     def __init__(
@@ -92,15 +104,16 @@ class Ranks:
         self.ranks: list[_Rank] = []
         for rank in range(self.layout.world_size):
             who = identities(identity(rank, self.layout, attempt))
-            inbox = ChunkInbox(
+            state = _Rank(None, None, Placement.empty())  # type: ignore[arg-type]
+            state.inbox = ChunkInbox(
                 Homes(TABLES, self.layout),
                 rank,
                 who.replica_slots,
-                prepare=(prepare_of_rank or {}).get(rank),
+                lambda keys, tiers, state=state: state.placement.tiers_of(keys) == tiers,
+                (prepare_of_rank or {}).get(rank, prepare_nothing),
             )
-            state = _Rank(inbox, None, Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(
-                inbox, who, port if isinstance(port, str) else f"127.0.0.1:{port}", secret=secret,
+                state.inbox, who, port if isinstance(port, str) else f"127.0.0.1:{port}", secret=secret,
                 timeout_seconds=timeout_seconds, tls=tls, tables=tables.tables,
                 placement_lists=lambda state=state, rank=rank: self._listed(state, rank),
             )  # fmt: skip
@@ -123,8 +136,8 @@ class Ranks:
 
     def stop(self) -> None:
         for rank in self.ranks:
-            rank.agent._context.stopping.set()
-            rank.agent._context.wake()
+            rank.agent.stopping.set()
+            rank.agent.wake()
         self._stop.set()
         self.moving.set()
         self._thread.join(10)
@@ -154,7 +167,7 @@ class Ranks:
             for rank in self.ranks:
                 rank.inbox.end_exchange(min(announced))
             for number, rank in enumerate(self.ranks):
-                for version, delta in rank.inbox.poll_agreed(4096, lambda delta: 8 * len(delta)):
+                for version, delta, _ in rank.inbox.poll_agreed(4096, lambda delta: 8 * len(delta)):
                     rank.placement = rank.placement.apply(delta)
                     assert rank.placement.version == version
                     self.history[number].append((version, delta.keys.tobytes() + delta.new_tiers.tobytes()))

@@ -26,8 +26,8 @@ class Leaf(NamedTuple):
 
 def leaves(cls: Any = StepReport, path: tuple[str | int, ...] = ()) -> Iterator[Leaf]:
     """Yield the leaves of a report whose tuples have one item or as many as declared."""
-    for name, field in wire_fields(cls).items():
-        yield from _leaves(field.type, (*path, name), f"{cls.__name__}.{name}")
+    for name, type_ in wire_fields(cls).items():
+        yield from _leaves(type_, (*path, name), f"{cls.__name__}.{name}")
 
 
 def _leaves(type_: FieldType, path: tuple[str | int, ...], field: str) -> Iterator[Leaf]:
@@ -41,7 +41,7 @@ def _leaves(type_: FieldType, path: tuple[str | int, ...], field: str) -> Iterat
 
 def reports(cls: Any = StepReport) -> st.SearchStrategy[Any]:
     """Any report within its bounds."""
-    return st.builds(cls, **{name: _values(field.type) for name, field in wire_fields(cls).items()})
+    return st.builds(cls, **{name: _values(type_) for name, type_ in wire_fields(cls).items()})
 
 
 def full_report() -> StepReport:
@@ -50,7 +50,7 @@ def full_report() -> StepReport:
 
 
 def _full(cls: Any) -> Any:
-    return cls(**{name: _full_value(field.type) for name, field in wire_fields(cls).items()})
+    return cls(**{name: _full_value(type_) for name, type_ in wire_fields(cls).items()})
 
 
 def _full_value(type_: FieldType) -> Any:

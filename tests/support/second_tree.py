@@ -59,9 +59,9 @@ def wire_fields(cls: Any) -> Mapping[str, Any]:
     return {{name: field for name, field in _fields_of_version_1(cls).items() if name not in removed}}
 
 
-def to_json(value: Any) -> dict[str, Any]:
-    removed = _REMOVED.get(type(value).__name__, ())
-    return {{name: field for name, field in _json_of_version_1(value).items() if name not in removed}}
+def to_json(value: Any) -> Any:
+    found, removed = _json_of_version_1(value), _REMOVED.get(type(value).__name__, ())
+    return {{name: part for name, part in found.items() if name not in removed}} if removed else found
 """
 
 
@@ -97,19 +97,11 @@ def _unfinished(directory: str, names: list[str]) -> list[str]:
 
 
 def _messages(path: Path) -> list[str]:
-    """Return the names of the classes with a ``kind`` of their own."""
+    """Return the names of the classes with a ``kind``."""
     found = [
         node.name
         for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
-        and any(
-            isinstance(item, ast.AnnAssign)
-            and isinstance(item.target, ast.Name)
-            and item.target.id == "kind"
-            and isinstance(item.value, ast.Constant)
-            and item.value.value
-            for item in node.body
-        )
+        if isinstance(node, ast.ClassDef) and any(keyword.arg == "kind" for keyword in node.keywords)
     ]
     assert found, f"no message in {path}"
     return found
@@ -121,7 +113,9 @@ def _add_field(path: Path, classes: Iterable[str], field: str) -> None:
     lines, ends = text.splitlines(), {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef) and node.name in classes:
-            ends[node.name] = max(item.end_lineno or 0 for item in node.body if isinstance(item, ast.AnnAssign))
+            ends[node.name] = max(
+                item.end_lineno or 0 for item in node.body if isinstance(item, ast.AnnAssign | ast.Expr)
+            )
     missing = set(classes) - ends.keys()
     assert not missing, f"{path} has no {missing}"
     for end in sorted(ends.values(), reverse=True):

@@ -10,15 +10,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 
+from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.agent.rank_connection import AgentContext, AgentOptions, PlacementLists, RankConnection
+from flexd.control.agent.rank_connection import PendingReports, PlacementLists, RankConnection
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.protocol.handshake import (
     CHANNEL_ERRORS,
     ChannelCredentials,
     TlsFiles,
     first_line,
+    new_token,
     parse_address,
     reconnect_backoff,
 )
@@ -53,6 +56,15 @@ class Agent:
         tls: certificates of this rank, for a daemon with ``control.tls``.
         tables: of the trainer, in the order of the key space.
 
+    Attributes:
+        state: the present activity or problem, in words.
+        counters: since the start: connects, epochs, chunks, reports, errors, and messages refused by kind.
+        session: identifies this process; no two launches of a rank have the same.
+        last_logged: the newest failure, which is not logged twice.
+        client: the connection in use, if any.
+        lost_at: when the daemon was lost that this rank was connected to; None while there is one.
+        warned_of_loss: a warning of it was logged.
+
     Raises:
         ControlError: the address is malformed.
     """
@@ -69,25 +81,30 @@ class Agent:
         tls: TlsFiles | None = None,
         tables: tuple[TableSpec, ...] = (),
     ) -> None:
-        options = AgentOptions(
-            identity, parse_address(address), ChannelCredentials(secret, tls), placement_lists, timeout_seconds, tables
-        )
-        self._context = AgentContext(options, inbox, outbox)
-        self._rank = identity.rank
-        inbox.on_change = self._context.wake
-        if outbox is not None:
-            outbox.on_change = self._context.wake
+        self.inbox = inbox
+        self.identity = identity
+        self.address = parse_address(address)
+        self.lists = placement_lists
+        self.credentials = ChannelCredentials(secret, tls)
+        self.timeout_seconds = timeout_seconds
+        self.outbox = outbox
+        self.tables = tables
+        self.reports = PendingReports()
+        self.stopping = threading.Event()
+        self.counters: Counter[str] = Counter()
+        self.session = new_token()
+        self.state = "not started"
+        self.last_logged = ""
+        self.client: ChannelClient | None = None
+        self.lost_at: float | None = None
+        self.warned_of_loss = False
         self._thread = threading.Thread(target=self._run, name=f"flexd-agent-{identity.rank}", daemon=True)
 
-    @property
-    def state(self) -> str:
-        """The present activity or problem, in words."""
-        return self._context.state
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """Since the start: connects, epochs, chunks, reports, reports dropped, errors, and messages refused by kind."""
-        return dict(self._context.counters)
+    def wake(self) -> None:
+        """Make the agent's thread look for something to do. From any thread; never waits."""
+        client = self.client
+        if client is not None:
+            client.wake()
 
     def start(self) -> None:
         """Start the thread; does not wait for a daemon."""
@@ -98,64 +115,62 @@ class Agent:
 
         It is a daemon thread, so it does not keep the process alive.
         """
-        self._context.stopping.set()
-        self._context.wake()
+        self.stopping.set()
+        self.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def report(self, report: StepReport) -> None:
         """Add a report, from the training thread; never waits on the network. Unsent reports are merged into one."""
-        if self._context.reports.add(report):
-            self._context.wake()
+        if self.reports.add(report):
+            self.wake()
 
     @property
     def report_waiting(self) -> bool:
         """True if a report was added and not sent yet."""
-        return self._context.reports.waiting
+        return self.reports.waiting
 
     def _run(self) -> None:
         backoff = reconnect_backoff()
-        while not self._context.stopping.is_set():
+        while not self.stopping.is_set():
             wait = 0.0
             try:
-                RankConnection(self._context, backoff).run()
+                RankConnection(self, backoff).run()
             except (TopologyError, AuthenticationError) as error:
                 self._record_failure("refused", error)
                 wait = REFUSED_RETRY_SECONDS
-            except CHANNEL_ERRORS as error:
-                self._record_failure("connecting", error)
             except Exception as error:
                 # This thread must outlive every unexpected error, also of placement_lists.
-                if first_line(error) != self._context.last_logged:
-                    logger.exception("rank %d: control agent: unexpected error", self._rank)
+                if not isinstance(error, CHANNEL_ERRORS) and first_line(error) != self.last_logged:
+                    logger.exception("rank %d: control agent: unexpected error", self.identity.rank)
                 self._record_failure("connecting", error)
-            self._context.stopping.wait(max(wait, backoff.seconds()))
-        self._context.state = "stopped"
+            self.stopping.wait(max(wait, backoff.seconds()))
+        self.state = "stopped"
 
     def _record_failure(self, state: str, error: Exception) -> None:
-        context, text = self._context, first_line(error)
-        context.counters[_error_kind(error)] += 1
-        context.state = f"{state}: {text}"
-        if state == "connecting" and context.counters["connects"] and isinstance(error, CHANNEL_ERRORS):
+        text = first_line(error)
+        self.counters[_error_kind(error)] += 1
+        self.state = f"{state}: {text}"
+        if state == "connecting" and self.counters["connects"] and isinstance(error, CHANNEL_ERRORS):
             self._log_lost(text)
             return
         # The same failure is logged once, not at every retry.
-        level = logging.DEBUG if text == context.last_logged else logging.WARNING
-        context.last_logged = text
-        logger.log(level, "rank %d: control channel: %s", self._rank, text)
+        level = logging.DEBUG if text == self.last_logged else logging.WARNING
+        self.last_logged = text
+        logger.log(level, "rank %d: control channel: %s", self.identity.rank, text)
 
     def _log_lost(self, text: str) -> None:
         """Log that the daemon is away: what a restart causes is no fault of this rank, and needs no advice."""
-        context, now = self._context, time.monotonic()
-        if context.lost_at is None:
-            context.lost_at = now
-            logger.info("rank %d: the daemon is away (%s); training goes on", self._rank, text)
-        elif now - context.lost_at > QUIET_SECONDS and not context.warned_of_loss:
-            context.warned_of_loss = True
+        now = time.monotonic()
+        if self.lost_at is None:
+            self.lost_at = now
+            logger.info("rank %d: the daemon is away (%s); training goes on", self.identity.rank, text)
+        elif now - self.lost_at > QUIET_SECONDS and not self.warned_of_loss:
+            self.warned_of_loss = True
             logger.warning(
                 "rank %d: control channel: no daemon for %.0f s: %s; training goes on, with the placement that it has",
-                self._rank, now - context.lost_at, text,
+                self.identity.rank, now - self.lost_at, text,
             )  # fmt: skip
 
 

@@ -22,7 +22,6 @@ from flexd.control.protocol.wire import (
 from flexd.core.errors import AuthenticationError, ControlError
 from flexd.core.secrets import accepted_keys
 
-_LINGER_SECONDS = 1.0
 _CLOSED = "the daemon has closed the connection"
 
 
@@ -33,7 +32,6 @@ class ChannelClient:
         sock: connected, and through the handshake.
 
     Attributes:
-        version: of the protocol, agreed with the daemon.
         local_address: this end's address of the connection.
     """
 
@@ -41,7 +39,6 @@ class ChannelClient:
         sock.setblocking(False)
         self._socket = sock
         self._timeout = timeout_seconds
-        self.version = session.version
         self.local_address = str(sock.getsockname()[0])
         self._sealing = FrameKey(session.to_daemon)
         self._reader = FrameReader(FrameKey(session.to_client))
@@ -68,33 +65,43 @@ class ChannelClient:
             raise ControlError(f"no daemon at {where}: {error}", remedy="is it running? check the address") from error
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock = _with_tls(sock, host, credentials, deadline)
+            if credentials.tls is not None:
+                context = TlsContext(credentials.tls, server_side=False).current()
+                sock.settimeout(_remaining(deadline))
+                sock = context.wrap_socket(sock, server_hostname=credentials.tls.server_name or host)
             session = _prove(sock, client_steps(OWN, accepted_keys(credentials.secret)), deadline)
             return ChannelClient(sock, session, timeout_seconds)
-        except TimeoutError as error:
+        except BaseException as error:
             sock.close()
-            raise ControlError(f"the daemon at {where} accepts connections but does not answer") from error
-        except ssl.SSLError as error:
-            sock.close()
-            raise AuthenticationError(
-                f"TLS with {where}: {error.reason or error}",
-                remedy="give both sides certificates of one CA, the daemon's for the name that the ranks use",
-            ) from error
-        except OSError as error:
-            sock.close()
-            raise ControlError(f"{where}: {error}") from error
-        except BaseException:
-            sock.close()
+            if isinstance(error, TimeoutError):
+                raise ControlError(f"the daemon at {where} accepts connections but does not answer") from error
+            if isinstance(error, ssl.SSLError):
+                raise AuthenticationError(
+                    f"TLS with {where}: {error.reason or error}",
+                    remedy="give both sides certificates of one CA, the daemon's for the name that the ranks use",
+                ) from error
+            if isinstance(error, OSError):
+                raise ControlError(f"{where}: {error}") from error
             raise
 
     def send(self, message: bytes, body: Body = b"") -> None:
         """Send one frame; does not receive meanwhile.
 
         Raises:
-            ControlError: closed by the daemon, or not sent within the timeout. The connection cannot be used any more.
+            ControlError: closed by the daemon, or not sent within the timeout (each record of TLS). The connection
+                cannot be used any more.
         """
-        self._send(SealedPayload(message, body))
+        payload = SealedPayload(message, body)
+        try:
+            self._socket.settimeout(self._timeout)
+            self._socket.sendall(b"".join([payload.start, payload.body, self._sealing.tag(payload)]))
+            self._socket.settimeout(0.0)
+        except OSError as error:
+            self._drop()
+            if isinstance(error, TimeoutError):
+                text = f"the daemon does not read: a frame was not sent in {self._timeout:g} s"
+                raise ControlError(text) from error
+            raise ControlError(f"{_CLOSED}: {error}") from error
 
     def receive(self, timeout_seconds: float) -> Frame | None:
         """Return the next frame; None after the timeout, or at once after ``wake``.
@@ -107,7 +114,9 @@ class ChannelClient:
         while True:
             if self._woken:
                 self._woken = False
-                self._drain_wakes()
+                with contextlib.suppress(BlockingIOError):
+                    while self._wake_reader.recv(4096):
+                        pass
                 return None
             try:
                 found = self._reader.next_frame()
@@ -126,7 +135,7 @@ class ChannelClient:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     return None
-                self._wait(select.POLLIN, remaining)
+                self._wait(remaining)
 
     def wake(self) -> None:
         """Let the running call of ``receive``, or else the next one, return None at once. From any thread."""
@@ -139,11 +148,11 @@ class ChannelClient:
         """Close the connection; idempotent. What was sent before arrives, if the daemon reads it within a second."""
         if self._socket.fileno() >= 0:
             # A close with frames unread would reset the connection, and drop what the daemon has not read yet.
-            deadline = time.monotonic() + _LINGER_SECONDS
+            deadline = time.monotonic() + 1.0
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
                 while time.monotonic() < deadline:
-                    self._wait(select.POLLIN, deadline - time.monotonic(), wakeable=False)
+                    self._wait(deadline - time.monotonic(), wakeable=False)
                     if not socket.socket.recv(self._socket, READ_BYTES):
                         break
         self._drop()
@@ -152,35 +161,6 @@ class ChannelClient:
         """Close the connection after a failure."""
         for sock in (self._socket, self._wake_reader, self._wake_writer):
             sock.close()
-
-    def _send(self, payload: SealedPayload) -> None:
-        deadline = time.monotonic() + self._timeout
-        pending = [memoryview(part) for part in (payload.start, payload.body, self._sealing.tag(payload)) if part]
-        try:
-            while pending:
-                sent = self._send_some(pending)
-                while pending and sent >= len(pending[0]):
-                    sent -= len(pending.pop(0))
-                if not pending:
-                    return
-                pending[0] = pending[0][sent:]
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise ControlError(f"the daemon does not read: a frame was not sent in {self._timeout:g} s")
-                self._wait(select.POLLOUT, remaining, wakeable=False)
-        except (OSError, ControlError) as error:
-            self._drop()
-            if isinstance(error, ControlError):
-                raise
-            raise ControlError(f"{_CLOSED}: {error}") from error
-
-    def _send_some(self, pending: list[memoryview]) -> int:
-        try:
-            if isinstance(self._socket, ssl.SSLSocket):
-                return self._socket.send(pending[0])
-            return self._socket.sendmsg(pending)
-        except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-            return 0
 
     def _read_available(self) -> bool:
         """Read once, without waiting; False if nothing was there."""
@@ -197,27 +177,12 @@ class ChannelClient:
         self._reader.feed(data)
         return True
 
-    def _wait(self, event: int, seconds: float, wakeable: bool = True) -> None:
+    def _wait(self, seconds: float, wakeable: bool = True) -> None:
         poll = select.poll()
-        poll.register(self._socket, event)
+        poll.register(self._socket, select.POLLIN)
         if wakeable:
             poll.register(self._wake_reader, select.POLLIN)
         poll.poll(max(0.0, seconds) * 1000)
-
-    def _drain_wakes(self) -> None:
-        try:
-            while self._wake_reader.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
-
-
-def _with_tls(sock: socket.socket, host: str, credentials: ChannelCredentials, deadline: float) -> socket.socket:
-    if credentials.tls is None:
-        return sock
-    context = TlsContext(credentials.tls, server_side=False).current()
-    sock.settimeout(_remaining(deadline))
-    return context.wrap_socket(sock, server_hostname=credentials.tls.server_name or host)
 
 
 def _prove(sock: socket.socket, steps: Steps, deadline: float) -> Session:

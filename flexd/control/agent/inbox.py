@@ -23,22 +23,18 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from flexd.control.protocol.handshake import named_error
+from flexd.core.arrays import BoolArray, Int64Array, UInt8Array
 from flexd.core.errors import ChunkRefusedError, ControlError
 from flexd.core.keyspace import Homes
 from flexd.core.placement import REHOMED, Delta, is_rehomed, nodes_of_rehomed
-
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +53,8 @@ class Prepared(Protocol):
 
 Prepare = Callable[[Delta, Prepared | None], Prepared]
 """(chunk, prepared chunk before it; None: from the applied placement) -> prepared chunk."""
+AgreedChunk = tuple[int, Delta, Prepared]
+"""Version, chunk, prepared chunk."""
 
 
 def cannot_prepare(rank: int, version: int, error: Exception) -> ChunkRefusedError:
@@ -86,9 +84,9 @@ class ChunkInbox:
         homes: of all rows.
         rank: this rank in the layout of ``homes``.
         replica_slots: replica slots of this rank for each dim-group.
-        prepare: called from the agent's thread. Without it every received chunk counts as prepared.
         matches_applied: (int64 [n] keys, uint8 [n] tiers) -> bool [n], whether these rows may be at these tiers in the
-            applied placement. Called from the agent's thread. Without it the tiers are not checked.
+            applied placement. Called from the agent's thread.
+        prepare: called from the agent's thread.
 
     Attributes:
         agreed_version, applied_version: of the newest chunk that all ranks hold, and that this one has applied.
@@ -99,8 +97,8 @@ class ChunkInbox:
         homes: Homes,
         rank: int,
         replica_slots: tuple[int, ...],
-        matches_applied: Callable[[Int64Array, UInt8Array], npt.NDArray[np.bool_]] | None = None,
-        prepare: Prepare | None = None,
+        matches_applied: Callable[[Int64Array, UInt8Array], BoolArray],
+        prepare: Prepare,
     ) -> None:
         self._max_tier = REHOMED + homes.layout.nodes - 1 if homes.layout.nodes > 1 else REHOMED - 1
         self._homes = homes
@@ -122,15 +120,15 @@ class ChunkInbox:
         self._in_exchange = False
         self.priced_exchange = ""
         """The exchange that the daemon prices lower; empty before it has. Set by the agent's thread."""
-        self.on_change: Callable[[], None] | None = None
+        self.on_change: Callable[[], None] = lambda: None
         """Called by the training thread when the agreed or applied version has changed; must not block."""
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes of the chunks that are not applied yet."""
         with self._changed:
-            deltas = [chunk.delta for chunk in self._chunks]
-        return sum(delta.keys.nbytes + delta.old_tiers.nbytes + delta.new_tiers.nbytes for delta in deltas)
+            arrays = [(each.delta.keys, each.delta.old_tiers, each.delta.new_tiers) for each in self._chunks]
+        return sum(array.nbytes for of_chunk in arrays for array in of_chunk)
 
     @property
     def prepared_bytes(self) -> int:
@@ -146,16 +144,6 @@ class ChunkInbox:
                 at the tiers that the chunk starts from, the chunk needs more replica slots than this rank has, or this
                 or an earlier chunk cannot be prepared, for whatever reason. The chunk is dropped whole.
         """
-        try:
-            self._receive(version, delta)
-        except ChunkRefusedError:
-            raise
-        except Exception as error:
-            raise cannot_prepare(self._rank, version, error) from error
-        while self.prepare_next():
-            pass
-
-    def _receive(self, version: int, delta: Delta) -> None:
         # Only this thread adds chunks, so what is checked without the lock, which training waits for, stays true.
         with self._changed:
             if version <= self._received_version:
@@ -179,8 +167,8 @@ class ChunkInbox:
             self._slots_used = after
             self._chunks.append(_Chunk(version, delta, change, delta.digest_change()))
             self._received_version = version
-            if self._prepare is None:
-                self._prepared_version = version
+        while self.prepare_next():
+            pass
 
     def prepare_next(self) -> bool:
         """Prepare the next chunk if one waits and there is room; True if there was.
@@ -188,8 +176,6 @@ class ChunkInbox:
         Raises:
             ChunkRefusedError: it cannot be prepared, for whatever reason. It is dropped, with those after it.
         """
-        if self._prepare is None:
-            return False
         with self._changed:
             waiting = list(self._chunks)
         ready = [chunk.prepared for chunk in waiting if chunk.prepared is not None]
@@ -211,28 +197,18 @@ class ChunkInbox:
             self._prepared_version = chunk.version
         return True
 
-    def prepared(self, version: int) -> Prepared:
-        """Return the prepared form of a chunk that was polled and is not applied yet."""
-        with self._changed:
-            for chunk in self._chunks:
-                if chunk.version == version and chunk.prepared is not None:
-                    return chunk.prepared
-        raise KeyError(version)
-
     def settle(self, timeout_seconds: float) -> tuple[int, int]:
         """Drop the chunks that are not agreed; return (agreed version, digest of the placement at it).
 
         Raises:
             ControlError: the training step that is exchanging right now did not finish it within the deadline.
         """
-        deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while self._in_exchange:
-                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    raise ControlError(
-                        f"rank {self._rank}: the running step has not finished its exchange in {timeout_seconds:g} s",
-                        remedy="the channel is joined again once training moves on",
-                    )
+            if not self._changed.wait_for(lambda: not self._in_exchange, timeout_seconds):
+                raise ControlError(
+                    f"rank {self._rank}: the running step has not finished its exchange in {timeout_seconds:g} s",
+                    remedy="the channel is joined again once training moves on",
+                )
             self._drop_after(self.agreed_version)
             self._prepared_version = self.agreed_version
             return self.agreed_version, self._agreed_digest
@@ -259,26 +235,24 @@ class ChunkInbox:
             self._in_exchange = False
             self._changed.notify_all()
         if agreed:
-            self._notify()
+            self.on_change()
 
-    def poll_agreed(self, max_bytes: int, bytes_of: Callable[[Delta], int]) -> list[tuple[int, Delta]]:
+    def poll_agreed(self, max_bytes: int, bytes_of: Callable[[Delta], int]) -> list[AgreedChunk]:
         """Return agreed chunks not returned yet, in order, up to ``max_bytes`` of row copies (but at least one).
 
         All ranks get the same chunks at the same step: the agreed version and ``bytes_of`` are equal everywhere.
         """
-        chunks: list[tuple[int, Delta]] = []
+        chunks: list[AgreedChunk] = []
         spent = 0
         with self._changed:
             for chunk in self._chunks:
-                if chunk.version <= self._polled_version:
+                if not self._polled_version < chunk.version <= self.agreed_version or chunk.prepared is None:
                     continue
-                if chunk.version > self.agreed_version:
-                    break
                 cost = bytes_of(chunk.delta)
                 if chunks and spent + cost > max_bytes:
                     break
                 spent += cost
-                chunks.append((chunk.version, chunk.delta))
+                chunks.append((chunk.version, chunk.delta, chunk.prepared))
                 self._polled_version = chunk.version
         return chunks
 
@@ -289,16 +263,10 @@ class ChunkInbox:
             # ``offer`` reads the applied placement with these chunks on top, applied or not, so they stay until now.
             while self._chunks and self._chunks[0].version <= version:
                 self._chunks.popleft()
-        self._notify()
-
-    def _notify(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
+        self.on_change()
 
     def _check_start(self, version: int, delta: Delta, waiting: list[Delta]) -> None:
         """Raises ChunkRefusedError unless every row is at its old tier once the ``waiting`` chunks are applied."""
-        if self._matches_applied is None:
-            return
         right = np.empty(len(delta.keys), dtype=np.bool_)
         moved = np.concatenate([np.empty(0, np.int64), *(chunk.keys for chunk in waiting)])
         tiers = np.concatenate([np.empty(0, np.uint8), *(chunk.new_tiers for chunk in waiting)])
@@ -319,28 +287,20 @@ class ChunkInbox:
         """Return int64[groups]: replica slots used (or freed, negative) on this rank. Raises ChunkRefusedError."""
         keys, homes = delta.keys, self._homes
         total = homes.keyspace.total_rows
+        fault, remedy = "", "a fault of the daemon: please report it with the daemon's journal"
         if len(keys) and (int(keys.min()) < 0 or int(keys.max()) >= total):
-            raise ChunkRefusedError(
-                f"rank {self._rank}: chunk {version} names keys outside 0..{total - 1}",
-                remedy="daemon and trainer must list the same tables",
-            )
-        if len(np.unique(keys)) != len(keys):
-            raise ChunkRefusedError(f"rank {self._rank}: chunk {version} names a row twice")
-        if len(keys) and max(int(delta.old_tiers.max()), int(delta.new_tiers.max())) > self._max_tier:
-            raise ChunkRefusedError(
-                f"rank {self._rank}: chunk {version} names an unknown tier, or moves rows to a node that this job does "
-                "not have",
-                remedy="a fault of the daemon: please report it with the daemon's journal",
-            )
-        moved = is_rehomed(delta.new_tiers)
-        if bool((homes.home_node(keys[moved]) == nodes_of_rehomed(delta.new_tiers[moved])).any()):
-            raise ChunkRefusedError(
-                f"rank {self._rank}: chunk {version} moves rows to the nodes of their homes",
-                remedy="a fault of the daemon: please report it with the daemon's journal",
-            )
+            fault, remedy = f"names keys outside 0..{total - 1}", "daemon and trainer must list the same tables"
+        elif len(np.unique(keys)) != len(keys):
+            fault = "names a row twice"
+        elif len(keys) and max(int(delta.old_tiers.max()), int(delta.new_tiers.max())) > self._max_tier:
+            fault = "names an unknown tier, or moves rows to a node that this job does not have"
+        else:
+            moved = is_rehomed(delta.new_tiers)
+            if bool((homes.home_node(keys[moved]) == nodes_of_rehomed(delta.new_tiers[moved])).any()):
+                fault = "moves rows to the nodes of their homes"
+        if fault:
+            raise ChunkRefusedError(f"rank {self._rank}: chunk {version} {fault}", remedy=remedy)
         groups = homes.keyspace.group_of(keys)
         before = homes.holds_replica(self._rank, keys, delta.old_tiers).astype(np.int64)
         after = homes.holds_replica(self._rank, keys, delta.new_tiers).astype(np.int64)
-        change = np.zeros(len(self._slots), dtype=np.int64)
-        np.add.at(change, groups, after - before)
-        return change
+        return np.bincount(groups, after - before, len(self._slots)).astype(np.int64)

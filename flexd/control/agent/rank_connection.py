@@ -16,17 +16,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from flexd.control.agent.channel_client import ChannelClient
-from flexd.control.agent.inbox import ChunkInbox, cannot_prepare
-from flexd.control.agent.tap_outbox import TapOutbox, TapSender
-from flexd.control.protocol.handshake import CHANNEL_ERRORS, ChannelCredentials, named_error, new_token
+from flexd.control.agent.inbox import cannot_prepare
+from flexd.control.agent.tap_outbox import TapSender
+from flexd.control.protocol.handshake import CHANNEL_ERRORS, named_error, new_token
 from flexd.control.protocol.messages import (
     Bytes,
     ChunkHeader,
@@ -44,7 +43,6 @@ from flexd.control.protocol.messages import (
     Listing,
     ListRequest,
     Progress,
-    RankIdentity,
     RowsAssembly,
     RowsPiece,
     Settled,
@@ -64,17 +62,16 @@ from flexd.core.errors import (
     TopologyError,
     UnknownMessageError,
 )
-from flexd.core.keyspace import TableSpec
 from flexd.core.placement import Delta
 from flexd.core.supervision import Backoff
+
+if TYPE_CHECKING:
+    from flexd.control.agent.agent import Agent
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 """Longest time between two messages of a healthy rank; longer where the daemon asks for fewer reports."""
-_HEARD_SHARE = 0.5
-"""Of the timeout: the silence after which no report is sent to the daemon."""
-
 
 PlacementLists = Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]]
 
@@ -103,73 +100,16 @@ class PendingReports:
             pending, self._pending = self._pending, None
         return None if pending is None else clamp(pending)
 
-    def restore(self, report: StepReport) -> None:
-        """Restore a report that could not be sent; it is older than any added meanwhile."""
-        with self._lock:
-            self._pending = report if self._pending is None else merge_reports(report, self._pending)
-
-
-@dataclass(frozen=True)
-class AgentOptions:
-    """Identity, address and credentials of a rank, fixed for the life of its agent.
-
-    Attributes:
-        identity, lists, timeout_seconds: see ``Agent``.
-        address: host and port of the daemon's control channel; the host is resolved at every connection.
-        tables: sent to a daemon whose digest differs.
-    """
-
-    identity: RankIdentity
-    address: tuple[str, int]
-    credentials: ChannelCredentials
-    lists: PlacementLists
-    timeout_seconds: float
-    tables: tuple[TableSpec, ...]
-
-
-@dataclass
-class AgentContext:
-    """State that a rank keeps from one connection to the next. Shared by the agent's callers and its thread.
-
-    Attributes:
-        session: identifies this process; no two launches of a rank have the same.
-        state: the present activity or problem, in words.
-        last_logged: the newest failure, which is not logged twice.
-        client: the connection in use, if any.
-        lost_at: when the daemon was lost that this rank was connected to; None while there is one.
-        warned_of_loss: a warning of it was logged.
-    """
-
-    options: AgentOptions
-    inbox: ChunkInbox
-    outbox: TapOutbox | None
-    reports: PendingReports = field(default_factory=PendingReports)
-    stopping: threading.Event = field(default_factory=threading.Event)
-    counters: Counter[str] = field(default_factory=Counter)
-    session: str = field(default_factory=new_token)
-    state: str = "not started"
-    last_logged: str = ""
-    client: ChannelClient | None = None
-    lost_at: float | None = None
-    warned_of_loss: bool = False
-
-    def wake(self) -> None:
-        """Make the agent's thread look for something to do. From any thread; never waits."""
-        client = self.client
-        if client is not None:
-            client.wake()
-
 
 class RankConnection:
     """Registers, waits for an epoch and serves it. Used once, by the agent's thread."""
 
-    def __init__(self, context: AgentContext, backoff: Backoff) -> None:
-        self._context = context
+    def __init__(self, agent: Agent, backoff: Backoff) -> None:
+        self._agent = agent
         self._backoff = backoff
-        self._inbox = context.inbox
-        self._options = context.options
-        self._timeout = context.options.timeout_seconds
-        self._me = context.options.identity
+        self._inbox = agent.inbox
+        self._timeout = agent.timeout_seconds
+        self._me = agent.identity
         self._nonce = new_token()
         self._instance = ""
         """Of the daemon; empty before its notice."""
@@ -190,13 +130,15 @@ class RankConnection:
 
     def run(self) -> None:
         """Raises channel errors, TopologyError if the daemon refuses this rank; returns when stopping."""
-        context = self._context
-        context.state = "connecting"
-        options = self._options
-        self._client = context.client = ChannelClient.connect(*options.address, options.credentials, self._timeout)
+        agent = self._agent
+        agent.state = "connecting"
+        self._client = agent.client = ChannelClient.connect(*agent.address, agent.credentials, self._timeout)
+        self._inbox.on_change = self._client.wake
+        if agent.outbox is not None:
+            agent.outbox.on_change = self._client.wake
         try:
             self._heard_at = self._sent_at = time.monotonic()
-            while not context.stopping.is_set():
+            while not agent.stopping.is_set():
                 more = self._advance()
                 frame = self._client.receive(0.0 if more else self._wait_seconds())
                 if frame is not None:
@@ -207,7 +149,7 @@ class RankConnection:
             if self._joined:
                 self._send_progress(final=True)
         finally:
-            context.client = None
+            agent.client = None
             self._client.close()
 
     def _advance(self) -> bool:
@@ -233,15 +175,11 @@ class RankConnection:
         until = self._heard_at + self._timeout
         if self._instance:
             until = min(until, self._sent_at + self._heartbeat_seconds)
-        if self._epoch is not None and self._context.reports.waiting and self._hears_the_daemon():
+        if self._epoch is not None and self._agent.reports.waiting:
             until = min(until, self._reported_at + self._epoch.report_seconds)
         if self._listing is not None:
             until = min(until, self._listing_until)
         return max(until - time.monotonic(), 0.0)
-
-    def _hears_the_daemon(self) -> bool:
-        """A report waits, merged with those that follow, while the daemon is silent: it may be lost there."""
-        return time.monotonic() - self._heard_at < _HEARD_SHARE * self._timeout
 
     @property
     def _heartbeat_seconds(self) -> float:
@@ -251,7 +189,7 @@ class RankConnection:
         try:
             message = decode(frame.message)
         except UnknownMessageError:
-            self._context.counters["unknown_messages"] += 1
+            self._agent.counters["unknown_messages"] += 1
             return
         if isinstance(message, Heartbeat):
             return
@@ -284,27 +222,27 @@ class RankConnection:
         elif isinstance(message, ListRequest):
             self._listing, self._listing_until = message, time.monotonic() + self._timeout
         elif isinstance(message, TapState) and self._tap is not None:
-            self._tap.record_state(message)
+            self._tap.state = message
         else:
             raise ControlError(f"a {message.kind} message from the daemon")
 
     def _register(self, notice: DaemonNotice) -> None:
-        context = self._context
+        agent = self._agent
         if self._instance:
             raise StaleMessageError("a second notice of the daemon")
         if notice.job != self._me.job:
             raise StaleMessageError(f"the daemon serves job {notice.job!r}, not {self._me.job!r}")
         self._instance = notice.instance
-        context.counters["connects"] += 1
-        if context.lost_at is not None:
-            level = logging.WARNING if context.warned_of_loss else logging.INFO
-            away = time.monotonic() - context.lost_at
+        agent.counters["connects"] += 1
+        if agent.lost_at is not None:
+            level = logging.WARNING if agent.warned_of_loss else logging.INFO
+            away = time.monotonic() - agent.lost_at
             logger.log(level, "rank %d: the daemon is back after %.0f s", self._me.rank, away)
-            context.lost_at, context.warned_of_loss = None, False
-        context.state = "waiting for the other ranks"
+            agent.lost_at, agent.warned_of_loss = None, False
+        agent.state = "waiting for the other ranks"
         self._settle()
         if notice.table_digest != self._me.table_digest:
-            self._send(TableList(self._instance, self._me.table_digest), tables_body(self._options.tables))
+            self._send(TableList(self._instance, self._me.table_digest), tables_body(agent.tables))
         self._hello()
 
     def _settle(self) -> None:
@@ -315,9 +253,7 @@ class RankConnection:
 
     def _hello(self) -> None:
         self._send(
-            Hello(
-                self._me, self._instance, self._context.session, self._nonce, self._agreed, self._client.local_address
-            )
+            Hello(self._me, self._instance, self._agent.session, self._nonce, self._agreed, self._client.local_address)
         )
 
     def _begin_epoch(self, epoch: EpochAnnouncement) -> None:
@@ -330,23 +266,23 @@ class RankConnection:
             raise StaleMessageError("an epoch of another daemon or registration")
         self._epoch = epoch
         self._last_epoch = fence.epoch
-        self._context.state = f"settling for epoch {fence.epoch}"
+        self._agent.state = f"settling for epoch {fence.epoch}"
         self._settle()
         self._send(Settled(fence, self._agreed, self._inbox.applied_version))
 
     def _join(self) -> None:
-        context, fence = self._context, self._fence
-        context.counters["epochs"] += 1
-        context.state = f"joined epoch {fence.epoch}"
-        context.last_logged = ""
+        agent, fence = self._agent, self._fence
+        agent.counters["epochs"] += 1
+        agent.state = f"joined epoch {fence.epoch}"
+        agent.last_logged = ""
         self._joined = True
-        if context.outbox is not None:
-            self._tap = TapSender(context.outbox, fence, self._me.rank, self._send)
+        if agent.outbox is not None:
+            self._tap = TapSender(agent.outbox, fence, self._me.rank, self._send)
 
     def _end_epoch(self) -> None:
         self._epoch, self._joined, self._tap = None, False, None
         self._chunk = self._listing = None
-        self._context.state = "waiting for the other ranks"
+        self._agent.state = "waiting for the other ranks"
 
     def _answer(self, request: ListRequest) -> None:
         """List the rows if the requested version is applied, or say that it is not once it takes too long."""
@@ -359,7 +295,7 @@ class RankConnection:
         if applied == request.version:
             error = ""
             try:
-                keys, tiers = self._options.lists()
+                keys, tiers = self._agent.lists()
             except Exception as failure:
                 logger.warning("rank %d: its placement cannot be listed", self._me.rank, exc_info=failure)
                 error = named_error(failure)
@@ -381,21 +317,18 @@ class RankConnection:
         if not assembly.add(body):
             return
         self._chunk = None
+        if self._refused_epoch == header.fence.epoch:
+            return  # The daemon ends this epoch; chunks after a refused one cannot follow.
         try:
-            self._offer(header, assembly)
+            keys, tiers = assembly.rows()
+            self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :]))
+            self._agent.counters["chunks"] += 1
         except ChunkRefusedError as error:
             self._refuse(error, header.version)
         except CHANNEL_ERRORS:
             raise
         except Exception as error:
             self._refuse(cannot_prepare(self._me.rank, header.version, error), header.version)
-
-    def _offer(self, header: ChunkHeader, assembly: RowsAssembly) -> None:
-        if self._refused_epoch == header.fence.epoch:
-            return  # The daemon ends this epoch; chunks after a refused one cannot follow.
-        keys, tiers = assembly.rows()
-        self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :]))
-        self._context.counters["chunks"] += 1
 
     def _prepare_next(self) -> bool:
         try:
@@ -407,7 +340,7 @@ class RankConnection:
     def _refuse(self, error: ChunkRefusedError, version: int = 0) -> None:
         """Refuse a chunk by name; the daemon ends the epoch and the migration."""
         self._refused_epoch = self._last_epoch
-        self._context.counters["chunks_refused"] += 1
+        self._agent.counters["chunks_refused"] += 1
         logger.warning("rank %d: %s", self._me.rank, error)
         self._send(ChunkRefused(self._fence, error.version or version, str(error)[:1000]))
 
@@ -415,48 +348,21 @@ class RankConnection:
         assert self._epoch is not None  # noqa: S101
         now = time.monotonic()
         versions = (self._inbox.agreed_version, self._inbox.applied_version)
-        due = now - self._reported_at >= self._epoch.report_seconds
-        pending = self._context.reports.waiting and (final or (due and self._hears_the_daemon()))
-        if not (pending or versions != self._sent_versions or now - self._sent_at >= self._heartbeat_seconds):
+        due = final or now - self._reported_at >= self._epoch.report_seconds
+        report = self._agent.reports.drain() if due else None
+        if report is None and versions == self._sent_versions and now - self._sent_at < self._heartbeat_seconds:
             return
-        report = self._context.reports.drain() if pending else None
-        progress = Progress(self._fence, *versions, report)
-        try:
-            data = encode(progress)
-        except ControlError as error:
-            if report is None:
-                raise
-            self._drop_report(error)
-            data, report = encode(replace(progress, report=None)), None
-        try:
-            self._send_encoded(data)
-        except BaseException:
-            if report is not None:
-                self._context.reports.restore(report)
-            raise
+        self._send(Progress(self._fence, *versions, report))
         if versions[1] > self._sent_versions[1] >= 0:
             # Not when the epoch is joined: an epoch that ends at its first chunk would be joined again at full speed.
             self._backoff.reset()
         self._sent_versions = versions
         if report is not None:
             self._reported_at = self._sent_at
-        self._context.counters["reports"] += report is not None
-
-    def _drop_report(self, error: ControlError) -> None:
-        """Drop a report that cannot be encoded: kept, it would be merged into the next, and end every connection."""
-        context = self._context
-        context.counters["reports_dropped"] += 1
-        if context.counters["reports_dropped"] == 1:
-            logger.warning(
-                "rank %d: a report of training steps is dropped, the daemon lacks these steps: %s (logged once)",
-                self._me.rank, error,
-            )  # fmt: skip
+            self._agent.counters["reports"] += 1
 
     def _send(self, message: ControlMessage, body: Bytes = b"") -> None:
-        self._send_encoded(encode(message), body)
-
-    def _send_encoded(self, message: bytes, body: Bytes = b"") -> None:
-        self._client.send(message, body)
+        self._client.send(encode(message), body)
         self._sent_at = time.monotonic()
 
     @property

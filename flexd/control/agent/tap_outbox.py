@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +29,9 @@ class TapSender:
     Args:
         fence: of the epoch.
         send: sends a message with its body to the daemon; raises a channel error.
+
+    Attributes:
+        state: the daemon's newest one.
     """
 
     def __init__(
@@ -43,26 +45,23 @@ class TapSender:
         self._grant = 0
         self._sent_bytes: int | None = None
         """Of the granted payload; None without a grant."""
-        self._state: TapState | None = None
-
-    def record_state(self, state: TapState) -> None:
-        """Receive the daemon's newest state."""
-        self._state = state
+        self.state: TapState | None = None
 
     def advance(self) -> bool:
         """Do what is due, at most one piece; True if there is more to do at once. Raises channel errors."""
-        counts = self._outbox.current()
+        counts = self._outbox.counts
         if counts is None:
             return False
         offer = (counts.sequence, self._outbox.urgent)
         if offer != self._offered:
             self._send(TapOffer(self._fence, counts.sequence, len(counts.payload), self._outbox.urgent, FORMAT), b"")
             self._offered = offer
-        state = self._state
+        state = self.state
         if state is None:
             return False
-        if self._outbox.set_problem(state.problem) and state.problem:
+        if state.problem and state.problem != self._outbox.problem:
             logger.warning("rank %d: counted accesses stay here: %s", self._rank, state.problem)
+        self._outbox.problem = state.problem
         if state.acknowledged > counts.sequence:
             self._outbox.acknowledge(counts.sequence)
             self._sent_bytes = None
@@ -98,6 +97,7 @@ class TapOutbox:
     it in its snapshot recognises the number.
 
     Attributes:
+        counts: the payload; None while there is none.
         acknowledged: payloads that snapshots hold.
         problem: why the daemon accepts nothing; empty if it does, or has not answered yet.
         urgent: whether a caller waits for the acknowledgement.
@@ -105,56 +105,37 @@ class TapOutbox:
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
-        self._counts: EncodedCounts | None = None
+        self.counts: EncodedCounts | None = None
         self._next = 0
         self.urgent = False
         self.problem = ""
-        self.on_change: Callable[[], None] | None = None
+        self.on_change: Callable[[], None] = lambda: None
         """Called, from any thread, when there is something to offer."""
         self.acknowledged = 0
 
     @property
     def free(self) -> bool:
-        return self._counts is None
+        return self.counts is None
 
     def put(self, payload: bytes) -> int:
         """Store the next payload and return its sequence number. Call it only while ``free``."""
         with self._lock:
-            if self._counts is not None:
-                raise ValueError("the outbox holds a payload")
-            self._counts = EncodedCounts(self._next, payload)
-            sequence = self._next
+            self.counts = counts = EncodedCounts(self._next, payload)
             self._next += 1
-        self._notify()
-        return sequence
-
-    def current(self) -> EncodedCounts | None:
-        return self._counts
+        self.on_change()
+        return counts.sequence
 
     def acknowledge(self, sequence: int) -> None:
         """Drop the payload that a snapshot holds. A repeated older number changes nothing."""
         with self._lock:
-            if self._counts is not None and self._counts.sequence == sequence:
+            if self.counts is not None and self.counts.sequence == sequence:
                 self.acknowledged += 1
-                self._counts = None
+                self.counts = None
                 self._lock.notify_all()
-
-    def set_problem(self, problem: str) -> bool:
-        """Record why the daemon accepts nothing, "" if it does; True if that is another reason than before."""
-        changed = problem != self.problem
-        self.problem = problem
-        return changed
 
     def wait_until_free(self, timeout_seconds: float, *, urgent: bool = False) -> bool:
         """Wait for the acknowledgement; ``urgent`` makes the daemon write a snapshot before its next regular one."""
-        deadline = time.monotonic() + timeout_seconds
         self.urgent = self.urgent or urgent
-        self._notify()
+        self.on_change()
         with self._lock:
-            while self._counts is not None and (left := deadline - time.monotonic()) > 0:
-                self._lock.wait(left)
-            return self._counts is None
-
-    def _notify(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
+            return self._lock.wait_for(lambda: self.counts is None, timeout_seconds)

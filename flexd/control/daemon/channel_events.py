@@ -5,22 +5,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flexd.control.protocol.handshake import MAX_CLIENT_BYTES
-from flexd.control.protocol.wire import MAX_FRAME_BYTES, READ_BYTES, Body, SealedPayload
+from flexd.control.protocol.wire import Body, SealedPayload
 
 PEER_SHARE_BYTES = 2**14
 """Unread bytes that each peer may have whatever the others do, so that nobody's flood stops another one's messages."""
 EVENT_BYTES = 512
 """Memory of an unread event or a queued frame beside its bytes; each counts for as much."""
-CONNECTION_BYTES = 2**13
-"""Memory of a connection beside its buffers."""
-TLS_BYTES = 2**17
-"""Memory of OpenSSL for a connection."""
 _UNSENT_BYTES = 2**26
 """Frames between ``send`` and the channel's thread; with more, ``send`` waits."""
 
@@ -57,22 +51,12 @@ class ChannelOptions:
     peer_queued_bytes: int = 64 * 2**20
     queued_bytes: int = 256 * 2**20
 
-    def memory_bound_bytes(self, with_tls: bool = False) -> int:
-        """Return the most memory that the connections may use, whatever their other ends send."""
-        connection = CONNECTION_BYTES + (TLS_BYTES if with_tls else 0)
-        peer = connection + PEER_SHARE_BYTES
-        # One frame may be added to each total before its bound takes effect.
-        totals = self.unread_bytes + self.partial_bytes + self.queued_bytes + 2 * MAX_FRAME_BYTES + READ_BYTES
-        return self.max_unproven * (connection + MAX_CLIENT_BYTES) + self.max_peers * peer + totals
-
 
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A peer has proved itself. ``peer`` is a number that is never used again."""
 
     peer: int
-    version: int
-    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +91,7 @@ class ChannelCounters:
 
     Attributes:
         peers, unproven: connections now, proven and not.
-        accepted, proven: connections so far.
+        proven: connections so far.
         refused: connections that ended before they had proven themselves, by reason.
         closed: proven connections that ended, by reason.
         unread_bytes, queued_bytes: bytes in memory now that wait to be received or sent.
@@ -115,12 +99,10 @@ class ChannelCounters:
 
     peers: int = 0
     unproven: int = 0
-    accepted: int = 0
     proven: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
     closed: Mapping[str, int] = field(default_factory=dict)
     bytes_in: int = 0
-    bytes_out: int = 0
     unread_bytes: int = 0
     queued_bytes: int = 0
 
@@ -192,13 +174,12 @@ class UnreadEvents:
             self._changed.notify()
 
     def receive(self, limit: int, timeout_seconds: float) -> list[Event]:
-        """Return at most ``limit`` events, one of each peer in turn, each peer's in order."""
-        deadline = time.monotonic() + timeout_seconds
+        """Return at most ``limit`` events; waits until there is one, for the timeout, or for ``wake``.
+
+        Peers take turns, and each one's events are in order: a peer that floods delays each of the others by one frame.
+        """
         with self._changed:
-            while not self._turns and not self._woken:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or not self._changed.wait(remaining):
-                    break
+            self._changed.wait_for(lambda: self._turns or self._woken, timeout_seconds)
             self._woken = False
             events: list[Event] = []
             while self._turns and len(events) < limit:
@@ -217,6 +198,7 @@ class UnreadEvents:
         return events
 
     def wake(self) -> None:
+        """Let the running call of ``receive``, or else the next one, return at once."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
@@ -241,12 +223,17 @@ class Send:
 
 
 class ChannelQueues:
-    """The queues between the channel's thread and others, whose the public methods are."""
+    """The queues between the channel's thread and others, whose the public methods are.
+
+    Attributes:
+        unread: what the peers have sent.
+    """
 
     def __init__(self, options: ChannelOptions) -> None:
         self._options = options
-        self._unread = UnreadEvents(options, self._note_room)
+        self.unread = UnreadEvents(options, self._note_room)
         self._has_room = False
+        """Set when events were received after a peer had found no room."""
         self._unsent = threading.Condition()
         self._unsent_bytes = 0
         self._commands: deque[Send | Closed] = deque()
@@ -254,17 +241,6 @@ class ChannelQueues:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-
-    def receive(self, limit: int, timeout_seconds: float) -> list[Event]:
-        """Return at most ``limit`` events; waits until there is one, for the timeout, or for ``wake``.
-
-        Peers take turns: a peer that floods delays each of the others by one frame.
-        """
-        return self._unread.receive(limit, timeout_seconds)
-
-    def wake(self) -> None:
-        """Let the running call of ``receive``, or else the next one, return at once."""
-        self._unread.wake()
 
     def send(self, peers: Sequence[int], message: bytes, body: Body = b"") -> None:
         """Queue a frame for ``peers``; message and body are shared, not copied. Closed and unknown peers are skipped.
@@ -293,11 +269,6 @@ class ChannelQueues:
         # An error means: full of wakes that have not been seen yet, or stopped.
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"\0")
-
-    def _room_is_free(self) -> bool:
-        """Return whether events were received after a peer had found no room, since the last call."""
-        found, self._has_room = self._has_room, False
-        return found
 
     def _take_commands(self) -> Iterator[Send | Closed]:
         """Yield what other threads want done. A wake that comes meanwhile is seen in the next turn."""

@@ -12,6 +12,7 @@ from flexd.control.protocol.handshake import HandshakeRefusedError, Session, Ste
 from flexd.control.protocol.wire import (
     READ_BYTES,
     Body,
+    FrameError,
     FrameKey,
     FrameKind,
     FrameReader,
@@ -20,7 +21,7 @@ from flexd.control.protocol.wire import (
 
 _BUFFERS = 48
 """Buffers of one system call: 16 frames of three."""
-_RECORD_BYTES = 2**14
+WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class OutputTotal:
@@ -71,21 +72,17 @@ class PeerOutput:
         self._total.add(payload)
         self.nbytes += payload.nbytes + EVENT_BYTES
 
-    def flush(self, sock: socket.socket) -> int:
-        """Send what the socket accepts now and return the number of bytes. Raises OSError."""
-        sent = 0
+    def flush(self, sock: socket.socket) -> None:
+        """Send what the socket accepts now. Raises OSError."""
         while self._buffers:
             try:
                 count = self._send(sock)
-            except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            except WOULD_BLOCK:
                 break
             if count == 0:
                 break
-            sent += count
             self._drop(count)
-        if sent:
             self.progress_at = time.monotonic()
-        return sent
 
     def clear(self) -> None:
         """Drop all frames."""
@@ -97,19 +94,8 @@ class PeerOutput:
 
     def _send(self, sock: socket.socket) -> int:
         if isinstance(sock, ssl.SSLSocket):
-            return sock.send(self._first_record())
+            return sock.send(self._buffers[0][0])
         return sock.sendmsg([self._buffers[at][0] for at in range(min(_BUFFERS, len(self._buffers)))])
-
-    def _first_record(self) -> Body:
-        """Join short buffers: each call makes a TLS record of its own. A retry finds the same bytes, or more."""
-        first: list[Body] = []
-        nbytes = 0
-        for buffer, _ in self._buffers:
-            if first and nbytes + len(buffer) > _RECORD_BYTES:
-                break
-            first.append(buffer)
-            nbytes += len(buffer)
-        return first[0] if len(first) == 1 else b"".join(first)
 
     def _drop(self, count: int) -> None:
         while count:
@@ -122,9 +108,6 @@ class PeerOutput:
             if payload is not None:
                 self._total.remove(payload)
                 self.nbytes -= payload.nbytes + EVENT_BYTES
-
-
-WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class UnprovenConnection:
@@ -144,7 +127,6 @@ class UnprovenConnection:
         self.opened_at = time.monotonic()
         self.wants_write = False
         self.bytes_in = 0
-        self.bytes_out = 0
         self._in_tls = isinstance(sock, ssl.SSLSocket)
         self._steps = steps
         self._received = b""
@@ -186,7 +168,6 @@ class UnprovenConnection:
             sent = self.sock.send(output)
         except OSError as error:
             raise HandshakeRefusedError(str(error), reason="disconnected") from error
-        self.bytes_out += sent
         if sent < len(output):
             raise HandshakeRefusedError("does not read its handshake", reason="disconnected")
 
@@ -202,14 +183,6 @@ class UnprovenConnection:
                 return False
             self._in_tls = False
         return True
-
-
-class PeerClosedError(Exception):
-    """The connection is to be closed. ``reason`` is a bounded label for metrics."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
 
 
 class ChannelPeer:
@@ -250,13 +223,21 @@ class ChannelPeer:
         """Read once without waiting, and add the frames that are complete to the unread ones, as far as there is room.
 
         Raises:
-            PeerClosedError: disconnected, or not what a peer may send.
-            FrameError, AuthenticationError: the same.
+            FrameError: disconnected, or not what a peer may send.
+            AuthenticationError: a frame is not the one that the peer sent next.
         """
         self._parse()
         while not self.is_paused:
-            if not self._receive():
+            try:
+                data = self.sock.recv(READ_BYTES)
+            except WOULD_BLOCK:
                 return
+            except OSError:
+                data = b""
+            if not data:
+                raise FrameError("the peer has closed the connection", reason="disconnected")
+            self._reader.feed(data)
+            self.bytes_in += len(data)
             self._parse()
             if not (isinstance(self.sock, ssl.SSLSocket) and self.sock.pending()):
                 return
@@ -269,19 +250,6 @@ class ChannelPeer:
         """Drop the output, and what is received of a frame."""
         self._count_partial(0)
         self.output.clear()
-
-    def _receive(self) -> bool:
-        try:
-            data = self.sock.recv(READ_BYTES)
-        except WOULD_BLOCK:
-            return False
-        except OSError as error:
-            raise PeerClosedError("disconnected") from error
-        if not data:
-            raise PeerClosedError("disconnected")
-        self._reader.feed(data)
-        self.bytes_in += len(data)
-        return True
 
     def _parse(self) -> None:
         reader, unread, begins = self._reader, self._unread, not self.partial_bytes

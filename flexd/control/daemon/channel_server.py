@@ -5,6 +5,7 @@ The thread accepts, proves, reads, writes and closes, and never waits for one of
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import resource
@@ -16,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from flexd.control.daemon.channel_events import ChannelCounters, ChannelOptions, ChannelQueues, Closed, Opened, Send
-from flexd.control.daemon.channel_peer import ChannelPeer, OutputTotal, PeerClosedError, UnprovenConnection
+from flexd.control.daemon.channel_peer import ChannelPeer, OutputTotal, UnprovenConnection
 from flexd.control.protocol.handshake import (
     OWN,
     ChannelCredentials,
@@ -41,7 +42,6 @@ _CHECK_SECONDS = 1.0
 _CLOSE_SECONDS = 2.0
 """A peer that is closed with a reason gets as long to read it."""
 
-_BACKLOG = 4096
 _OTHER_DESCRIPTORS = 512
 """Descriptors of the rest of the process."""
 
@@ -65,10 +65,9 @@ class ChannelServer(ChannelQueues):
         super().__init__(options)
         self._secret = credentials.secret
         self._tls = None if credentials.tls is None else TlsContext(credentials.tls, server_side=True)
-        descriptor, self.port = listen(options.host, options.port)
-        self._listener = socket.socket(fileno=descriptor)
+        self._listener = listen(options.host, options.port)
         self._listener.setblocking(False)
-        self._listener.listen(_BACKLOG)
+        self.port: int = self._listener.getsockname()[1]
         supervisor = supervisor or Supervisor()
         self._stopping = threading.Event()
         self._watch = supervisor.watch("flexd-control-channel")
@@ -85,7 +84,6 @@ class ChannelServer(ChannelQueues):
         self._checked_at = 0.0
         self._stop_seconds = 0.0
         self._stop_at: float | None = None
-        self._counted = threading.Lock()
         self._refused: Counter[str] = Counter()
         self._closed: Counter[str] = Counter()
         self._sums: Counter[str] = Counter()
@@ -110,13 +108,11 @@ class ChannelServer(ChannelQueues):
         return self._thread.join(timeout_seconds)
 
     def counters(self) -> ChannelCounters:
-        with self._counted:
-            return ChannelCounters(
-                peers=len(self._peers), unproven=len(self._unproven), accepted=self._sums["accepted"],
-                proven=self._sums["proven"], refused=dict(self._refused), closed=dict(self._closed),
-                bytes_in=self._sums["bytes_in"], bytes_out=self._sums["bytes_out"], unread_bytes=self._unread.nbytes,
-                queued_bytes=self._total.nbytes,
-            )  # fmt: skip
+        return ChannelCounters(
+            peers=len(self._peers), unproven=len(self._unproven), proven=self._sums["proven"],
+            refused=dict(self._refused), closed=dict(self._closed), bytes_in=self._sums["bytes_in"],
+            unread_bytes=self.unread.nbytes, queued_bytes=self._total.nbytes,
+        )  # fmt: skip
 
     def _run(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -128,7 +124,6 @@ class ChannelServer(ChannelQueues):
                     self._turn()
                 except Exception as error:
                     # One fault may not end the channel of all ranks, nor make all of them wait for long.
-                    self._sum("errors")
                     self._watch.fault(error)
                     time.sleep(min(self._watch.seconds_to_retry, _LONGEST_PAUSE_SECONDS))
                 else:
@@ -143,12 +138,6 @@ class ChannelServer(ChannelQueues):
     def _close_sockets(self) -> None:
         for each in (self._listener, self._wake_reader, self._wake_writer, self._selector):
             each.close()
-
-    def _close_all(self) -> None:
-        """Close all peers, after what is queued for them if they read it in time, and end."""
-        self._stop_at = time.monotonic() + self._stop_seconds
-        for peer in list(self._peers.values()):
-            self._close_peer(peer.number, "stopping")
 
     def _send(self, numbers: Sequence[int], payload: SealedPayload) -> None:
         """Queue a frame for those of ``numbers`` that are connected, and send what their sockets accept now."""
@@ -186,7 +175,10 @@ class ChannelServer(ChannelQueues):
         accepts = False
         for key, events in ready:
             if isinstance(key.data, ChannelPeer):
-                self._serve(key.data, events)
+                if key.data.number in self._peers and events & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                if key.data.number in self._peers and events & selectors.EVENT_READ:
+                    self._read(key.data)
             elif isinstance(key.data, UnprovenConnection):
                 handshakes.append(key.data)
             elif key.fileobj is self._listener:
@@ -196,21 +188,18 @@ class ChannelServer(ChannelQueues):
                 self._send(command.peers, command.payload)
             else:
                 self._close_peer(command.peer, command.reason)
-        if self._room_is_free():
+        if self._has_room:
+            self._has_room = False
             self._resume()
         if self._stopping.is_set() and self._stop_at is None:
-            self._close_all()
+            self._stop_at = time.monotonic() + self._stop_seconds
+            for peer in list(self._peers.values()):
+                self._close_peer(peer.number, "stopping")
         for conn in handshakes[: _HANDSHAKES if self._tls is None else _TLS_HANDSHAKES]:
             self._advance(conn)
         if accepts:
             self._accept()
         self._check_deadlines()
-
-    def _serve(self, peer: ChannelPeer, events: int) -> None:
-        if peer.number in self._peers and events & selectors.EVENT_WRITE:
-            self._flush(peer)
-        if peer.number in self._peers and events & selectors.EVENT_READ:
-            self._read(peer)
 
     def _accept(self) -> None:
         for _ in range(_HANDSHAKES if self._tls is None else _TLS_HANDSHAKES):
@@ -224,15 +213,12 @@ class ChannelServer(ChannelQueues):
                 sock, address = self._listener.accept()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self._without_descriptors()
+                    if self._unproven:
+                        oldest = next(iter(self._unproven))
+                        self._refuse(oldest, HandshakeRefusedError("no descriptors", reason="descriptors"))
+                    self._listen(False)
                 return
-            self._sum("accepted")
             self._begin(sock, str(address[0]))
-
-    def _without_descriptors(self) -> None:
-        if self._unproven:
-            self._refuse(next(iter(self._unproven)), HandshakeRefusedError("no descriptors", reason="descriptors"))
-        self._listen(False)
 
     def _begin(self, sock: socket.socket, address: str) -> None:
         try:
@@ -245,7 +231,7 @@ class ChannelServer(ChannelQueues):
         except (OSError, ValueError):
             # It has been closed in the meantime.
             sock.close()
-            self._count_refusal("disconnected")
+            self._refused["disconnected"] += 1
             return
         conn = UnprovenConnection(sock, address, server_steps(OWN, accepted_keys(self._secret)))
         self._unproven[conn] = None
@@ -259,7 +245,7 @@ class ChannelServer(ChannelQueues):
             if session is None:
                 self._set_interest(conn, selectors.EVENT_WRITE if conn.wants_write else selectors.EVENT_READ)
                 return
-            if max(len(self._peers), self._unread.peers) >= self._options.max_peers:
+            if max(len(self._peers), self.unread.peers) >= self._options.max_peers:
                 raise HandshakeRefusedError(
                     "too many trainers", reason="too_many_peers", reply=session.verdict(HandshakeStatus.TOO_MANY)
                 )
@@ -272,24 +258,21 @@ class ChannelServer(ChannelQueues):
     def _open(self, conn: UnprovenConnection, session: Session) -> None:
         del self._unproven[conn]
         self._set_interest(conn, 0)
-        peer = ChannelPeer(conn.sock, self._next_number, session, self._unread, self._total)
+        peer = ChannelPeer(conn.sock, self._next_number, session, self.unread, self._total)
         self._next_number += 1
-        with self._counted:
-            self._peers[peer.number] = peer
-            self._sums.update(proven=1, bytes_in=conn.bytes_in, bytes_out=conn.bytes_out)
-        self._unread.add(Opened(peer.number, session.version, conn.address))
+        self._peers[peer.number] = peer
+        self._sums.update(proven=1, bytes_in=conn.bytes_in)
+        self.unread.add(Opened(peer.number))
         self._update(peer)
 
     def _refuse(self, conn: UnprovenConnection, error: HandshakeRefusedError) -> None:
         del self._unproven[conn]
         self._set_interest(conn, 0)
-        self._count_refusal(error.reason)
-        self._sum("bytes_in", conn.bytes_in)
-        try:
+        self._refused[error.reason] += 1
+        self._sums["bytes_in"] += conn.bytes_in
+        with contextlib.suppress(OSError):
             if error.reply:
                 conn.sock.send(error.reply)
-        except OSError:
-            pass
         conn.sock.close()
         logger.debug("control channel: %s is refused: %s", conn.address, error.message)
 
@@ -297,21 +280,19 @@ class ChannelServer(ChannelQueues):
         before = peer.bytes_in
         try:
             peer.read()
-        except PeerClosedError as error:
-            self._close(peer, peer.close_reason or error.reason)
         except FrameError as error:
-            self._close(peer, error.reason)
+            self._close(peer, peer.close_reason or error.reason)
         except AuthenticationError:
             self._close(peer, "forged")
         else:
             self._flush(peer)
-        self._sum("bytes_in", peer.bytes_in - before)
-        while self._unread.partial_bytes > self._options.partial_bytes:
+        self._sums["bytes_in"] += peer.bytes_in - before
+        while self.unread.partial_bytes > self._options.partial_bytes:
             self._close(max(self._peers.values(), key=lambda each: each.partial_bytes), "flood")
 
     def _flush(self, peer: ChannelPeer) -> None:
         try:
-            self._sum("bytes_out", peer.output.flush(peer.sock))
+            peer.output.flush(peer.sock)
         except OSError:
             # The frames that it sent before are still to be read; then reading fails too.
             peer.write_closed = True
@@ -335,15 +316,14 @@ class ChannelServer(ChannelQueues):
     def _close(self, peer: ChannelPeer, reason: str) -> None:
         if self._peers.get(peer.number) is not peer:
             return
-        with self._counted:
-            del self._peers[peer.number]
-            self._closed[reason] += 1
+        del self._peers[peer.number]
+        self._closed[reason] += 1
         self._paused.pop(peer, None)
         self._closing.pop(peer, None)
         self._set_interest(peer, 0)
         peer.sock.close()
         peer.release()
-        self._unread.add(Closed(peer.number, reason))
+        self.unread.add(Closed(peer.number, reason))
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -381,28 +361,15 @@ class ChannelServer(ChannelQueues):
                 self._selector.unregister(self._listener)
 
     def _set_interest(self, conn: Connection, events: int) -> None:
-        before = self._interest.get(conn, 0)
-        if before == events:
-            return
-        if not before:
-            self._selector.register(conn.sock, events, conn)
-        elif events:
-            self._selector.modify(conn.sock, events, conn)
-        else:
-            self._selector.unregister(conn.sock)
+        before = self._interest.pop(conn, 0)
         if events:
             self._interest[conn] = events
-        else:
-            del self._interest[conn]
-
-    def _count_refusal(self, reason: str) -> None:
-        with self._counted:
-            self._refused[reason] += 1
-
-    def _sum(self, name: str, by: int = 1) -> None:
-        if by:
-            with self._counted:
-                self._sums[name] += by
+        if events and before:
+            self._selector.modify(conn.sock, events, conn)
+        elif events:
+            self._selector.register(conn.sock, events, conn)
+        elif before:
+            self._selector.unregister(conn.sock)
 
 
 def _raise_descriptor_limit(needed: int) -> None:

@@ -8,15 +8,14 @@ connect meanwhile wait in the socket's queue.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from flexd.control.daemon.channel_events import ChannelCounters, ChannelOptions
+from flexd.control.daemon.channel_events import ChannelCounters, ChannelOptions, Received
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.daemon.epoch import RankChannels, RankDisconnected
-from flexd.control.daemon.epoch_manager import ControlOptions, ControlStatus, EpochManager, LiveTopology, OnReport
+from flexd.control.daemon.epoch import RankChannels
+from flexd.control.daemon.epoch_manager import ControlOptions, EpochManager, OnReport
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.membership import Membership, ProposedTables
 from flexd.control.daemon.migration import Migration, MigrationEvent, MigrationRecord
@@ -52,8 +51,8 @@ def channel_server(options: ControlOptions, port: int, supervisor: Supervisor) -
     return ChannelServer(channel, ChannelCredentials(options.secret, options.tls), supervisor)
 
 
-class Coordinator:
-    """Hosts the control channel. All methods are thread-safe.
+class Coordinator(EpochManager):
+    """Hosts the control channel. All methods are thread-safe, but for those that ``EpochManager`` keeps for the thread.
 
     Callbacks run in the coordinator's thread and must not block; what they raise is logged.
 
@@ -81,17 +80,11 @@ class Coordinator:
         throttle: Throttle | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
-        self._tap = tap
-        self._options = options
-        self._keyspace = keyspace
-        self._journal = journal
-        self._stopping = threading.Event()
-        self._on_event = on_event
-        self._epochs = EpochManager(options, keyspace, journal, self._stopping, self._emit, on_report, throttle)
-        self._pusher = self._epochs.pusher
+        super().__init__(options, keyspace, journal, on_report, on_event, tap, throttle)
         self._server: ChannelServer | None = None
         self.port = 0
         self.failure = ""
+        self._hosted = False
         self._ticked_at = 0.0
         self._supervisor = supervisor = supervisor or Supervisor()
         self._watch = supervisor.watch("flexd-coordinator")
@@ -106,7 +99,7 @@ class Coordinator:
     def start(self) -> None:
         """Start to serve the ranks, without waiting. Raises ControlError as ``listen``."""
         self.listen()
-        self._epochs.reason = "the control channel is not up yet"
+        self.reason = "the control channel is not up yet"
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> bool:
@@ -116,25 +109,17 @@ class Coordinator:
         if not self._thread.started:
             self._close_server()
         elif server is not None:
-            server.wake()
+            server.unread.wake()
         return self._thread.join(timeout_seconds)
 
     def proposed_tables(self) -> ProposedTables | None:
         """Return the tables of an attempt whose ranks have all registered with others than the daemon has, while no
         other attempt holds the job. None where the daemon takes no tables from ranks."""
-        return self._epochs.members.tables.proposed(time.monotonic()) if self._options.takes_tables else None
+        return self.members.tables.proposed(time.monotonic()) if self._options.takes_tables else None
 
     def channel_counters(self) -> ChannelCounters:
         """Return the connections and bytes of the channel, since the start."""
         return ChannelCounters() if self._server is None else self._server.counters()
-
-    def live(self) -> LiveTopology | None:
-        """Return the registered ranks; None until all ranks of an attempt have registered."""
-        return self._epochs.live
-
-    def placement(self) -> Placement:
-        """Return what all ranks have agreed on; before any rank is live, the newest placement in the journal."""
-        return self._epochs.agreed.placement
 
     def migrate(
         self,
@@ -154,14 +139,14 @@ class Coordinator:
         migration = Migration(record, target, plan)
         if self._stopping.is_set() or self.failure:
             raise ControlError(self.failure or "the coordinator is stopping", remedy="start the daemon again")
-        self._pusher.submit(migration)
+        self.pusher.submit(migration)
         if self._server is not None:
-            self._server.wake()
+            self._server.unread.wake()
         return migration
 
     def next_event(self) -> MigrationEvent | None:
         """Return the oldest change of a migration that nobody has taken yet, and log it; None if there is none."""
-        event = self._pusher.next_event()
+        event = self.pusher.next_event()
         if event is not None and (transition := event.transition) is not None:
             record = event.migration.record
             fields = {
@@ -175,49 +160,16 @@ class Coordinator:
 
     def limit_chunks(self, rows: int, nbytes: int) -> None:
         """Set the bounds of one chunk, from the next one on."""
-        self._pusher.limits = replace(self._pusher.limits, rows=rows, bytes=nbytes)
-
-    def set_priced_exchange(self, name: str) -> None:
-        """Set the exchange with which trainers that choose it themselves begin when they join the next epoch."""
-        self._epochs.priced_exchange = name
-
-    def newest_migration(self) -> MigrationRecord | None:
-        """Return ids and versions of the migration of the journal's newest chunk, maybe an earlier daemon's; None if
-        it is not known."""
-        return self._journal.newest_migration
-
-    def placement_at(self, version: int) -> Placement:
-        """Return an earlier placement. Raises SnapshotError if the journal does not reach back to it."""
-        return self._journal.placement_at(version)
+        self.pusher.limits = replace(self.pusher.limits, rows=rows, bytes=nbytes)
 
     def pause(self) -> None:
         """Push no further chunk until ``resume``; pushed chunks are applied."""
-        self._pusher.paused = True
+        self.pusher.paused = True
 
     def resume(self) -> None:
         """Push again; also ends a pause because of ``divergence``."""
-        self._epochs.trust_again()
-        self._pusher.paused = False
-
-    @property
-    def divergence(self) -> str:
-        """Why pushing has been paused by itself: ranks repeatedly reported another placement; empty if it was not."""
-        return self._epochs.divergence
-
-    def status(self) -> ControlStatus:
-        return self._epochs.status()
-
-    def _host(self) -> RankChannels:
-        options, server = self._options, self._server
-        assert server is not None  # noqa: S101
-        notice = DaemonNotice(options.job, new_token(), self._keyspace.digest)
-        channels = RankChannels(server, notice, options.timeout_seconds, self._epochs.members, self._emit)
-        server.start()
-        self._epochs.open(channels, self._tap)
-        self._emit("hosting", port=server.port)
-        if self._journal.truncated_bytes:
-            self._emit("journal_truncated", bytes=self._journal.truncated_bytes)
-        return channels
+        self.trust_again()
+        self.pusher.paused = False
 
     def _close_server(self) -> None:
         server, self._server = self._server, None
@@ -225,53 +177,54 @@ class Coordinator:
             server.stop(_STOP_SECONDS)
 
     def _run(self) -> None:
-        channels = self._epochs.channels
-        if channels is None:
+        if not self._hosted:
             try:
-                self.listen()
-                channels = self._host()
+                self._host()
             except Exception as error:
                 self._close_server()
-                self.failure = self._epochs.reason = f"the control channel cannot be hosted: {first_line(error)}"
+                self.failure = self.reason = f"the control channel cannot be hosted: {first_line(error)}"
                 raise
-            self.failure, self._ticked_at = "", time.monotonic()
-        self._tick_until_stopped(channels)
+            self._hosted, self.failure, self._ticked_at = True, "", time.monotonic()
+        self._tick_until_stopped()
+
+    def _host(self) -> None:
+        self.listen()
+        assert self._server is not None  # noqa: S101
+        self.channels.server = self._server
+        self._server.start()
+        self.reason = "no rank has registered"
+        if self._earlier_attempt:
+            self.members.expect(self._earlier_attempt, time.monotonic())
+        self._emit("hosting", port=self.port)
+        if self.journal.truncated_bytes:
+            self._emit("journal_truncated", bytes=self.journal.truncated_bytes)
 
     def _finish(self) -> None:
         reason = self.failure or "the daemon is stopping"
-        self._pusher.stop(reason)
-        self._epochs.end(reason)
+        self.pusher.stop(reason)
+        self.end(reason)
         # Closes the listening socket: a daemon started next can have the port.
         self._close_server()
 
-    def _tick_until_stopped(self, channels: RankChannels) -> None:
+    def _tick_until_stopped(self) -> None:
         while not self._stopping.is_set():
-            received = channels.receive(_MESSAGES_PER_TICK, self._tick_seconds())
+            idle = _IDLE_TICK_SECONDS if self.has_no_ranks else 0.0
+            received = self.channels.receive(_MESSAGES_PER_TICK, max(self._options.tick_seconds, idle))
             now = time.monotonic()
-            self._epochs.members.excuse_silence(max(now - self._ticked_at - 1.0, 0.0))
+            self.members.excuse_silence(max(now - self._ticked_at - 1.0, 0.0))
             self._ticked_at = now
             try:
                 fault_point("thread.coordinator")
-                self._epochs.receive(received)
-                self._epochs.tick(now)
+                self.receive(received)
+                self.tick(now)
             except CHANNEL_ERRORS as error:
-                self._epochs.end(first_line(error))
+                self.end(first_line(error))
             except Exception as error:
                 # The next epoch starts clean, from the placement that the ranks have.
-                self._epochs.end(first_line(error))
+                self.end(first_line(error))
                 raise
             self._watch.progress()
             self._stopping.wait(_TICKS_APART * self._options.tick_seconds)
-
-    def _tick_seconds(self) -> float:
-        return max(self._options.tick_seconds, _IDLE_TICK_SECONDS if self._epochs.has_no_ranks else 0.0)
-
-    def _emit(self, name: str, **fields: object) -> None:
-        log_event(logger, logging.INFO, f"control channel: {name}", fields)
-        try:
-            self._on_event(name, fields)
-        except Exception:
-            logger.exception("control channel: the event callback failed")
 
 
 class TableLearner:
@@ -289,10 +242,9 @@ class TableLearner:
     def __init__(self, options: ControlOptions, supervisor: Supervisor) -> None:
         self.members = Membership(options.job, None, options.timeout_seconds, max_ranks=options.max_ranks)
         self._server = channel_server(options, options.listen_port, supervisor)
-        self._channels = RankChannels(
-            self._server, DaemonNotice(options.job, new_token(), ""), options.timeout_seconds, self.members,
-            lambda *_, **__: None,
-        )  # fmt: skip
+        notice = DaemonNotice(options.job, new_token(), "")
+        self._channels = RankChannels(notice, options.timeout_seconds, self.members, lambda *_, **__: None)
+        self._channels.server = self._server
 
     def start(self) -> None:
         self._server.start()
@@ -305,10 +257,10 @@ class TableLearner:
         """Receive what has arrived. Returns the tables of an attempt whose ranks have all registered."""
         now = time.monotonic()
         for event in self._channels.receive(_MESSAGES_PER_TICK, 0.0):
-            if isinstance(event, RankDisconnected):
-                self.members.mark_disconnected(event.hello, now)
-            else:
+            if isinstance(event, Received):
                 self._channels.dispatch(event, now)
+            else:
+                self.members.mark_disconnected(event.hello, now)
         self.members.expire(now)
         self._channels.send_heartbeats(now)
         return self.members.tables.proposed(now)

@@ -40,7 +40,6 @@ from flexd.control.protocol.messages import (
     Settled,
     TableList,
     decode,
-    delta_tiers,
     encode,
     pieces_of,
     rows_body,
@@ -76,25 +75,26 @@ class RankChannels:
     """Sends, receives, checks and dispatches the messages of the ranks. Belongs to the coordinator's thread.
 
     Args:
-        notice: the first message to each peer.
+        notice: the first message to each peer, with the instance that hellos have to name.
         timeout_seconds: shortest silence after which a rank gives the daemon up.
         members: registers the ranks whose hello is in order.
         on_event: called with (name, fields) of each log line.
 
     Attributes:
+        server: the connections; set before the first use.
         refused: number of refused messages by kind, see ``REFUSED_KINDS``.
         malformed_reports: number of refused reports by the field that was not in order.
     """
 
+    server: ChannelQueues
+
     def __init__(
         self,
-        server: ChannelQueues,
         notice: DaemonNotice,
         timeout_seconds: float,
         members: Membership,
         on_event: Callable[..., None],
     ) -> None:
-        self._server = server
         self._instance = notice.instance
         self._notice = encode(notice)
         self._members = members
@@ -112,11 +112,11 @@ class RankChannels:
     def receive(self, limit: int, timeout_seconds: float) -> list[Received | RankDisconnected]:
         """Return what has arrived, at most ``limit``; waits until there is something or the timeout."""
         found: list[Received | RankDisconnected] = []
-        for event in self._server.receive(limit, timeout_seconds):
+        for event in self.server.unread.receive(limit, timeout_seconds):
             if isinstance(event, Received):
                 found.append(event)
             elif isinstance(event, Opened):
-                self._server.send([event.peer], self._notice)
+                self.server.send([event.peer], self._notice)
             elif isinstance(event, Closed):
                 hello = self._hello_of.pop(event.peer, None)
                 if hello is not None and self._peer_of.get(hello.session) == event.peer:
@@ -137,7 +137,7 @@ class RankChannels:
         before = self._peer_of.get(hello.session)
         if before is not None and before != peer:
             self._hello_of.pop(before, None)
-            self._server.close(before, "replaced")
+            self.server.close(before, "replaced")
         self._hello_of[peer] = hello
         self._peer_of[hello.session] = peer
 
@@ -147,13 +147,13 @@ class RankChannels:
 
     def send(self, peers: Sequence[int], message: ControlMessage, body: Bytes = b"") -> None:
         """Queue a message; never waits."""
-        self._server.send(peers, encode(message), body)
+        self.server.send(peers, encode(message), body)
 
     def close(self, hello: Hello, reason: str) -> None:
         """Close the connection of a registration, if it has one."""
         peer = self._peer_of.get(hello.session)
         if peer is not None:
-            self._server.close(peer, reason)
+            self.server.close(peer, reason)
 
     def send_heartbeats(self, now: float) -> None:
         """Send a heartbeat to all registered ranks when it is due."""
@@ -161,7 +161,7 @@ class RankChannels:
             return
         wait = max(HEARTBEAT_SECONDS, len(self._hello_of) / _HEARTBEATS_PER_SECOND)
         self._next_heartbeat_at = now + min(wait, self._longest_heartbeat_seconds)
-        self._server.send(list(self._hello_of), self._heartbeat)
+        self.server.send(list(self._hello_of), self._heartbeat)
 
     def dispatch(
         self,
@@ -263,6 +263,7 @@ class Epoch:
         version, digest: of the placement that all ranks agreed on when they had settled.
         listed_placement: the placement that the ranks listed; None if the daemon's journal had it.
         peers: the connection of each rank.
+        agreed, applied: the version that each rank has agreed on and applied.
     """
 
     def __init__(
@@ -288,8 +289,8 @@ class Epoch:
         self._total_rows = total_rows
         self._deadline = time.monotonic() + timeout_seconds
         world = topology.layout.world_size
-        self._agreed = [0] * world
-        self._applied = [0] * world
+        self.agreed = [0] * world
+        self.applied = [0] * world
         self._settled: dict[int, Settled] = {}
         self._listings: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]] = {}
         self._assemblies: dict[int, RowsAssembly] = {}
@@ -300,14 +301,6 @@ class Epoch:
             channels.send([peer], EpochAnnouncement(fence, hello.nonce, report_seconds))
         fault_point("epoch.announced")
 
-    @property
-    def agreed_by_all(self) -> int:
-        return min(self._agreed)
-
-    @property
-    def applied_by_all(self) -> int:
-        return min(self._applied)
-
     def rank_of(self, message: EpochMessage, peer: int) -> int:
         """Return the rank that a message came from. Raises StaleMessageError: it is not of this epoch."""
         rank = self._rank_of.get(peer)
@@ -317,12 +310,12 @@ class Epoch:
 
     def record_settled(self, rank: int, message: Settled) -> None:
         self._settled[rank] = message
-        self._agreed[rank] = message.agreed.version
-        self._applied[rank] = message.applied_version
+        self.agreed[rank] = message.agreed.version
+        self.applied[rank] = message.applied_version
 
     def record_progress(self, rank: int, message: Progress) -> None:
-        self._agreed[rank] = max(self._agreed[rank], message.agreed_version)
-        self._applied[rank] = max(self._applied[rank], message.applied_version)
+        self.agreed[rank] = max(self.agreed[rank], message.agreed_version)
+        self.applied[rank] = max(self.applied[rank], message.applied_version)
 
     def record_listing(self, rank: int, message: Listing, body: Bytes) -> None:
         """Receive the list of one rank, or its first piece. Raises ControlError if the rank has none."""
@@ -350,11 +343,11 @@ class Epoch:
         except ControlError as error:
             raise EpochFailedError(f"the list of rank {rank} cannot be read: {error.message}") from error
 
-    def advance(self, placement_is_known: Callable[[int, int], bool], now: float) -> bool:
+    def advance(self, placement_is_known: Callable[[Epoch], bool], now: float) -> bool:
         """Enter the next phase if it is due; True if it is LIVE now. Raises ControlError if it takes too long."""
         if self.phase is EpochPhase.SETTLING and len(self._settled) == len(self.peers):
             self._join()
-            if placement_is_known(self.version, self.digest):
+            if placement_is_known(self):
                 self.phase = EpochPhase.LIVE
                 return True
             self._request_lists(now)
@@ -375,10 +368,10 @@ class Epoch:
 
     def push(self, chunk: Chunk) -> None:
         """Send one chunk to all ranks; does not wait."""
-        plan_id = "" if chunk.migration is None else chunk.migration.plan_id
-        first, *others = pieces_of(rows_body(chunk.delta.keys, delta_tiers(chunk.delta)))
+        delta, plan_id = chunk.delta, "" if chunk.migration is None else chunk.migration.plan_id
+        first, *others = pieces_of(rows_body(delta.keys, delta.old_tiers, delta.new_tiers))
         fault_point("chunk.announce")
-        self._channels.send(self.peers, ChunkHeader(self.fence, plan_id, chunk.version, len(chunk.delta)), first)
+        self._channels.send(self.peers, ChunkHeader(self.fence, plan_id, chunk.version, len(delta)), first)
         fault_point("chunk.announced")
         fault_point("chunk.half_sent")
         for piece in others:

@@ -17,7 +17,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from flexd.control.daemon.channel_events import Received
 from flexd.control.daemon.epoch import REFUSED_KINDS, Epoch, EpochPhase, RankChannels, RankDisconnected
@@ -29,6 +28,7 @@ from flexd.control.protocol.handshake import CHANNEL_ERRORS, TlsFiles, first_lin
 from flexd.control.protocol.messages import (
     Bytes,
     ChunkRefused,
+    DaemonNotice,
     EpochMessage,
     Fence,
     Listing,
@@ -42,9 +42,9 @@ from flexd.control.protocol.messages import (
 from flexd.control.protocol.report import StepReport, TrainerSettings
 from flexd.core.errors import ControlError, SnapshotError
 from flexd.core.keyspace import KeySpace
-from flexd.core.placement import RankLayout
+from flexd.core.placement import Placement, RankLayout
 from flexd.core.secrets import Secret
-from flexd.core.supervision import fault_point, is_power_of_two
+from flexd.core.supervision import fault_point, is_power_of_two, log_event
 from flexd.stream.tap_source import TapSource
 
 logger = logging.getLogger(__name__)
@@ -128,21 +128,19 @@ class ControlStatus:
 
 
 class EpochManager:
-    """Every method belongs to the coordinator's thread; any thread may read the attributes and ``status``.
-
-    Args:
-        stopping: set when nothing may be pushed any more.
-        emit: is called with name and fields of everything worth a log line or a metric.
-        on_report, throttle: see ``Coordinator``.
+    """Base of ``Coordinator``, which states its arguments. ``live``, ``placement`` and ``status`` are thread-safe, any
+    thread may read the attributes, and the rest belongs to the coordinator's thread.
 
     Attributes:
-        channels: the connections of the ranks; None before ``open``.
-        live: the registered ranks; None until all ranks of an attempt have registered.
+        journal: makes the placement durable; thread-safe.
+        channels: the connections of the ranks.
         agreed: the placement that all ranks have agreed on.
         members: the registered ranks, and the attempt that holds the job; thread-safe.
         reason: why nothing is pushed; empty while the ranks are ready.
         divergence: why pushing is paused although nobody has paused it: ranks report another placement than the daemon
             has recorded, again after it was read from them; empty otherwise.
+        priced_exchange: with which trainers that choose it themselves begin when they join the next epoch; empty before
+            a plan was made.
     """
 
     def __init__(
@@ -150,22 +148,24 @@ class EpochManager:
         options: ControlOptions,
         keyspace: KeySpace,
         journal: PlacementJournal,
-        stopping: threading.Event,
-        emit: Callable[..., None],
         on_report: OnReport,
+        on_event: Callable[[str, Mapping[str, object]], None],
+        tap: TapSource | None,
         throttle: Throttle | None,
     ) -> None:
         self._options = options
         self._keyspace = keyspace
-        self._stopping = stopping
+        self.journal = journal
+        self._stopping = threading.Event()
         self._on_report = on_report
-        self._emit = emit
+        self._on_event = on_event
         self.members = Membership(
             options.job, keyspace, silent_seconds=options.timeout_seconds, max_ranks=options.max_ranks,
             takes_tables=options.takes_tables,
         )  # fmt: skip
-        self.channels: RankChannels | None = None
-        self._tap: TapReceiver | None = None
+        notice = DaemonNotice(options.job, new_token(), keyspace.digest)
+        self.channels = RankChannels(notice, options.timeout_seconds, self.members, self._emit)
+        self._tap = None if tap is None else TapReceiver(self.channels, tap, self._emit)
         self._received: deque[Received | RankDisconnected] = deque()
         self._backoff = reconnect_backoff()
         self._counters: Counter[str] = Counter()
@@ -184,11 +184,10 @@ class EpochManager:
         self.pusher = ChunkPusher(journal, keyspace, options.chunks, throttle)
         self.agreed = AgreedPlacement(journal)
         self.epoch: Epoch | None = None
-        self.live: LiveTopology | None = None
+        self._live: LiveTopology | None = None
         self.reason = "no rank has registered"
         self.divergence = ""
         self.priced_exchange = ""
-        """The exchange that the planner prices lower, for ranks that join; empty before a plan was made."""
         self._must_list = False
         """The next epoch starts from the lists of the ranks, not from the journal."""
         self._divergences = 0
@@ -199,27 +198,22 @@ class EpochManager:
         """True if no rank has registered, or all have left."""
         return self.epoch is None and not self.members.present().attempt
 
-    def open(self, channels: RankChannels, tap: TapSource | None) -> None:
-        """Receive messages of ranks from now on, and the accesses that they have counted for ``tap``."""
-        self.channels = channels
-        self._tap = None if tap is None else TapReceiver(channels, tap, self._emit)
-        self.reason = "no rank has registered"
-        if self._earlier_attempt:
-            self.members.expect(self._earlier_attempt, time.monotonic())
+    def live(self) -> LiveTopology | None:
+        """Return the registered ranks; None until all ranks of an attempt have registered."""
+        return self._live
+
+    def placement(self) -> Placement:
+        """Return what all ranks have agreed on; before any rank is live, the newest placement in the journal."""
+        return self.agreed.placement
 
     def status(self) -> ControlStatus:
         """Return the state of the channel at this moment."""
-        live, presence = self.live, self.members.present()
+        live, presence = self._live, self.members.present()
         ready = live is not None and live.ready
         if ready:
             presence = presence._replace(missing=())
         elif not presence.attempt and live is not None:
             presence = presence._replace(missing=tuple(range(live.layout.world_size)))
-        refused: Counter[str] = Counter()
-        malformed: dict[str, int] = {}
-        if self.channels is not None:
-            refused = self.channels.refused + (Counter() if self._tap is None else self._tap.refused)
-            malformed = dict(self.channels.malformed_reports)
         return ControlStatus(
             epochs=self._epochs,
             generation=self._generation,
@@ -227,17 +221,19 @@ class EpochManager:
             reason="" if ready else self.reason,
             attempts_waiting=self.members.waiting(),
             refused_ranks=self.members.refused(),
-            refused_messages={kind: refused[kind] for kind in REFUSED_KINDS},
-            malformed_reports=malformed,
+            refused_messages={kind: self.channels.refused[kind] for kind in REFUSED_KINDS},
+            malformed_reports=dict(self.channels.malformed_reports),
             refused_chunks=self._counters["chunks_refused"],
             digest_mismatches=self._counters["digest_mismatches"],
             illegal_transitions=self.pusher.illegal_transitions,
         )
 
-    @property
-    def _hosted(self) -> RankChannels:
-        assert self.channels is not None  # noqa: S101
-        return self.channels
+    def _emit(self, name: str, **fields: object) -> None:
+        log_event(logger, logging.INFO, f"control channel: {name}", fields)
+        try:
+            self._on_event(name, fields)
+        except Exception:
+            logger.exception("control channel: the event callback failed")
 
     def receive(self, received: Iterable[Received | RankDisconnected]) -> None:
         """Keep what has arrived for the next ``tick``."""
@@ -246,23 +242,23 @@ class EpochManager:
     def tick(self, now: float) -> None:
         """Process what has arrived and do what is due. Raises channel errors, which end the epoch; what has arrived
         after the message that ended it is processed in the next tick."""
-        channels = self._hosted
         while self._received:
             event = self._received.popleft()
-            if isinstance(event, RankDisconnected):
-                self._disconnect(event, now)
-            else:
-                channels.dispatch(event, now, self.epoch, self._act)
+            if isinstance(event, Received):
+                self.channels.dispatch(event, now, self.epoch, self._act)
+            elif self.members.mark_disconnected(event.hello, now):
+                me = event.hello.identity
+                self._emit("rank_disconnected", attempt=me.attempt, rank=me.rank, reason=event.reason)
         for hello in self.members.expire(now):
-            channels.close(hello, "silent")
+            self.channels.close(hello, "silent")
             self._emit("rank_lost", attempt=hello.identity.attempt, rank=hello.identity.rank)
-        channels.send_heartbeats(now)
+        self.channels.send_heartbeats(now)
         topology = self.members.complete()
         epoch = self.epoch
         if epoch is not None and (topology is None or topology.nonces != epoch.topology.nonces):
             # Chunks on their way that no rank has applied: the next epoch may end the same way.
             self.end(
-                _difference(epoch.topology, topology, self.members.present()), failed=self.pusher.outstanding_chunks > 0
+                _difference(epoch.topology, topology, self.members.present()), failed=bool(self.pusher.outstanding)
             )
             epoch = None
         if topology is None:
@@ -275,7 +271,7 @@ class EpochManager:
             self._push(epoch)
             if self._tap is not None:
                 self._tap.tick()
-        elif epoch.advance(partial(self._continue_from, epoch.topology), now):
+        elif epoch.advance(self._continue_from, now):
             self._go_live(epoch)
 
     def trust_again(self) -> None:
@@ -283,14 +279,10 @@ class EpochManager:
         self.divergence = ""
         self._divergences = 0
 
-    def _continue_from(self, topology: Topology, version: int, digest: int) -> bool:
-        return not self._must_list and self.agreed.continue_from(version, digest, self._segment(topology))
-
-    def _disconnect(self, left: RankDisconnected, now: float) -> None:
-        hello, reason = left
-        if self.members.mark_disconnected(hello, now):
-            me = hello.identity
-            self._emit("rank_disconnected", attempt=me.attempt, rank=me.rank, reason=reason)
+    def _continue_from(self, epoch: Epoch) -> bool:
+        if self._must_list:
+            return False
+        return self.agreed.continue_from(epoch.version, epoch.digest, self._segment(epoch.topology))
 
     def _act(self, epoch: Epoch, rank: int, message: EpochMessage, body: Bytes) -> None:
         if isinstance(message, Settled):
@@ -309,7 +301,7 @@ class EpochManager:
             if message.report is not None:
                 self._receive_report(epoch, rank, message.report)
         elif isinstance(message, TapOffer) and self._tap is None:
-            self._hosted.send([epoch.peers[rank]], TapState(epoch.fence, 0, 0, message.number, NO_TAP))
+            self.channels.send([epoch.peers[rank]], TapState(epoch.fence, 0, 0, message.number, NO_TAP))
         elif isinstance(message, TapOffer) and self._tap is not None:
             self._tap.record_offer(rank, message)
         elif isinstance(message, TapPiece) and self._tap is not None:
@@ -319,7 +311,7 @@ class EpochManager:
 
     def _receive_report(self, epoch: Epoch, rank: int, report: StepReport) -> None:
         # Before an epoch is live, the recorded digests are those of versions that it may give out again.
-        expected = self.pusher.digest_at(report.placement.version) if epoch.phase is EpochPhase.LIVE else None
+        expected = self.pusher.digests.get(report.placement.version) if epoch.phase is EpochPhase.LIVE else None
         if expected is not None and expected != report.placement.digest:
             self._counters["digest_mismatches"] += 1
             self._note_divergence(rank, report.placement.version)
@@ -366,7 +358,7 @@ class EpochManager:
         self._epochs += 1
         fence = Fence(self._options.job, topology.attempt, self._generation, self._epochs, new_token())
         self.epoch = Epoch(
-            self._hosted, topology, fence, self._options.timeout_seconds, self._keyspace.total_rows,
+            self.channels, topology, fence, self._options.timeout_seconds, self._keyspace.total_rows,
             self.priced_exchange,
         )  # fmt: skip
         if self._tap is not None:
@@ -392,7 +384,7 @@ class EpochManager:
         )  # fmt: skip
 
     def _push(self, epoch: Epoch) -> None:
-        agreed, applied = epoch.agreed_by_all, epoch.applied_by_all
+        agreed, applied = min(epoch.agreed), min(epoch.applied)
         self.pusher.acknowledge(agreed, applied)
         if applied > self._applied:
             self._backoff.reset()
@@ -443,12 +435,12 @@ class EpochManager:
 
     def _not_ready(self, reason: str) -> None:
         self.reason = reason
-        live = self.live
+        live = self._live
         if live is not None and (live.ready or live.reason != reason):
-            self.live = replace(live, ready=False, reason=reason)
+            self._live = replace(live, ready=False, reason=reason)
 
     def _publish_live(self, topology: Topology, ready: bool) -> None:
-        self.live = LiveTopology(
+        self._live = LiveTopology(
             self._generation, topology.attempt, topology.layout, topology.replica_slots, ready, self.reason,
             topology.trainer,
         )  # fmt: skip

@@ -21,17 +21,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from flexd.control.daemon.migration import MigrationRecord
-from flexd.core.arrays import matches
+from flexd.control.protocol.messages import rows_body
+from flexd.core.arrays import Int64Array, UInt8Array
 from flexd.core.durable import quarantine_file, sync_directory
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.placement import Delta, Placement
 from flexd.core.supervision import fault_point
-
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
 
 FORMAT = 1
 """Of the file: the last character of its magic. A newer flexd raises it and reads the formats before it."""
@@ -39,10 +36,6 @@ _MAGIC_OF_ANY = b"FLEXDPJ"
 _MAGIC = _MAGIC_OF_ANY + str(FORMAT).encode()
 _COMPACT_ROWS = 65_536
 """Chunk rows beside the segment before they are compacted into it (or half the segment's rows, if more)."""
-_OVERLAY_ROWS = 16_384
-"""Rows of recent chunks that are looked up separately before they are merged into the overlay."""
-
-
 _DEAD_BYTES = 2**20
 """Bytes of voided chunks that the file may hold beyond the size of its live content before it is rewritten."""
 
@@ -50,16 +43,9 @@ _ROLLBACK_ROWS = 2**21
 _ROLLBACK_CHUNKS = 4_096
 """Rows and chunks kept beside the segment so that the newest migration can be rolled back: 10 bytes per row, in memory
 too."""
-_SEGMENT_ROW_BYTES = 9
-"""An int64 key with its tier."""
-
-
-HEADER_BYTES = 200
-"""Typical bytes of a frame's header."""
-_CHUNK_ROW_BYTES = 10
-"""An int64 key with two tiers."""
+_HEADER_BYTES, _ROW_BYTES = 200, 10
+"""Typical bytes of a frame's header, and of a row: an int64 key with two tiers."""
 _FRAME = struct.Struct("<II")
-_MAX_ID_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
@@ -74,11 +60,6 @@ class Chunk:
     delta: Delta
     migration: MigrationRecord | None = None
 
-    @property
-    def frame_bytes(self) -> int:
-        """Its size in the file, to within the length of its names."""
-        return HEADER_BYTES + _CHUNK_ROW_BYTES * len(self.delta)
-
 
 def chunk_payload(chunk: Chunk) -> bytes:
     """Return the payload of a chunk's frame."""
@@ -92,14 +73,11 @@ def chunk_payload(chunk: Chunk) -> bytes:
 
 
 def migration_of(header: dict[str, Any]) -> MigrationRecord | None:
-    """Return the migration of a chunk; None if the header does not name it validly: the chunk can be applied anyway."""
-    names, versions = (header.get("migration"), header.get("plan")), (header.get("base"), header.get("returns_to", 0))
-    if not all(isinstance(name, str) and len(name) <= _MAX_ID_CHARACTERS for name in names):
-        return None
-    if not all(isinstance(version, int) and version >= 0 for version in versions):
+    """Return the migration of a chunk; None if the header names none."""
+    if "migration" not in header:
         return None
     return MigrationRecord(
-        migration_id=str(names[0]), plan_id=str(names[1]), base_version=header["base"],
+        migration_id=header["migration"], plan_id=header["plan"], base_version=header["base"],
         returns_to=header.get("returns_to"),
     )  # fmt: skip
 
@@ -107,7 +85,7 @@ def migration_of(header: dict[str, Any]) -> MigrationRecord | None:
 def payload_of(header: dict[str, Any], keys: Int64Array, *tiers: UInt8Array) -> bytes:
     """Return a payload of rows with one or two tiers each."""
     line = json.dumps(header, sort_keys=True, separators=(",", ":")).encode() + b"\n"
-    return b"".join([line, keys.astype("<i8").tobytes(), *(part.astype(np.uint8).tobytes() for part in tiers)])
+    return line + rows_body(keys, *tiers)
 
 
 def framed(payload: bytes) -> bytes:
@@ -169,8 +147,6 @@ class PlacementJournal:
         self.segment: Segment | None = None
         self._base = Placement.empty()
         self._chunks: list[Chunk] = []
-        self._overlay = _latest([])
-        self._overlaid = 0
         self._file: BinaryIO | None = None
         self._size = 0
         self._name_synced = True
@@ -216,25 +192,23 @@ class PlacementJournal:
         """Append one chunk, durably; this voids earlier records of this and later versions.
 
         Raises:
-            PlacementError: the chunk does not start from the placement at ``version - 1``, or that is not known.
+            PlacementError: the placement at ``version - 1`` is not known.
             SnapshotError: it cannot be written; nothing is recorded.
         """
-        version, delta = chunk.version, chunk.delta
+        version = chunk.version
         with self._lock:
             if self.segment is None or not self._base.version < version <= self.last_version + 1:
                 raise PlacementError(
                     f"chunk {version} cannot follow versions {self._base.version}..{self.last_version}",
                     remedy="number chunks from the version that all ranks agreed on",
                 )
-            kept = [chunk for chunk in self._chunks if chunk.version < version]
-            if len(np.unique(delta.keys)) != len(delta.keys) or not np.array_equal(
-                self._tiers_of(delta.keys, kept), delta.old_tiers
-            ):
-                raise PlacementError(
-                    f"chunk {version} of {len(delta)} rows does not start from the placement before it",
-                    remedy="make the delta against the live placement",
-                )
-            self._drop_dead_bytes(kept)
+            kept = [each for each in self._chunks if each.version < version]
+            rows = len(self._base) + sum(len(each.delta) for each in kept)
+            # Chunks that are pushed and never agreed on are numbered and written again and again.
+            if self._size > 2 * (_HEADER_BYTES * (1 + len(kept)) + _ROW_BYTES * rows) + _DEAD_BYTES:
+                # If it fails, the old file holds the same; whether the chunk can be appended is found out next.
+                with contextlib.suppress(SnapshotError):
+                    self._rewrite(self.segment, self._base, kept)
             fault_point("journal.append")
             self._write_frame(chunk_payload(chunk))
             fault_point("journal.appended")
@@ -268,34 +242,6 @@ class PlacementJournal:
                 later = [chunk for chunk in self._chunks if chunk.version > version]
                 self._rewrite(self.segment, self.placement_at(min(version, self.last_version)), later)
 
-    def _drop_dead_bytes(self, kept: list[Chunk]) -> None:
-        """Rewrite the file with ``kept`` once its voided chunks are larger: chunks that are pushed and never agreed on
-        are numbered and written again and again.
-        """
-        if self.segment is None:
-            return
-        live = len(_MAGIC) + _segment_bytes(self._base) + sum(chunk.frame_bytes for chunk in kept)
-        if self._size - live > live + _DEAD_BYTES:
-            # If it fails, the old file holds the same; whether the chunk can be appended is found out next.
-            with contextlib.suppress(SnapshotError):
-                self._rewrite(self.segment, self._base, kept)
-
-    def _tiers_of(self, keys: Int64Array, chunks: list[Chunk]) -> UInt8Array:
-        """Return uint8[n]: the tiers after ``chunks``, which are a prefix of the recorded ones.
-
-        The older chunks are kept merged (``_overlay``), so that a long migration does not sort them for every chunk.
-        """
-        if self._overlaid > len(chunks):
-            self._overlay, self._overlaid = _latest([]), 0
-        recent = chunks[self._overlaid :]
-        if sum(len(chunk.delta) for chunk in recent) > max(_OVERLAY_ROWS, len(self._overlay[0]) // 4):
-            self._overlay, self._overlaid, recent = _latest(chunks), len(chunks), []
-        tiers = self._base.tiers_of(keys)
-        for changed, latest in (self._overlay, _latest(recent)):
-            found, at = matches(changed, keys)
-            tiers[found] = latest[at]
-        return tiers
-
     def _rewrite(self, segment: Segment, base: Placement, chunks: list[Chunk]) -> None:
         temporary = self._path.with_suffix(".tmp")
         header = {
@@ -317,7 +263,6 @@ class PlacementJournal:
             self.close()
             self._name_synced = False
             self.segment, self._base, self._chunks = segment, base, chunks
-            self._overlay, self._overlaid = _latest([]), 0
             self._open_for_append()
             self._sync_name()
         except OSError as error:
@@ -464,10 +409,6 @@ class AgreedPlacement:
             self._journal.compact(version)
 
 
-def _segment_bytes(base: Placement) -> int:
-    return HEADER_BYTES + _SEGMENT_ROW_BYTES * len(base)
-
-
 def check_version(path: Path) -> None:
     """Raise StateVersionError if a newer flexd wrote the journal."""
     try:
@@ -483,19 +424,13 @@ def check_version(path: Path) -> None:
         )
 
 
-def _latest(chunks: list[Chunk]) -> tuple[Int64Array, UInt8Array]:
-    """Return the last tier of every row that the chunks change: sorted int64[n] keys, uint8[n] tiers."""
-    if not chunks:
-        return np.empty(0, np.int64), np.empty(0, np.uint8)
-    keys = np.concatenate([chunk.delta.keys for chunk in chunks])
-    tiers = np.concatenate([chunk.delta.new_tiers for chunk in chunks])
-    unique, last = np.unique(keys[::-1], return_index=True)
-    return unique, tiers[::-1][last]
-
-
 def _apply_all(base: Placement, chunks: list[Chunk], version: int) -> Placement:
-    keys, tiers = _latest(chunks)
+    if not chunks:
+        return base
+    changed = np.concatenate([chunk.delta.keys for chunk in chunks])
+    tiers = np.concatenate([chunk.delta.new_tiers for chunk in chunks])
+    keys, last = np.unique(changed[::-1], return_index=True)
     kept = ~np.isin(base.keys, keys)
     return Placement.of(
-        np.concatenate([base.keys[kept], keys]), np.concatenate([base.tiers[kept], tiers]), version
+        np.concatenate([base.keys[kept], keys]), np.concatenate([base.tiers[kept], tiers[::-1][last]]), version
     )  # fmt: skip

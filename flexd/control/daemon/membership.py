@@ -388,8 +388,9 @@ class Membership:
                 self.tables.record_hello(hello, now)
         elif len(me.replica_slots) != len(keyspace.groups):
             fault = f"{len(me.replica_slots)} replica slot counts for {len(keyspace.groups)} dim-groups"
-        elif me.trainer is not None and (of_trainer := me.trainer.fault(len(keyspace.tables))):
-            fault, remedy = of_trainer, "run the same version of flexd on all ranks"
+        elif me.trainer is not None and not me.trainer.fits(len(keyspace.tables)):
+            fault = f"its pooling {me.trainer.pooling[:40]!r} is not of {len(keyspace.tables)} tables"
+            remedy = "run the same version of flexd on all ranks"
         else:
             peer = next((member.hello.identity for member in self._attempts.get(me.attempt, {}).values()), me)
             if (peer.nodes, peer.local_ranks) != (me.nodes, me.local_ranks):

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,7 +28,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import computed_field
 
-from flexd.core import units
 from flexd.core.errors import IllegalTransitionError
 from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, Show, gauge
 
@@ -37,8 +35,6 @@ if TYPE_CHECKING:  # they import numpy, which would double the time of a client 
     from flexd.core.arrays import Int64Array
     from flexd.core.placement import Delta, Placement
     from flexd.planner.plan import Plan
-
-_Parts = Annotated[dict[str, float], Show(unit=units.share, detail=True)]
 
 
 class MigrationState(StrEnum):
@@ -85,21 +81,6 @@ TRANSITIONS: Mapping[tuple[MigrationState, TransitionEvent], MigrationState] = M
 )
 
 FINAL_STATES = frozenset({_S.COMMITTED, _S.ABORTED, _S.SUPERSEDED, _S.FAILED})
-
-
-def next_state(state: MigrationState, event: TransitionEvent, what: str = "migration") -> MigrationState:
-    """Return the state after ``event``.
-
-    Args:
-        what: names the migration in the error.
-
-    Raises:
-        IllegalTransitionError: the table has no such transition.
-    """
-    after = TRANSITIONS.get((state, event))
-    if after is None:
-        raise IllegalTransitionError(f"{what}: no {event.value} in state {state.value}")
-    return after
 
 
 class Transition(Model):
@@ -191,8 +172,6 @@ class MigrationRecord(Model):
     """Part of them that every rank has applied."""
     rows_pushed: Annotated[int, DETAIL] = 0
     """Rows of the chunks sent."""
-    rows_agreed: Annotated[int, HIDDEN] = 0
-    """Part of them that all ranks hold for certain."""
     bytes_to_copy: Annotated[int, DETAIL] = 0
     """Bytes of its delta; of its plan until it starts."""
     copied_bytes: int = 0
@@ -214,7 +193,7 @@ class MigrationRecord(Model):
     settled: Annotated[bool, DETAIL] = False
     """True if no chunk of it is in flight any more after its end, so that rows and bytes are final."""
     eta_seconds: FiniteOrNone = None
-    """Until every rank has applied it, at the present rate; null if that is not known."""
+    """Until every rank has applied it, at its rate so far; null if that is not known."""
     transitions: tuple[Transition, ...] = ()
     """Changes of its state, in order; only of one migration that is asked for."""
     verification: Annotated[VerificationReport | None, Show(unit=lambda found: found.state)] = None
@@ -247,20 +226,6 @@ class MigrationRecord(Model):
         if self.state is MigrationState.COMMITTED:
             return 1.0
         return min(1.0, self.rows_applied / self.rows) if self.rows else 0.0
-
-    @computed_field(return_type=_Parts)  # type: ignore[prop-decorator]
-    @property
-    def progress_by_part(self) -> dict[str, float]:
-        """Completion of its parts, which overlap: ``wait`` for its turn, ``push``, ``agree`` and ``apply`` of its rows,
-        and after an abort ``stop``."""
-        whole, done = self.rows or self.rows_pushed, self.state is MigrationState.COMMITTED
-        parts = {"wait": 1.0 if self.started_unix_seconds else 0.0}
-        for name, rows in (("push", self.rows_pushed), ("agree", self.rows_agreed), ("apply", self.rows_applied)):
-            parts[name] = 1.0 if done else min(1.0, rows / whole) if whole else 0.0
-        if self.state in (MigrationState.ABORTING, MigrationState.ABORTED):
-            stopped = self.state is MigrationState.ABORTED
-            parts["stop"] = 1.0 if stopped else self.rows_applied / max(1, self.rows_pushed)
-        return parts
 
 
 class GateReport(Model):
@@ -300,9 +265,6 @@ class ActionRecord(Model):
 
 KEPT_TRANSITIONS = 256
 """Transitions of one migration that are kept: epochs that end every few seconds make any number."""
-RATE_SECONDS = 30.0
-"""Length of the window over which a migration's rate is measured."""
-_RATE_SPACING_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -323,7 +285,6 @@ class Migration:
     Args:
         record: who requested it and why.
         target, plan: see ``Coordinator.migrate``.
-        clock: monotonic seconds.
 
     Attributes:
         record: it at this moment.
@@ -333,14 +294,7 @@ class Migration:
         abort_reason: the reason given to ``abort``; empty before.
     """
 
-    def __init__(
-        self,
-        record: MigrationRecord,
-        target: Placement,
-        plan: Plan | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
+    def __init__(self, record: MigrationRecord, target: Placement, plan: Plan | None = None) -> None:
         self.target = target
         self.plan = plan
         self.delta: Delta | None = None
@@ -349,7 +303,6 @@ class Migration:
         self._changed = threading.Condition()
         self.abort_reason = ""
         self._observer: Callable[[MigrationEvent], None] | None = None
-        self._rate: deque[tuple[float, int]] = deque()
         now = time.time()
         self.record = record.model_copy(update={"created_unix_seconds": now})
         self._record_transition(None, None, record.reason, now)
@@ -368,10 +321,8 @@ class Migration:
 
     def wait(self, timeout_seconds: float) -> MigrationState:
         """Wait until the state is final or the deadline passes, and return it."""
-        deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while not self.done and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
+            self._changed.wait_for(lambda: self.done, timeout_seconds)
             return self.state
 
     def abort(self, reason: str = "aborted") -> None:
@@ -393,13 +344,13 @@ class Migration:
     def fire(self, event: TransitionEvent, reason: str = "") -> None:
         """Make a transition. Coordinator only. Raises IllegalTransitionError if the state table does not have it."""
         with self._changed:
-            before = self.state
-            after = next_state(before, event, f"migration {self.migration_id}")
-            now = time.time()
+            before, now = self.state, time.time()
+            after = TRANSITIONS.get((before, event))
+            if after is None:
+                raise IllegalTransitionError(f"migration {self.migration_id}: no {event.value} in state {before.value}")
             stamps: dict[str, Any] = {}
             if event is TransitionEvent.START:
                 stamps["started_unix_seconds"] = now
-                self._rate.append((self._clock(), 0))
             if after in FINAL_STATES:
                 stamps["ended_unix_seconds"] = now
                 self.delta = self.copied = self.plan = None
@@ -429,9 +380,6 @@ class Migration:
                 for name, value in changes.items()
             }
             self._update(**values)
-            if "rows_applied" in values:
-                self._measure_rate()
-            self._changed.notify_all()
 
     def settle(self) -> None:
         """Record that no chunk is outstanding after its end. Coordinator only."""
@@ -440,8 +388,11 @@ class Migration:
 
     def report(self) -> MigrationRecord:
         """Return the record with the time that it still takes, without its transitions."""
-        with self._changed:
-            return self.record.model_copy(update={"eta_seconds": self._eta_seconds(), "transitions": ()})
+        now, eta_seconds = self.record, None
+        if now.state in (MigrationState.PUSHING, MigrationState.APPLYING) and now.rows_applied:
+            seconds = max(0.0, time.time() - (now.started_unix_seconds or 0.0))
+            eta_seconds = max(0, now.rows - now.rows_applied) * seconds / now.rows_applied
+        return now.model_copy(update={"eta_seconds": eta_seconds, "transitions": ()})
 
     def _update(self, **changes: Any) -> None:
         self.record = self.record.model_copy(update=changes)
@@ -459,22 +410,3 @@ class Migration:
         self._update(transitions=kept)
         if self._observer is not None:
             self._observer(MigrationEvent(self, transition))
-
-    def _measure_rate(self) -> None:
-        now = self._clock()
-        while len(self._rate) > 1 and self._rate[1][0] <= now - RATE_SECONDS:
-            self._rate.popleft()
-        if len(self._rate) > 1 and now - self._rate[-2][0] < _RATE_SPACING_SECONDS:
-            self._rate.pop()
-        self._rate.append((now, self.record.rows_applied))
-
-    def _eta_seconds(self) -> float | None:
-        """Return the time until all rows are applied, at the rate of the last ``RATE_SECONDS``; None if not known."""
-        now = self.record
-        if now.state not in (MigrationState.PUSHING, MigrationState.APPLYING) or not now.rows or not self._rate:
-            return None
-        at, rows = self._rate[0]
-        done, seconds = now.rows_applied - rows, self._clock() - at
-        if done <= 0 or seconds <= 0:
-            return None
-        return max(0, now.rows - now.rows_applied) * seconds / done

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from flexd.control.daemon.journal import Chunk, PlacementJournal
 from flexd.control.daemon.membership import Topology
 from flexd.control.daemon.migration import Migration, MigrationEvent, MigrationState, TransitionEvent
+from flexd.core.arrays import Int64Array
 from flexd.core.errors import ControlError, FlexdError, IllegalTransitionError
 from flexd.core.keyspace import KeySpace
 from flexd.core.supervision import fault_point
@@ -76,6 +76,9 @@ class ChunkPusher:
 
     Attributes:
         limits: from the next chunk on.
+        outstanding: the chunks pushed and not applied by all ranks.
+        digests: of the placements at recent versions.
+        version: the newest pushed.
         illegal_transitions: transitions that the state table refused; each has raised.
     """
 
@@ -91,8 +94,8 @@ class ChunkPusher:
         self._stopped = ""
         """Why no migration can be submitted any more; empty before ``stop``."""
         self._active: Migration | None = None
-        self._outstanding: deque[_Outstanding] = deque()
-        self._digests: dict[int, int] = {}
+        self.outstanding: deque[_Outstanding] = deque()
+        self.digests: dict[int, int] = {}
         self._tries = 0
         """Epochs since the newest applied chunk whose end has made chunks of the running migration void."""
         self._topology: Topology | None = None
@@ -103,12 +106,7 @@ class ChunkPusher:
         self._events: deque[MigrationEvent] = deque(maxlen=_KEPT_EVENTS)
         self.illegal_transitions = 0
         self.version = 0
-        """The newest version pushed."""
         self.paused = False
-
-    @property
-    def outstanding_chunks(self) -> int:
-        return len(self._outstanding)
 
     def submit(self, migration: Migration) -> None:
         """Set the next migration; a waiting one is superseded immediately, a running one at its next chunk.
@@ -136,8 +134,8 @@ class ChunkPusher:
         """
         self._topology = topology
         self.acknowledge(version, 0)
-        void = [each for each in self._outstanding if each.chunk.version > version]
-        self._outstanding = deque(each for each in self._outstanding if each.chunk.version <= version)
+        void = [each for each in self.outstanding if each.chunk.version > version]
+        self.outstanding = deque(each for each in self.outstanding if each.chunk.version <= version)
         for each in void:
             rows = len(each.chunk.delta)
             each.migration.count(
@@ -157,7 +155,7 @@ class ChunkPusher:
                     f"epoch ended: {reason}"
                 )
         self.version = self._epoch_version = version
-        self._digests = {version: digest}
+        self.digests = {version: digest}
 
     def new_generation(self, reason: str) -> None:
         """Fail what was under way: the ranks are others, or their placement is empty."""
@@ -180,13 +178,11 @@ class ChunkPusher:
 
     def acknowledge(self, agreed_version: int, applied_version: int) -> None:
         """Record that every rank has agreed on and applied at least these versions."""
-        for each in self._outstanding:
-            if not each.agreed and each.chunk.version <= max(agreed_version, applied_version):
-                each.agreed = True
-                each.migration.count(rows_agreed=len(each.chunk.delta))
+        for each in self.outstanding:
+            each.agreed = each.agreed or each.chunk.version <= max(agreed_version, applied_version)
         self._applied_version = max(self._applied_version, applied_version)
-        while self._outstanding and self._outstanding[0].chunk.version <= applied_version:
-            each = self._outstanding.popleft()
+        while self.outstanding and self.outstanding[0].chunk.version <= applied_version:
+            each = self.outstanding.popleft()
             each.migration.count(chunks_applied=1, rows_applied=len(each.chunk.delta), copied_bytes=each.copied_bytes)
             self._report_if_settled(each.migration)
             self._tries = 0
@@ -199,7 +195,7 @@ class ChunkPusher:
         if active is None or active.state is not MigrationState.PUSHING or self.paused:
             self._throttle.idle()
             return None
-        if len(self._outstanding) >= self.limits.window:
+        if len(self.outstanding) >= self.limits.window:
             return None
         try:
             chunk = self._next_of(active)
@@ -220,24 +216,20 @@ class ChunkPusher:
         end = min(max(by_bytes, start + 1), start + max(1, self.limits.rows), len(delta))
         rows = self._throttle.release(
             np.diff(copied[start : end + 1]),
-            sum(each.copied_bytes for each in self._outstanding),
+            sum(each.copied_bytes for each in self.outstanding),
             settled=self._applied_version >= self._epoch_version,
         )
         if rows == 0:
             return None
         chunk = Chunk(self.version + 1, delta.select(slice(start, start + rows)), active.record)
         self._journal.append(chunk)
-        self._digests[chunk.version] = (self._digests.get(self.version, 0) + chunk.delta.digest_change()) % 2**64
-        while len(self._digests) > _KEPT_DIGESTS:
-            del self._digests[next(iter(self._digests))]
+        self.digests[chunk.version] = (self.digests.get(self.version, 0) + chunk.delta.digest_change()) % 2**64
+        while len(self.digests) > _KEPT_DIGESTS:
+            del self.digests[next(iter(self.digests))]
         self.version = chunk.version
-        self._outstanding.append(_Outstanding(chunk, active, int(copied[start + rows] - copied[start])))
+        self.outstanding.append(_Outstanding(chunk, active, int(copied[start + rows] - copied[start])))
         active.count(chunks_pushed=1, rows_pushed=rows, pushed_bytes=rows * CHUNK_ROW_BYTES, last_version=self.version)
         return chunk
-
-    def digest_at(self, version: int) -> int | None:
-        """Return the digest of the placement at a recent version; None if it is no longer stored."""
-        return self._digests.get(version)
 
     def next_event(self) -> MigrationEvent | None:
         """Return the oldest event of a migration that was not returned yet; None if there is none. One thread."""
@@ -271,7 +263,7 @@ class ChunkPusher:
             self._fire(active, TransitionEvent.APPLIED)
             self._active = None
         # The next delta is made from a placement that all ranks will certainly reach.
-        if self._active is None and all(each.agreed for each in self._outstanding):
+        if self._active is None and all(each.agreed for each in self.outstanding):
             self._start_next(generation)
 
     def _start_next(self, generation: int) -> None:
@@ -316,13 +308,13 @@ class ChunkPusher:
         self.fail_active(str(error))
 
     def _drop_outstanding(self, reason: str) -> None:
-        ended = [each.migration for each in self._outstanding if each.migration is not self._active]
-        self._outstanding.clear()
+        ended = [each.migration for each in self.outstanding if each.migration is not self._active]
+        self.outstanding.clear()
         self.fail_active(reason)
         self._report_if_settled(*ended)
 
     def _settled(self, migration: Migration) -> bool:
-        return not any(each.migration is migration for each in self._outstanding)
+        return not any(each.migration is migration for each in self.outstanding)
 
     @staticmethod
     def _stop_reason(migration: Migration) -> str:
@@ -409,7 +401,7 @@ class Throttle:
             self.limits = limits
             self._tokens = self._burst if before is None else min(self._tokens, self._burst)
 
-    def release(self, row_bytes: npt.NDArray[np.int64], outstanding_bytes: int, *, settled: bool = True) -> int:
+    def release(self, row_bytes: Int64Array, outstanding_bytes: int, *, settled: bool = True) -> int:
         """Return how many of a chunk's first rows are released now; 0: none yet.
 
         Args:
@@ -434,7 +426,7 @@ class Throttle:
             self._account(None)
 
     def _fitting(
-        self, row_bytes: npt.NDArray[np.int64], outstanding_bytes: int, settled: bool
+        self, row_bytes: Int64Array, outstanding_bytes: int, settled: bool
     ) -> tuple[int, int, ThrottleReason | None]:
         """Return (rows to release, their bytes, the limit that they wait for)."""
         step, second = self.limits.bytes_per_step, self.limits.bytes_per_second

@@ -7,22 +7,19 @@ thread.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flexd.control.daemon.epoch import RankChannels
 from flexd.control.daemon.membership import Topology
 from flexd.control.protocol.messages import PIECE_BYTES, Bytes, Fence, TapOffer, TapPiece, TapState
-from flexd.core.errors import ControlError
+from flexd.core.errors import ControlError, StaleMessageError
 from flexd.core.tap_counts import MAX_PAYLOAD_BYTES, NEWEST_FORMAT, OLDEST_FORMAT
 from flexd.stream.tap_source import TapCountsState, TapSource, partition_of
 
 MAX_GRANTED_BYTES = 64 * 2**20
 """Payloads requested or received and not yet counted, of all ranks together, or one larger payload alone. Below
 ``ChannelOptions.partial_bytes``: frames of all granted payloads may be under way at once."""
-_RETRY_SECONDS = 1.0
-"""Time after which a payload with an invalid piece is requested again."""
 _URGENT_SECONDS = 0.25
 """Shortest time between two snapshots that ranks request."""
 NO_TAP = "the daemon's stream.source is of another kind than tap"
@@ -36,7 +33,6 @@ class _Transfer:
     offer: TapOffer
     partition: str
     granted: bool = False
-    not_before: float = 0.0
     pieces: list[Bytes] = field(default_factory=list)
     sent: TapState | None = None
 
@@ -61,8 +57,6 @@ class TapReceiver:
         self._partitions: tuple[str, ...] = ()
         """Of each rank's process."""
         self._peers: Sequence[int] = ()
-        self.refused: Counter[str] = Counter()
-        """Number of invalid pieces by kind: stale, malformed."""
 
     def begin_epoch(self, fence: Fence, topology: Topology, peers: Sequence[int]) -> None:
         """Drop all offers: in a new epoch the ranks offer again. ``peers``: the connection of each rank."""
@@ -91,17 +85,18 @@ class TapReceiver:
         self._transfers[rank] = transfer
 
     def record_piece(self, rank: int, piece: TapPiece, body: Bytes) -> None:
-        """Receive the next piece. One of an earlier grant is dropped; an invalid one is counted, and the payload
-        requested again a little later."""
+        """Receive the next piece.
+
+        Raises:
+            StaleMessageError: it was not requested, or no longer is.
+            ControlError: it has another length than it must have. The payload is requested again.
+        """
         transfer = self._transfers.get(rank)
         if transfer is None or not transfer.granted or piece.grant != self._grant_of(transfer):
-            self.refused["stale"] += piece.grant > self._grants
-            return
+            raise StaleMessageError(f"a piece of rank {rank} that was not requested")
         if len(body) != min(PIECE_BYTES, transfer.offer.bytes - len(transfer.pieces) * PIECE_BYTES):
-            self.refused["malformed"] += 1
-            transfer.granted, transfer.pieces = False, []
-            transfer.not_before = time.monotonic() + _RETRY_SECONDS
-            return
+            transfer.granted = False
+            raise ControlError(f"a piece of rank {rank} of {len(body)} bytes")
         transfer.pieces.append(body)
         if len(transfer.pieces) * PIECE_BYTES >= transfer.offer.bytes:
             payload, transfer.pieces, transfer.granted = b"".join(transfer.pieces), [], False
@@ -125,7 +120,7 @@ class TapReceiver:
                     f"counts of format {transfer.offer.format}, this daemon reads {OLDEST_FORMAT} to {NEWEST_FORMAT}: "
                     f"upgrade the {'daemon' if transfer.offer.format > NEWEST_FORMAT else 'trainer'}",
                 )  # fmt: skip
-            elif state is TapCountsState.MISSING and not transfer.granted and time.monotonic() >= transfer.not_before:
+            elif state is TapCountsState.MISSING and not transfer.granted:
                 if under_way and under_way + transfer.offer.bytes > MAX_GRANTED_BYTES:
                     continue
                 under_way += transfer.offer.bytes

@@ -25,7 +25,7 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
@@ -62,29 +62,20 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def listen(host: str, port: int) -> tuple[int, int]:
-    """Bind a listening socket and return (file descriptor, port). Raises ControlError.
+def listen(host: str, port: int) -> socket.socket:
+    """Bind and return a listening socket. Raises ControlError.
 
     Bound before the server starts, so that an address that is in use is reported at once.
     """
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        ipv6 = family == socket.AF_INET6
+        return socket.create_server((host, port), family=family, backlog=4096, dualstack_ipv6=ipv6)
     except OSError as error:
-        raise ControlError(
-            f"control.listen_host {host!r}: {error}", remedy="give an address of this machine"
-        ) from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(1024)
-        port = int(listener.getsockname()[1])
-        return listener.detach(), port
-    except OSError as error:
-        listener.close()
         raise ControlError(
             f"cannot listen on {host}:{port}: {error.strerror}",
-            remedy="another daemon may be running; set control.listen_host and control.listen_port",
+            remedy="give an address of this machine; another daemon may be running: set control.listen_host and "
+            "control.listen_port",
         ) from error
 
 
@@ -176,7 +167,6 @@ MAX_CLIENT_BYTES = _HEAD.size + MAX_FIELDS_BYTES + PROOF_BYTES
 """Most bytes that a server reads from a client that has not proven itself."""
 
 _SERVER_PROOF, _CLIENT_PROOF, _SESSION = b"flexd server proof\n", b"flexd client proof\n", b"flexd session\n"
-_TO_DAEMON, _TO_CLIENT, _VERDICT = b"to daemon\n", b"to client\n", b"verdict\n"
 
 Steps = Generator[tuple[bytes, int], bytes, "Session"]
 """A handshake: yields (bytes to send, bytes needed), is sent exactly as many as it needs, returns the session."""
@@ -235,7 +225,6 @@ class HandshakeRefusedError(ControlError):
         super().__init__(message)
 
 
-@dataclass(frozen=True, repr=False)
 class Session:
     """The result of a handshake.
 
@@ -246,20 +235,17 @@ class Session:
         to_daemon, to_client: session keys of the two directions.
     """
 
-    version: int
-    key: bytes
-    binding: bytes
-    to_daemon: bytes = field(init=False)
-    to_client: bytes = field(init=False)
+    def __init__(self, version: int, key: bytes, binding: bytes) -> None:
+        self.version = version
+        self.key = key
+        self.binding = binding
+        root = _mac(key, _SESSION, binding)
+        self.to_daemon = _mac(root, b"to daemon\n")
+        self.to_client = _mac(root, b"to client\n")
 
-    def __post_init__(self) -> None:
-        root = _mac(self.key, _SESSION, self.binding)
-        object.__setattr__(self, "to_daemon", _mac(root, _TO_DAEMON))
-        object.__setattr__(self, "to_client", _mac(root, _TO_CLIENT))
-
-    def verdict(self, status: HandshakeStatus) -> bytes:
-        """Return the server's last bytes of a handshake."""
-        return bytes([status]) + _mac(self.to_client, _VERDICT, bytes([status]))[:VERDICT_TAG_BYTES]
+    def verdict(self, status: int) -> bytes:
+        """Return the server's last bytes of a handshake, with a ``HandshakeStatus``."""
+        return bytes([status]) + _mac(self.to_client, b"verdict\n", bytes([status]))[:VERDICT_TAG_BYTES]
 
 
 def client_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
@@ -278,7 +264,7 @@ def client_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
     try:
         status, length = _parse_head(head)
         fields = yield b"", length
-        server_offer, _ = parse_fields(fields)
+        server_offer = parse_fields(fields)
     except HandshakeRefusedError as error:
         raise ControlError(
             f"no flexd daemon answers there: {error.message}", remedy="give the address of the daemon's control channel"
@@ -291,7 +277,9 @@ def client_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
     version = negotiate(offer, server_offer)
     proofs = yield b"", PROOFS * PROOF_BYTES
     binding = _digest(hello, head + fields)
-    key = _proven_key(keys, binding, proofs)
+    given = [proofs[:PROOF_BYTES], proofs[PROOF_BYTES:]]
+    own = ((key, _mac(key, _SERVER_PROOF, binding)) for key in keys)
+    key = next((key for key, proof in own if any(hmac.compare_digest(proof, each) for each in given)), None)
     if key is None:
         # Not a proof: the daemon counts a wrong secret, and learns nothing of this end's key.
         yield bytes(PROOF_BYTES), 0
@@ -300,17 +288,14 @@ def client_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
         )
     session = Session(version, key, binding)
     verdict = yield _mac(key, _CLIENT_PROOF, binding), 1 + VERDICT_TAG_BYTES
-    if verdict[0] == HandshakeStatus.WRONG_SECRET:
-        raise _refusal(HandshakeStatus.WRONG_SECRET)
-    if verdict[0] not in HandshakeStatus.__members__.values() or not hmac.compare_digest(
-        verdict, session.verdict(HandshakeStatus(verdict[0]))
-    ):
+    authentic = hmac.compare_digest(verdict, session.verdict(verdict[0]))
+    if authentic and verdict[0] == HandshakeStatus.OK:
+        return session
+    if not authentic and verdict[0] != HandshakeStatus.WRONG_SECRET:
         raise AuthenticationError(
             "the daemon's verdict is not authentic", remedy="look for a fault or an intruder on the control network"
         )
-    if verdict[0] != HandshakeStatus.OK:
-        raise _refusal(HandshakeStatus(verdict[0]))
-    return session
+    raise _refusal(verdict[0])
 
 
 def server_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
@@ -325,7 +310,7 @@ def server_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
     head += yield b"", _HEAD.size - len(MAGIC)
     _, length = _parse_head(head)
     fields = yield b"", length
-    client_offer, _ = parse_fields(fields)
+    client_offer = parse_fields(fields)
     try:
         version = negotiate(client_offer, offer)
     except IncompatibleError as error:
@@ -353,19 +338,19 @@ def encode_hello(offer: Versions, nonce: bytes, status: HandshakeStatus = Handsh
     return _HEAD.pack(MAGIC, status, len(fields)) + fields
 
 
-def parse_fields(fields: bytes) -> tuple[Versions, bytes]:
-    """Return the offer and the nonce of a hello's variable part; bytes after the known fields are ignored.
+def parse_fields(fields: bytes) -> Versions:
+    """Return the offer of a hello's variable part; bytes after the known fields are ignored.
 
     Raises:
         HandshakeRefusedError: malformed.
     """
     try:
-        lowest, highest, nonce = _FIELDS.unpack_from(fields)
+        lowest, highest, _ = _FIELDS.unpack_from(fields)
     except struct.error as error:
         raise HandshakeRefusedError("a hello that cannot be read", reason="malformed") from error
     if not 0 < lowest <= highest:
         raise HandshakeRefusedError("a hello that contradicts itself", reason="malformed")
-    return Versions(lowest, highest), nonce
+    return Versions(lowest, highest)
 
 
 def _parse_head(head: bytes) -> tuple[HandshakeStatus, int]:
@@ -379,16 +364,7 @@ def _parse_head(head: bytes) -> tuple[HandshakeStatus, int]:
     return HandshakeStatus(status), length
 
 
-def _proven_key(keys: tuple[bytes, ...], binding: bytes, proofs: bytes) -> bytes | None:
-    given = [proofs[at : at + PROOF_BYTES] for at in range(0, len(proofs), PROOF_BYTES)]
-    for key in keys:
-        expected = _mac(key, _SERVER_PROOF, binding)
-        if any(hmac.compare_digest(proof, expected) for proof in given):
-            return key
-    return None
-
-
-def _refusal(status: HandshakeStatus) -> ControlError:
+def _refusal(status: int) -> ControlError:
     if status == HandshakeStatus.TOO_MANY:
         return ControlError("the daemon has too many connections", remedy="run a daemon for each job")
     return AuthenticationError("the daemon refuses this trainer's secret", remedy="give both the same secret file")

@@ -23,34 +23,36 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from flexd.control.protocol.report import PlacementState, StepReport, TrainerSettings
-from flexd.control.protocol.wire import FieldError, build, parsed, to_json
+from flexd.control.protocol.wire import FieldError, build, to_json
+from flexd.core.arrays import Int64Array, UInt8Array
 from flexd.core.errors import ControlError, UnknownMessageError
-from flexd.core.placement import Delta
 
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
 Bytes = bytes | memoryview
 
-MAX_MESSAGE_BYTES = 64 * 1024
-"""A longer message is refused unread."""
 PIECE_BYTES = 2**20
 """Bytes of every piece of a list but the last."""
 MAX_ROWS = 2**26
 """Rows in one chunk or listing: bounds the memory that a message makes its receiver allocate."""
 
 
-@dataclass(frozen=True)
+_KINDS: dict[str, type[ControlMessage]] = {}
+
+
 class ControlMessage:
-    """Base of all messages."""
+    """Base of all messages. Those that travel have a ``kind``."""
 
-    kind: ClassVar[str] = ""
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls, kind: str = "") -> None:
+        cls.kind = kind
+        if kind:
+            _KINDS[kind] = cls
 
 
 @dataclass(frozen=True)
-class DaemonNotice(ControlMessage):
+class DaemonNotice(ControlMessage, kind="daemon"):
     """The first message on every connection: the daemon at its other end.
 
     Attributes:
@@ -59,7 +61,6 @@ class DaemonNotice(ControlMessage):
         table_digest: of its tables; empty if it has none yet. A rank whose digest differs sends its tables.
     """
 
-    kind: ClassVar[str] = "daemon"
     job: str
     instance: str
     table_digest: str
@@ -93,7 +94,7 @@ class RankIdentity:
 
 
 @dataclass(frozen=True)
-class Hello(ControlMessage):
+class Hello(ControlMessage, kind="hello"):
     """The registration of a rank; repeated while the rank waits for an epoch.
 
     Attributes:
@@ -103,7 +104,6 @@ class Hello(ControlMessage):
         address: local address of the rank's connection to the daemon.
     """
 
-    kind: ClassVar[str] = "hello"
     identity: RankIdentity
     instance: str
     session: str
@@ -113,33 +113,29 @@ class Hello(ControlMessage):
 
 
 @dataclass(frozen=True)
-class TableList(ControlMessage):
+class TableList(ControlMessage, kind="tables"):
     """All tables of the job, in the body (``report.tables_body``), before the hello of the rank that sends them.
 
     Attributes:
         digest: ``KeySpace.digest`` of the tables.
     """
 
-    kind: ClassVar[str] = "tables"
     instance: str
     digest: str
 
 
 @dataclass(frozen=True)
-class HelloRefused(ControlMessage):
+class HelloRefused(ControlMessage, kind="hello_refused"):
     """The daemon refuses this rank's registration."""
 
-    kind: ClassVar[str] = "hello_refused"
     nonce: str
     reason: str
     remedy: str = ""
 
 
 @dataclass(frozen=True)
-class Heartbeat(ControlMessage):
+class Heartbeat(ControlMessage, kind="heartbeat"):
     """The daemon is alive and reads: sent to every rank at intervals."""
-
-    kind: ClassVar[str] = "heartbeat"
 
 
 @dataclass(frozen=True)
@@ -161,104 +157,92 @@ class EpochMessage(ControlMessage):
 
 
 @dataclass(frozen=True)
-class EpochAnnouncement(EpochMessage):
+class EpochAnnouncement(EpochMessage, kind="epoch"):
     """The daemon opens an epoch for the registration ``nonce`` and for others that this rank need not know.
 
     Attributes:
         report_seconds: shortest time between two reports of a rank; grows with the number of ranks.
     """
 
-    kind: ClassVar[str] = "epoch"
     nonce: str
     report_seconds: float = 0.2
 
 
 @dataclass(frozen=True)
-class EpochGo(EpochMessage):
+class EpochGo(EpochMessage, kind="go"):
     """All ranks have settled on the same placement: chunks may follow.
 
     Attributes:
         exchange: of chain and direct the one that the daemon prices lower; empty if it has not priced them.
     """
 
-    kind: ClassVar[str] = "go"
     exchange: str = ""
 
 
 @dataclass(frozen=True)
-class EpochEnd(EpochMessage):
+class EpochEnd(EpochMessage, kind="end"):
     """The daemon ends the epoch; the rank stays registered for the next one."""
-
-    kind: ClassVar[str] = "end"
 
 
 @dataclass(frozen=True)
-class Settled(EpochMessage):
+class Settled(EpochMessage, kind="settled"):
     """The rank has left the previous epoch and settled its inbox: it accepts no chunk before this epoch's first."""
 
-    kind: ClassVar[str] = "settled"
     agreed: PlacementState
     applied_version: int
 
 
 @dataclass(frozen=True)
-class Progress(EpochMessage):
+class Progress(EpochMessage, kind="progress"):
     """The rank is alive, with its agreed and applied version, and a report of the steps since the last one, if any."""
 
-    kind: ClassVar[str] = "progress"
     agreed_version: int
     applied_version: int
     report: StepReport | None = None
 
 
 @dataclass(frozen=True)
-class ChunkRefused(EpochMessage):
+class ChunkRefused(EpochMessage, kind="chunk_refused"):
     """The rank has refused a chunk whole."""
 
-    kind: ClassVar[str] = "chunk_refused"
     version: int
     reason: str
 
 
 @dataclass(frozen=True)
-class Listing(EpochMessage):
+class Listing(EpochMessage, kind="listing"):
     """The response to ``ListRequest``, with the first piece of the rows (int64[rows]
     keys, uint8[rows] tiers), unless ``error`` is set.
     """
 
-    kind: ClassVar[str] = "listing"
     version: int
     rows: int
     error: str = ""
 
 
 @dataclass(frozen=True)
-class ChunkHeader(EpochMessage):
+class ChunkHeader(EpochMessage, kind="chunk"):
     """A chunk, with the first piece of its rows: int64[rows] keys, uint8[2 rows] old tiers then new tiers."""
 
-    kind: ClassVar[str] = "chunk"
     plan_id: str
     version: int
     rows: int
 
 
 @dataclass(frozen=True)
-class RowsPiece(EpochMessage):
+class RowsPiece(EpochMessage, kind="rows"):
     """The next piece of the rows of the newest ``ChunkHeader`` or ``Listing`` on this connection."""
-
-    kind: ClassVar[str] = "rows"
 
 
 @dataclass(frozen=True)
-class ListRequest(EpochMessage):
+class ListRequest(EpochMessage, kind="list"):
     """The daemon does not have the placement of ``version``: this rank lists its rows above HOME."""
 
-    kind: ClassVar[str] = "list"
     version: int
 
 
 @dataclass(frozen=True)
-class TapOffer(EpochMessage):
+class TapOffer(EpochMessage, kind="tap_offer"):
     """The rank holds a payload of counted accesses (``flexd.core.tap_counts``), which it sends on request.
 
     Attributes:
@@ -267,7 +251,6 @@ class TapOffer(EpochMessage):
         format: of the payload; a daemon that does not read it requests nothing, and the rank keeps its counts.
     """
 
-    kind: ClassVar[str] = "tap_offer"
     number: int
     bytes: int
     urgent: bool = False
@@ -275,7 +258,7 @@ class TapOffer(EpochMessage):
 
 
 @dataclass(frozen=True)
-class TapState(EpochMessage):
+class TapState(EpochMessage, kind="tap_state"):
     """The daemon's progress with one rank's payloads.
 
     Attributes:
@@ -284,7 +267,6 @@ class TapState(EpochMessage):
         problem: the reason why no payload is accepted, or empty.
     """
 
-    kind: ClassVar[str] = "tap_state"
     acknowledged: int
     grant: int
     number: int
@@ -292,22 +274,10 @@ class TapState(EpochMessage):
 
 
 @dataclass(frozen=True)
-class TapPiece(EpochMessage):
+class TapPiece(EpochMessage, kind="tap_piece"):
     """The next piece of the payload that ``grant`` requested."""
 
-    kind: ClassVar[str] = "tap_piece"
     grant: int
-
-
-_KINDS: dict[str, type[ControlMessage]] = {
-    cls.kind: cls
-    for cls in (
-        DaemonNotice, Hello, TableList, HelloRefused, Heartbeat, EpochAnnouncement, EpochGo, EpochEnd,
-        Settled, Progress, ChunkRefused, Listing, ChunkHeader, RowsPiece, ListRequest, TapOffer, TapState, TapPiece,
-    )
-}  # fmt: skip
-
-_REPORT = "report"
 
 
 class MalformedReportError(ControlError):
@@ -325,17 +295,13 @@ class MalformedReportError(ControlError):
 
 
 def encode(message: ControlMessage) -> bytes:
-    """Return the wire form of a message. Raises ControlError: too long, or a value that JSON does not have."""
+    """Return the wire form of a message. Raises ControlError: a value that JSON does not have."""
     try:
-        text = json.dumps(
+        return json.dumps(
             {"kind": message.kind, **to_json(message)}, sort_keys=True, separators=(",", ":"), allow_nan=False
-        )
+        ).encode()
     except (TypeError, ValueError) as error:
         raise ControlError(f"a {message.kind} message cannot be sent: {error}") from error
-    data = text.encode()
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise ControlError(f"a {message.kind} message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
-    return data
 
 
 def decode(data: bytes) -> ControlMessage:
@@ -344,20 +310,15 @@ def decode(data: bytes) -> ControlMessage:
     Raises:
         UnknownMessageError: of a kind that this version does not know.
         MalformedReportError: its report is not in order, the rest of it is.
-        ControlError: too long, or a field that this version needs is missing or has another type.
+        ControlError: a field that this version needs is missing or has another type.
     """
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise ControlError(f"a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
     try:
-        body = parsed(data)
-        if not isinstance(body, dict):
-            raise ValueError("no JSON object")
-        kind = body.pop("kind", None)
-        if not isinstance(kind, str):
-            raise ValueError("no kind")
+        body = json.loads(data)
+        if not isinstance(body, dict) or not isinstance(kind := body.pop("kind", None), str):
+            raise ValueError("no JSON object with a kind")
         if kind not in _KINDS:
             raise UnknownMessageError(f"a control message of the unknown kind {kind[:40]!r}")
-        report = body.pop(_REPORT, None) if kind == Progress.kind else None
+        report = body.pop("report", None) if kind == Progress.kind else None
         message = typing.cast(ControlMessage, build(_KINDS[kind], body))
         return message if report is None else _with_report(message, report)
     except (ValueError, TypeError, RecursionError) as error:
@@ -371,20 +332,15 @@ def _with_report(message: ControlMessage, report: Any) -> Progress:
     progress = typing.cast(Progress, message)
     try:
         if not isinstance(report, dict):
-            raise FieldError(f"{Progress.__name__}.{_REPORT}", f"it is a {type(report).__name__}")
+            raise FieldError("Progress.report", f"it is a {type(report).__name__}")
         return replace(progress, report=build(StepReport, report))
     except FieldError as error:
         raise MalformedReportError(progress, error) from error
 
 
-def rows_body(keys: Int64Array, tiers: UInt8Array) -> bytes:
-    """Return int64[n] keys and uint8[m] tiers as they travel."""
-    return keys.astype("<i8").tobytes() + tiers.astype(np.uint8).tobytes()
-
-
-def delta_tiers(delta: Delta) -> UInt8Array:
-    """Return uint8[2 n]: the old tiers, then the new tiers."""
-    return np.concatenate([delta.old_tiers, delta.new_tiers])
+def rows_body(keys: Int64Array, *tiers: UInt8Array) -> bytes:
+    """Return int64[n] keys and one or two uint8[n] tiers of each as they travel, and as the journal has them."""
+    return b"".join([keys.astype("<i8").tobytes(), *(part.astype(np.uint8).tobytes() for part in tiers)])
 
 
 def pieces_of(body: bytes) -> Sequence[Bytes]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
@@ -38,89 +38,63 @@ class TrainerSettings:
     Attributes:
         exchange, comm_dtype: as in ``flexd.EmbeddingCollection``. A rank of another version may have
             other values.
-        pooled: tables whose look-ups are pooled, as a hexadecimal number whose bit i stands for table i; "" for none.
-        at_owner: those of them that are pooled at the owner, in the same way.
+        pooling: a letter for each table, in order: where its look-ups are pooled, r at the requester, o at the owner,
+            - if they are not; empty if those of no table are.
     """
 
     exchange: str = ""
     comm_dtype: str | None = None
-    pooled: str = ""
-    at_owner: str = ""
+    pooling: str = ""
 
-    def fault(self, table_count: int) -> str:
-        """Return what cannot be; empty if nothing."""
-        for name in ("pooled", "at_owner"):
-            try:
-                bits = _bits(getattr(self, name), table_count)
-            except ValueError:
-                bits = -1
-            if bits < 0 or bits >> table_count:
-                return f"{name} is no set of {table_count} tables"
-        return ""
+    def fits(self, table_count: int) -> bool:
+        """Return whether it can be of so many tables."""
+        return len(self.pooling) in (0, table_count) and set(self.pooling) <= set("ro-")
 
     def pooling_at_by_table(self, tables: Sequence[TableSpec]) -> dict[str, str]:
         """Return "requester" or "owner" by name of each pooled table."""
-        pooled, at_owner = _bits(self.pooled, len(tables)), _bits(self.at_owner, len(tables))
-        return {
-            table.name: "owner" if at_owner >> number & 1 else "requester"
-            for number, table in enumerate(tables)
-            if pooled >> number & 1
-        }
-
-
-def table_bits(tables: Sequence[TableSpec], names: Collection[str]) -> str:
-    """Return the tables with these names as ``TrainerSettings`` has them."""
-    bits = sum(1 << number for number, table in enumerate(tables) if table.name in names)
-    return f"{bits:x}" if bits else ""
-
-
-def with_pooling(
-    settings: TrainerSettings, tables: Sequence[TableSpec], pooling_at: Mapping[str, str]
-) -> TrainerSettings:
-    """Return the settings with "requester" or "owner" by name of each pooled table."""
-    at_owner = {name for name, place in pooling_at.items() if place == "owner"}
-    return replace(settings, pooled=table_bits(tables, pooling_at), at_owner=table_bits(tables, at_owner))
-
-
-def _bits(text: str, table_count: int) -> int:
-    """Raises ValueError: no number, or longer than so many tables need."""
-    if len(text) > table_count // 4 + 1:
-        raise ValueError("too long")
-    return int(text, 16) if text else 0
+        places = {"r": "requester", "o": "owner"}
+        pairs = zip(tables, self.pooling, strict=False)
+        return {table.name: places[letter] for table, letter in pairs if letter in places}
 
 
 class ExchangeReason(StrEnum):
-    """Why a rank uses its exchange."""
+    """Why a rank uses its exchange.
+
+    Attributes:
+        CONFIGURED: the trainer names it.
+        START: ``auto``, before prices or measurements.
+        PRICED: ``auto``: the daemon prices it lower.
+        MEASURED: ``auto``: its steps took less time.
+        TRIAL: ``auto``: its steps are being measured.
+    """
 
     CONFIGURED = "configured"
-    """The trainer names it."""
     START = "start"
-    """``auto``, before prices or measurements."""
     PRICED = "priced"
-    """``auto``: the daemon prices it lower."""
     MEASURED = "measured"
-    """``auto``: its steps took less time."""
     TRIAL = "trial"
-    """``auto``: its steps are being measured."""
 
 
 class StepPhase(StrEnum):
-    """The parts of a training step, in the order in which a report lists them."""
+    """The parts of a training step, in the order in which a report lists them.
+
+    Attributes:
+        IDS: finding where the rows of a look-up are: ids to the ranks that hold them.
+        ROWS: row values on their way back.
+        DENSE: everything outside flexd: forward and backward pass of the dense model, loading batches.
+        PUSH: gradients on their way to the rows.
+        SYNC: agreement on touched replicas, and the sums of their gradients.
+        UPDATE: the optimizer's update of the rows.
+        APPLY: applying chunks of migrations.
+    """
 
     IDS = "ids"
-    """Finding where the rows of a look-up are: ids to the ranks that hold them."""
     ROWS = "rows"
-    """Row values on their way back."""
     DENSE = "dense"
-    """Everything outside flexd: forward and backward pass of the dense model, loading batches."""
     PUSH = "push"
-    """Gradients on their way to the rows."""
     SYNC = "sync"
-    """Agreement on touched replicas, and the sums of their gradients."""
     UPDATE = "update"
-    """The optimizer's update of the rows."""
     APPLY = "apply"
-    """Applying chunks of migrations."""
 
 
 @dataclass(frozen=True)
@@ -342,12 +316,8 @@ def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
 
 def _sum(older: Part, newer: Part, **given: Any) -> Part:
     """Return the sum of two reports, number by number, but for the fields that are ``given``."""
-    sums = {
-        item.name: getattr(older, item.name) + getattr(newer, item.name)
-        for item in fields(newer)
-        if item.name not in given
-    }
-    return replace(newer, **given, **sums)
+    names = {item.name for item in fields(newer)} - given.keys()
+    return replace(newer, **given, **{name: getattr(older, name) + getattr(newer, name) for name in names})
 
 
 def _joined(key: str, older: Sequence[Part], newer: Sequence[Part]) -> tuple[Part, ...]:
@@ -363,7 +333,6 @@ MAX_TABLES_BYTES = 2**25
 """Bytes of a list of tables as JSON."""
 MAX_DIFFERENCES = 8
 """Named in one refusal."""
-_MAX_NAME_CHARACTERS = 200
 _FIELDS = tuple(field.name for field in fields(TableSpec))
 
 
@@ -400,36 +369,38 @@ def tables_of_body(body: Body, digest: str) -> tuple[TableSpec, ...]:
 
 def table_differences(trainer: Sequence[TableSpec], daemon: Sequence[TableSpec]) -> str:
     """Name the differences between a trainer's tables and those of the daemon's configuration; "" if there is none."""
-    configured = {table.name: table for table in daemon}
-    found: list[str] = []
-    for table in trainer:
-        known = configured.get(table.name)
-        if known is None:
-            found.append(f"table {_short(table.name)} is in the trainer, not in the daemon's configuration")
-            continue
-        found += [
-            f"{_short(table.name)}.{field}: {_short(getattr(table, field))} in the trainer, "
-            f"{_short(getattr(known, field))} in the daemon's configuration"
-            for field in _FIELDS
-            if getattr(table, field) != getattr(known, field)
-        ]
-    names = {table.name for table in trainer}
-    found += [
-        f"table {_short(table.name)} is in the daemon's configuration, not in the trainer"
-        for table in daemon
-        if table.name not in names
+    ours, theirs = ({table.name: table for table in tables} for tables in (trainer, daemon))
+    found = [
+        f"table {_short(name)} is in the trainer, not in the daemon's configuration"
+        for name in ours
+        if name not in theirs
     ]
-    if not found:
-        found += [
-            f"table number {number}: {_short(here.name)} in the trainer, {_short(there.name)} in the daemon's "
-            "configuration"
+    found += [
+        f"{_short(name)}.{field}: {_short(getattr(table, field))} in the trainer, "
+        f"{_short(getattr(theirs[name], field))} in the daemon's configuration"
+        for name, table in ours.items()
+        if name in theirs
+        for field in _FIELDS
+        if getattr(table, field) != getattr(theirs[name], field)
+    ]
+    found += [
+        f"table {_short(name)} is in the daemon's configuration, not in the trainer"
+        for name in theirs
+        if name not in ours
+    ]
+    found = (
+        found
+        or [
+            f"table number {number}: {_short(here.name)} in the trainer, "
+            f"{_short(there.name)} in the daemon's configuration"
             for number, (here, there) in enumerate(zip(trainer, daemon, strict=False), start=1)
             if here.name != there.name
         ][:1]
+    )
     more = len(found) - MAX_DIFFERENCES
     return "; ".join(found[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _short(value: str | int) -> str:
-    text = str(value)[:_MAX_NAME_CHARACTERS]
+    text = str(value)[:200]
     return text if text.isprintable() else repr(text)

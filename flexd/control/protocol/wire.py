@@ -19,9 +19,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import hmac
-import json
 import math
-import operator
 import struct
 import types
 import typing
@@ -34,7 +32,7 @@ from typing import Annotated, Any, NamedTuple
 from flexd.core.bounds import Longest, Range
 from flexd.core.errors import AuthenticationError, ControlError
 
-MAX_MESSAGE_BYTES = 2**18
+MAX_MESSAGE_BYTES = 2**16
 """Largest message of a frame."""
 MAX_BODY_BYTES = 2**20
 """Largest body of a frame; a longer one is sent as several frames, which the messages number."""
@@ -108,8 +106,6 @@ class SealedPayload:
         ControlError: message or body is too long.
     """
 
-    __slots__ = ("body", "digest", "nbytes", "start")
-
     def __init__(self, message: bytes, body: Body = b"", kind: FrameKind = FrameKind.DATA) -> None:
         body_bytes = memoryview(body).nbytes
         if len(message) > MAX_MESSAGE_BYTES or body_bytes > MAX_BODY_BYTES:
@@ -127,8 +123,6 @@ class SealedPayload:
 
 class FrameKey:
     """The session key of one direction, and the number of its next frame."""
-
-    __slots__ = ("_key", "_sequence")
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -203,7 +197,6 @@ class FrameReader:
 
 
 _MAX_INT = 2**64
-_MAX_INT_CHARACTERS = 21
 
 
 class FieldError(ValueError):
@@ -218,28 +211,13 @@ class FieldError(ValueError):
         super().__init__(fault)
 
 
-def to_json(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, and of dataclasses in them."""
-    out: dict[str, Any] = {}
-    for item in fields(value):
-        out[item.name] = _json_value(getattr(value, item.name))
-    return out
-
-
-def _json_value(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return to_json(value)
-    return [_json_value(part) for part in value] if isinstance(value, tuple) else value
-
-
-def parsed(text: bytes) -> Any:
-    """Return what a JSON text says. Raises ValueError, RecursionError."""
-    return json.loads(text, parse_int=_whole_number)
-
-
-def _whole_number(text: str) -> int | float:
-    # Python refuses to parse thousands of digits, which an unknown field may have. No known field has so many.
-    return int(text) if len(text) <= _MAX_INT_CHARACTERS else float(text)
+def to_json(value: Any) -> Any:
+    """Return a dataclass as a dictionary, with the dataclasses in it; other values as they are."""
+    if isinstance(value, tuple):
+        return [to_json(part) for part in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {item.name: to_json(getattr(value, item.name)) for item in fields(value)}
 
 
 class FieldType(NamedTuple):
@@ -251,6 +229,7 @@ class FieldType(NamedTuple):
         items: the type of each item of a tuple.
         size: number of items of a tuple, None for any.
         or_none: whether it may be None.
+        optional: whether the field has a default.
     """
 
     base: Any
@@ -258,31 +237,15 @@ class FieldType(NamedTuple):
     items: FieldType | None = None
     size: int | None = None
     or_none: bool = False
-
-
-class WireField(NamedTuple):
-    """One field of a message or of a part of one.
-
-    Attributes:
-        hint: its type as declared, without bounds.
-        optional: whether it has a default.
-    """
-
-    hint: Any
-    optional: bool
-    type: FieldType
+    optional: bool = False
 
 
 @cache
-def wire_fields(cls: Any) -> Mapping[str, WireField]:
+def wire_fields(cls: Any) -> Mapping[str, FieldType]:
     """Return the fields of a message or of a part of one. Those with a default are optional."""
-    hints, declared = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
+    declared = typing.get_type_hints(cls, include_extras=True)
     return {
-        item.name: WireField(
-            hints[item.name],
-            item.default is not MISSING or item.default_factory is not MISSING,
-            _field_type(declared[item.name]),
-        )
+        item.name: _field_type(declared[item.name])._replace(optional=item.default is not MISSING)
         for item in fields(cls)
     }
 
@@ -306,13 +269,11 @@ def build(cls: Any, data: dict[str, Any]) -> Any:
         FieldError: a field is missing, of another type, or outside its bounds.
     """
     known = wire_fields(cls)
-    missing = [name for name, field in known.items() if not field.optional and name not in data]
+    missing = [name for name, type_ in known.items() if not type_.optional and name not in data]
     if missing:
         raise FieldError(f"{cls.__name__}.{missing[0]}", f"{cls.__name__} without {', '.join(missing)}")
     return cls(**{
-        name: _checked(field.type, data[name], f"{cls.__name__}.{name}")
-        for name, field in known.items()
-        if name in data
+        name: _checked(type_, data[name], f"{cls.__name__}.{name}") for name, type_ in known.items() if name in data
     })  # fmt: skip
 
 
@@ -344,52 +305,21 @@ def _too_long(bounds: Range | Longest | None, value: Sized) -> bool:
 
 
 def clamp(value: Any) -> Any:
-    """Return a dataclass with every field within its bounds: itself if all are.
+    """Return a dataclass with every field within its bounds.
 
     A number outside is set to the nearest bound, one that is not finite to the lowest; a text or a tuple that is too
-    long is cut. Ranks call it in every step, so fields that have no bounds cost nothing.
+    long is cut.
     """
-    changed: dict[str, Any] = {}
-    cls: Any = type(value)
-    numbers, others = _bounded_fields(cls)
-    for name, base, low, high in numbers:
-        before = getattr(value, name)
-        if type(before) is not base or not low <= before <= high:
-            changed[name] = base(min(max(before, low), high) if math.isfinite(before) else low)
-    for name, type_ in others:
-        before = getattr(value, name)
-        if before and (after := _clamped(type_, before)) is not before:
-            changed[name] = after
-    return dataclasses.replace(value, **changed) if changed else value
-
-
-@cache
-def _bounded_fields(
-    cls: Any,
-) -> tuple[tuple[tuple[str, Any, float, float], ...], tuple[tuple[str, FieldType], ...]]:
-    """Return the numbers of a class that have bounds, and the other fields that have, in them or in a part."""
-    known = {name: field.type for name, field in wire_fields(cls).items()}
-    numbers = tuple(
-        (name, type_.base, *type_.bounds) for name, type_ in known.items() if isinstance(type_.bounds, Range)
-    )
-    others = tuple(
-        (name, type_)
-        for name, type_ in known.items()
-        if isinstance(type_.bounds, Longest) or type_.items is not None or dataclasses.is_dataclass(type_.base)
-    )
-    return numbers, others
+    known = wire_fields(value.__class__)
+    return dataclasses.replace(value, **{name: _clamped(type_, getattr(value, name)) for name, type_ in known.items()})
 
 
 def _clamped(type_: FieldType, value: Any) -> Any:
-    bounds, items = type_.bounds, type_.items
-    if isinstance(bounds, Longest) and len(value) > bounds.length:
+    bounds = type_.bounds
+    if dataclasses.is_dataclass(value):
+        return clamp(value)
+    if isinstance(bounds, Range):
+        return type_.base(min(max(value, bounds.low), bounds.high) if math.isfinite(value) else bounds.low)
+    if isinstance(bounds, Longest):
         value = value[: bounds.length]
-    if items is None:
-        return clamp(value) if dataclasses.is_dataclass(value) else value
-    if isinstance(items.bounds, Range):
-        low, high = items.bounds
-        if all(type(item) is items.base and low <= item <= high for item in value):
-            return value
-        return tuple([items.base(min(max(i, low), high) if math.isfinite(i) else low) for i in value])
-    after = tuple([_clamped(items, item) for item in value])
-    return value if all(map(operator.is_, after, value)) else after
+    return value if type_.items is None else tuple(_clamped(type_.items, item) for item in value)

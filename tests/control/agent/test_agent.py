@@ -18,6 +18,7 @@ from flexd.control.daemon.migration import MigrationState
 from flexd.control.protocol import messages
 from flexd.control.protocol.handshake import reconnect_backoff
 from flexd.control.protocol.messages import EpochAnnouncement, EpochEnd, Fence, RowsPiece, TapState, encode
+from flexd.core import supervision
 from flexd.core.errors import StaleMessageError
 from flexd.core.keyspace import Homes, KeySpace
 from flexd.core.placement import Placement, RankLayout
@@ -28,6 +29,7 @@ from tests.support.ranks_in_threads import (
     identity,
     migrate,
     no_rows,
+    prepare_nothing,
     same_content,
     step_report,
     target,
@@ -39,7 +41,7 @@ LARGER = KeySpace([replace(TABLES.tables[0], rows=60_000), *TABLES.tables[1:]])
 
 
 def lone_agent(port: int, timeout_seconds: float = 1.0) -> Agent:
-    inbox = ChunkInbox(Homes(TABLES, PAIR), 0, (10, 10))
+    inbox = ChunkInbox(Homes(TABLES, PAIR), 0, (10, 10), lambda keys, tiers: keys >= 0, prepare_nothing)
     return Agent(inbox, identity(0, PAIR), f"127.0.0.1:{port}", no_rows, SECRET, timeout_seconds)
 
 
@@ -56,7 +58,7 @@ def test_an_agent_without_a_daemon_neither_blocks_nor_grows() -> None:
             agent.report(step_report(step, Placement.empty()))
         until(lambda: agent.counters.get("errors", 0) >= 3)
         until(lambda: "no daemon at" in agent.state)
-        pending = agent._context.reports.drain()
+        pending = agent.reports.drain()
         assert pending is not None
         assert pending.steps == 2000
         assert agent.stop(5)
@@ -78,28 +80,17 @@ def test_an_unresponsive_server_costs_a_deadline_and_no_threads_or_sockets() -> 
 
 
 def test_an_unexpected_error_in_the_coordinator_ends_the_epoch_and_the_next_one_begins(
-    host: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    host: Callable[..., Any],
 ) -> None:
     hosted = host()
     with Ranks(hosted.port, PAIR) as ranks:
         until(hosted.ready, what=ranks.state())
         epochs = hosted.coordinator.status().epochs
-        monkeypatch.setattr(hosted.coordinator._epochs, "tick", failing_once(hosted.coordinator._epochs.tick))
+        supervision.arm({supervision.VARIABLE: "thread.coordinator:1:raise"})
         until(lambda: hosted.coordinator.status().epochs > epochs and hosted.ready(), what=ranks.state())
+        supervision.arm({})
         migration = migrate(hosted.coordinator, "p", target(1), 500)
         assert migration.wait(20) is MigrationState.COMMITTED, (migration.record, ranks.state())
-
-
-def failing_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    calls = []
-
-    def call(*arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 1:
-            raise RuntimeError("not foreseen")
-        return function(*arguments)
-
-    return call
 
 
 @pytest.mark.parametrize(
@@ -128,7 +119,7 @@ def test_a_contradicting_rank_gets_the_reason_and_the_status_shows_it(
         assert reason in status.reason
         assert status.reason.endswith(", and 1 more")
         assert refused(hosted, "identity") >= 2
-    until(lambda: not hosted.coordinator._epochs._hosted._peer_of)
+    until(lambda: not hosted.coordinator.channels._peer_of)
 
 
 OF_ANOTHER: tuple[dict[str, Any], ...] = (
@@ -138,17 +129,18 @@ OF_ANOTHER: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize(
     ("kind", "change"),
-    [("rows of no chunk", {}), ("tap state", {}), *(("end", change) for change in OF_ANOTHER)],
+    [("rows of no chunk", {}), ("tap state", {}), ("end", {}), *(("end", change) for change in OF_ANOTHER)],
     ids=str,
 )
 def test_a_misdirected_message_of_the_daemon_ends_the_connection_and_nothing_else(
     host: Callable[..., Any], kind: str, change: dict[str, Any]
 ) -> None:
-    """A message of another epoch, or one that does not follow, is never acted on: the rank registers again."""
+    """A message of another epoch, or one that does not follow, is never acted on: the rank registers again. So does a
+    rank that has left an epoch which the daemon continues, as soon as it receives more of it."""
     hosted = host()
     with Ranks(hosted.port, PAIR) as ranks:
         until(hosted.ready)
-        epoch = hosted.coordinator._epochs.epoch
+        epoch = hosted.coordinator.epoch
         fence = replace(epoch.fence, **change)
         message = {
             "rows of no chunk": RowsPiece(fence),
@@ -157,9 +149,9 @@ def test_a_misdirected_message_of_the_daemon_ends_the_connection_and_nothing_els
         }[kind]
         before = ranks.ranks[1].agent.counters["connects"]
         hosted.coordinator._server.send([epoch.peers[1]], encode(message))
+        migration = migrate(hosted.coordinator, "p1", target(1, 50), 10)
         until(lambda: ranks.ranks[1].agent.counters["connects"] > before, what=ranks.state())
         until(lambda: hosted.coordinator.status().epochs > 1 and hosted.ready(), what=ranks.state())
-        migration = migrate(hosted.coordinator, "p1", target(1, 50), 10)
         assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
         assert same_content(ranks.history)
 
@@ -168,7 +160,7 @@ def test_messages_that_cannot_be_read_end_the_connection_and_unknown_kinds_do_no
     hosted = host()
     with Ranks(hosted.port, PAIR) as ranks:
         until(hosted.ready)
-        peers = hosted.coordinator._epochs.epoch.peers
+        peers = hosted.coordinator.epoch.peers
         hosted.coordinator._server.send(peers, b'{"kind":"greeting","job":"job"}')
         until(lambda: all(rank.agent.counters.get("unknown_messages") == 1 for rank in ranks.ranks), what=ranks.state())
         assert hosted.coordinator.status().epochs == 1
@@ -176,19 +168,6 @@ def test_messages_that_cannot_be_read_end_the_connection_and_unknown_kinds_do_no
         until(lambda: hosted.coordinator.status().epochs > 1 and hosted.ready(), what=ranks.state())
         migration = migrate(hosted.coordinator, "p1", target(1, 50), 10)
         assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
-
-
-def test_an_epoch_that_ends_on_one_rank_only_excludes_no_rank(host: Callable[..., Any]) -> None:
-    """A rank that leaves an epoch which the daemon continues registers again as soon as it receives more of it."""
-    hosted = host()
-    with Ranks(hosted.port, PAIR) as ranks:
-        until(hosted.ready)
-        epoch = hosted.coordinator._epochs.epoch
-        hosted.coordinator._server.send(epoch.peers[1:], encode(EpochEnd(epoch.fence)))
-        migration = migrate(hosted.coordinator, "p1", target(1, 50), 10)
-        until(lambda: hosted.coordinator.status().epochs > 1 and hosted.ready(), what=ranks.state())
-        assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
-        assert same_content(ranks.history)
 
 
 def test_a_chunk_of_several_pieces_arrives(host: Callable[..., Any], monkeypatch: Any) -> None:
@@ -214,7 +193,7 @@ def test_a_chunk_of_several_pieces_arrives(host: Callable[..., Any], monkeypatch
 )
 def test_an_epoch_is_joined_only_by_the_registrations_it_names(change: dict[str, Any], nonce: str) -> None:
     """A recorded announcement, correctly signed, must not move a rank."""
-    connection = RankConnection(lone_agent(1)._context, reconnect_backoff())
+    connection = RankConnection(lone_agent(1), reconnect_backoff())
     connection._instance, connection._nonce, connection._last_epoch = "instance", "nonce", 4
     fence = replace(Fence("job", "a1", 1, 5, "token"), **change)
     with pytest.raises(StaleMessageError):

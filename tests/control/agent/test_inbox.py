@@ -33,8 +33,39 @@ def delta(keys: list[int], old: int = Tier.HOME, new: int = Tier.DEVICE) -> Delt
     return Delta(np.array(keys, dtype=np.int64), np.full(len(keys), old, np.uint8), np.full(len(keys), new, np.uint8))
 
 
-def inbox(slots: tuple[int, int] = (50, 50), rank: int = 1) -> ChunkInbox:
-    return ChunkInbox(Homes(TABLES, LAYOUT), rank, slots)
+@dataclass(frozen=True)
+class _Prepared:
+    """A prepared chunk: the keys of all chunks up to it."""
+
+    keys: tuple[int, ...]
+    nbytes: int
+
+
+class Inbox(ChunkInbox):
+    """An inbox whose prepared chunks have ``nbytes`` each.
+
+    Attributes:
+        made: what was prepared, in order.
+        faults: raised for a chunk, by its first key.
+    """
+
+    def __init__(
+        self, slots: tuple[int, int] = (80, 80), nbytes: int = 0, rank: int = 1, layout: RankLayout = LAYOUT
+    ) -> None:
+        super().__init__(Homes(TABLES, layout), rank, slots, lambda keys, tiers: keys >= 0, self._make)
+        self.nbytes, self.made = nbytes, list[_Prepared]()
+        self.faults: dict[int, Exception] = {}
+
+    def _make(self, chunk: Delta, after: object) -> _Prepared:
+        before = after.keys if isinstance(after, _Prepared) else ()
+        if (fault := self.faults.get(int(chunk.keys[0]))) is not None:
+            raise fault
+        self.made.append(_Prepared((*before, *chunk.keys.tolist()), self.nbytes))
+        return self.made[-1]
+
+    def polled(self, max_bytes: int = 10**9) -> list[tuple[int, list[int]]]:
+        """Poll, and return version and keys of each chunk."""
+        return [(version, chunk.keys.tolist()) for version, chunk, _ in self.poll_agreed(max_bytes, len)]
 
 
 def agree(box: ChunkInbox, lowest: int | None = None) -> None:
@@ -43,16 +74,16 @@ def agree(box: ChunkInbox, lowest: int | None = None) -> None:
 
 
 def test_poll_agreed_stops_at_the_byte_cap_and_returns_at_least_one() -> None:
-    box = inbox()
+    box = Inbox()
     for version in range(1, 4):
         box.offer(version, delta([2 * version, 2 * version + 1]))
     agree(box)
-    assert [version for version, _ in box.poll_agreed(1, len)] == [1]
-    assert [version for version, _ in box.poll_agreed(4, len)] == [2, 3]
+    assert box.polled(1) == [(1, [2, 3])]
+    assert box.polled(4) == [(2, [4, 5]), (3, [6, 7])]
 
 
 def test_settle_drops_unagreed_chunks_and_frees_their_slots() -> None:
-    box = inbox((2, 2))
+    box = Inbox((2, 2))
     box.offer(1, delta([4]))
     agree(box)
     box.offer(2, delta([6]))
@@ -62,11 +93,11 @@ def test_settle_drops_unagreed_chunks_and_frees_their_slots() -> None:
     with pytest.raises(ChunkRefusedError, match="replica slots"):
         box.offer(3, delta([10]))
     agree(box)
-    assert [chunk.keys.tolist() for _, chunk in box.poll_agreed(100, len)] == [[4], [8]]
+    assert box.polled() == [(1, [4]), (2, [8])]
 
 
 def test_settle_waits_for_the_running_exchange() -> None:
-    box = inbox()
+    box = Inbox()
     box.offer(1, delta([4]))
     box.begin_exchange()
     outcome: list[tuple[int, int]] = []
@@ -80,11 +111,11 @@ def test_settle_waits_for_the_running_exchange() -> None:
 
 
 def test_a_repeated_version_is_ignored() -> None:
-    box = inbox()
+    box = Inbox()
     box.offer(1, delta([4]))
     box.offer(1, delta([9]))
     agree(box)
-    assert [chunk.keys.tolist() for _, chunk in box.poll_agreed(100, len)] == [[4]]
+    assert box.polled() == [(1, [4])]
 
 
 @pytest.mark.parametrize(
@@ -102,32 +133,12 @@ def test_a_repeated_version_is_ignored() -> None:
     ],
 )
 def test_an_invalid_chunk_changes_nothing(version: int, chunk: Delta, reason: str) -> None:
-    box = inbox((2, 2))
+    box = Inbox((2, 2))
     with pytest.raises(ChunkRefusedError, match=reason):
         box.offer(version, chunk)
     assert box.begin_exchange() == 0
     box.end_exchange(0)
     box.offer(1, delta([0, 2]))
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A prepared chunk: the keys of all chunks up to it."""
-
-    keys: tuple[int, ...]
-    nbytes: int
-
-
-def preparing_inbox(nbytes: int) -> tuple[ChunkInbox, list[_Prepared]]:
-    """Return an inbox whose prepared chunks have ``nbytes`` each, and what was prepared, in order."""
-    made: list[_Prepared] = []
-
-    def prepare(chunk: Delta, after: object) -> _Prepared:
-        before = after.keys if isinstance(after, _Prepared) else ()
-        made.append(_Prepared((*before, *chunk.keys.tolist()), nbytes))
-        return made[-1]
-
-    return ChunkInbox(Homes(TABLES, LAYOUT), 1, (50, 50), prepare=prepare), made
 
 
 @pytest.mark.parametrize(
@@ -145,37 +156,36 @@ def preparing_inbox(nbytes: int) -> tuple[ChunkInbox, list[_Prepared]]:
     ],
 )
 def test_chunks_are_prepared_ahead_within_the_cap(nbytes: int, expected: int) -> None:
-    box, made = preparing_inbox(nbytes)
+    box = Inbox(nbytes=nbytes)
     for version in range(1, 10):
         box.offer(version, delta([2 * version]))
-    assert len(made) == expected
+    assert len(box.made) == expected
     assert not box.prepare_next(), "there is no room"
     assert box.prepared_bytes == expected * nbytes
     # Only prepared chunks are announced to the peers, so no unprepared one can be agreed on.
     assert box.begin_exchange() == expected
     box.end_exchange(expected)
-    assert [version for version, _ in box.poll_agreed(10**9, len)] == list(range(1, expected + 1))
-    for version in range(1, expected + 1):
-        assert box.prepared(version) is made[version - 1]
+    polled = box.poll_agreed(10**9, len)
+    assert [(version, prepared) for version, _, prepared in polled] == list(enumerate(box.made, 1))
     box.applied(expected)
     assert box.prepared_bytes == 0
     # Applied chunks make room for the rest.
     while box.prepare_next():
         pass
-    assert len(made) == min(9, 2 * expected)
-    assert [each.keys[-1] for each in made] == [2 * version for version in range(1, len(made) + 1)]
+    assert len(box.made) == min(9, 2 * expected)
+    assert [each.keys[-1] for each in box.made] == [2 * version for version in range(1, len(box.made) + 1)]
 
 
 def test_a_chunk_is_prepared_from_its_predecessor_or_from_the_applied_placement() -> None:
-    box, made = preparing_inbox(PREPARED_BYTES)
+    box = Inbox(nbytes=PREPARED_BYTES)
     for version in range(1, 4):
         box.offer(version, delta([2 * version]))
-    assert [each.keys for each in made] == [(2,), (2, 4)]
+    assert [each.keys for each in box.made] == [(2,), (2, 4)]
     agree(box)
-    box.poll_agreed(10**9, len)
+    box.polled()
     box.applied(2)
     assert box.prepare_next()
-    assert made[-1].keys == (6,)
+    assert box.made[-1].keys == (6,)
 
 
 class SeveralInboxes(RuleBasedStateMachine):
@@ -188,12 +198,12 @@ class SeveralInboxes(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         layout = RankLayout(self.RANKS, 1)
-        self.boxes = [ChunkInbox(Homes(TABLES, layout), rank, (80, 80)) for rank in range(self.RANKS)]
+        self.boxes = [Inbox(rank=rank, layout=layout) for rank in range(self.RANKS)]
         self.announced: dict[int, int] = {}
         self.ended: set[int] = set()
         self.lowest = 0
-        self.applied: dict[int, int] = {}
-        """version -> the key of its chunk, by the rank that applied it first."""
+        self.applied: dict[int, list[int]] = {}
+        """version -> the keys of its chunk, by the rank that applied it first."""
         self.settled = dict.fromkeys(range(self.RANKS), (0, 0))
         self.log: list[Delta] = []
         """Chunks of this epoch."""
@@ -236,9 +246,8 @@ class SeveralInboxes(RuleBasedStateMachine):
         if rank in self.ended:
             return
         self.boxes[rank].end_exchange(min(self.announced.values()))
-        for version, chunk in self.boxes[rank].poll_agreed(10**9, len):
-            key = int(chunk.keys[0])
-            assert self.applied.setdefault(version, key) == key, f"version {version} differs between ranks"
+        for version, keys in self.boxes[rank].polled():
+            assert self.applied.setdefault(version, keys) == keys, f"version {version} differs between ranks"
         self.ended.add(rank)
         if len(self.ended) == self.RANKS:
             self.announced, self.ended = {}, set()
@@ -285,20 +294,12 @@ TestSeveralInboxes = SeveralInboxes.TestCase
 
 
 def test_a_chunk_that_cannot_be_prepared_is_dropped_with_those_after_it() -> None:
-    faults: dict[int, Exception] = {}
-
-    def prepare(chunk: Delta, after: object) -> _Prepared:
-        if (fault := faults.get(int(chunk.keys[0]))) is not None:
-            raise fault
-        return _Prepared([], PREPARED_BYTES)
-
-    box = ChunkInbox(Homes(TABLES, LAYOUT), 1, (50, 50), prepare=prepare)
-    faults[10] = RuntimeError("CUDA out of memory\nstack of C++")
+    box = Inbox(nbytes=PREPARED_BYTES)
+    box.faults[10] = RuntimeError("CUDA out of memory\nstack of C++")
     for key in (4, 6, 8, 10, 12):  # the first two are prepared, the others wait for room
         box.offer(key // 2 - 1, delta([key]))
     agree(box)
-    polled = box.poll_agreed(100, len)
-    assert [version for version, _ in polled] == [1, 2]
+    assert box.polled() == [(1, [4]), (2, [6])]
     box.applied(2)
     assert box.prepare_next()
     with pytest.raises(ChunkRefusedError, match="rank 1: chunk 4 cannot be prepared: RuntimeError: CUDA out of"):
@@ -306,9 +307,9 @@ def test_a_chunk_that_cannot_be_prepared_is_dropped_with_those_after_it() -> Non
     assert not box.prepare_next(), "chunks 4 and 5 are dropped"
     assert box.begin_exchange() == 3
     box.end_exchange(3)
-    del faults[10]
+    del box.faults[10]
     with pytest.raises(ChunkRefusedError, match="chunk 5 after 3"):
         box.offer(5, delta([12]))
     box.offer(4, delta([10]))  # the refused chunk did not use up its version
     agree(box)
-    assert [version for version, _ in box.poll_agreed(100, len)] == [3, 4]
+    assert box.polled() == [(3, [8]), (4, [10])]

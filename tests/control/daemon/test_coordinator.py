@@ -69,7 +69,7 @@ WRONG = SimpleNamespace(delta=target(1, 20).delta_to(Placement.empty()), row_byt
 
 
 @pytest.mark.parametrize(
-    ("plan", "generation", "reason"), [(WRONG, None, "does not start from"), (None, 7, "generation 7")]
+    ("plan", "generation", "reason"), [(WRONG, None, "are not at the tier"), (None, 7, "generation 7")]
 )
 def test_a_migration_that_cannot_be_made_fails_alone(
     host: Callable[..., Any], plan: Any, generation: int | None, reason: str
@@ -83,7 +83,6 @@ def test_a_migration_that_cannot_be_made_fails_alone(
         good = migrate(hosted.coordinator, "good", target(9, 50), 1000)
         assert good.wait(15) is MigrationState.COMMITTED
         assert ranks.all_at(target(9, 50))
-        assert hosted.coordinator.status().epochs == 1
 
 
 def test_a_migration_over_certificates_alone(host: Callable[..., Any], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -52,16 +53,13 @@ class _Server:
         self.sent: list[tuple[tuple[int, ...], bytes]] = []
         self.closed: list[tuple[int, str]] = []
         self.events: list[Event] = []
+        self.unread = SimpleNamespace(receive=lambda limit, timeout_seconds: self.events)
 
     def send(self, peers: Sequence[int], message: bytes, body: bytes = b"") -> None:
         self.sent.append((tuple(peers), message))
 
     def close(self, peer: int, reason: str) -> None:
         self.closed.append((peer, reason))
-
-    def receive(self, limit: int, timeout_seconds: float) -> list[Event]:
-        found, self.events = self.events[:limit], self.events[limit:]
-        return found
 
 
 def hello(rank: int, ranks: int = RANKS, nonce: str = "") -> Hello:
@@ -73,7 +71,9 @@ def channels(timeout_seconds: float = 15.0) -> tuple[RankChannels, _Server]:
     server = _Server()
     members = Membership("job", TABLES, silent_seconds=1e9)
     notice = DaemonNotice("job", "i", TABLES.digest)
-    return RankChannels(cast(ChannelServer, server), notice, timeout_seconds, members, lambda *_, **__: None), server
+    made = RankChannels(notice, timeout_seconds, members, lambda *_, **__: None)
+    made.server = cast(ChannelServer, server)
+    return made, server
 
 
 def test_no_message_of_an_epoch_grows_with_the_ranks() -> None:

@@ -36,6 +36,8 @@ def test_a_topology_is_complete_when_all_ranks_are_registered() -> None:
     ranks = new_membership()
     for rank in (2, 0, 3):
         assert ranks.accept(hello(rank), 0.0)
+        assert not ranks.accept(hello(rank), 0.0), "a repeated hello changes nothing"
+        assert ranks.accept(hello(rank, nonce="other"), 0.0)
         assert ranks.complete() is None
     assert ranks.present() == ("a1", 3, 4, (1,))
     ranks.accept(hello(1), 0.0)
@@ -47,20 +49,13 @@ def test_a_topology_is_complete_when_all_ranks_are_registered() -> None:
 
 def test_what_the_trainer_says_of_itself_is_that_of_rank_0_and_is_checked() -> None:
     ranks = new_membership()
-    with pytest.raises(TopologyError, match="pooled is no set of 2 tables"):
-        ranks.accept(hello(0, trainer=TrainerSettings(pooled="4")), 0.0)
+    with pytest.raises(TopologyError, match="its pooling 'orr' is not of 2 tables"):
+        ranks.accept(hello(0, trainer=TrainerSettings(pooling="orr")), 0.0)
     for rank in range(4):
-        ranks.accept(hello(rank, trainer=TrainerSettings("chain", pooled="2")), 0.0)
+        ranks.accept(hello(rank, trainer=TrainerSettings("chain", pooling="-r")), 0.0)
     topology = ranks.complete()
     assert topology is not None
-    assert topology.trainer == TrainerSettings("chain", pooled="2")
-
-
-def test_a_repeated_hello_changes_nothing_and_a_new_nonce_is_accepted() -> None:
-    ranks = new_membership()
-    assert ranks.accept(hello(0), 0.0)
-    assert not ranks.accept(hello(0), 1.0)
-    assert ranks.accept(hello(0, nonce="other"), 1.0)
+    assert topology.trainer == TrainerSettings("chain", pooling="-r")
 
 
 @pytest.mark.parametrize(
@@ -192,18 +187,6 @@ def test_after_a_restart_of_the_daemon_the_attempt_before_has_time_to_come_back(
     assert attempt_of(gone) == "debug"
 
 
-def test_a_closed_connection_shortens_the_silence() -> None:
-    ranks = new_membership()
-    full(ranks)
-    ranks.mark_disconnected(hello(1, nonce="an older nonce"), 0.0)
-    ranks.mark_disconnected(hello(2), 0.0)
-    assert [h.identity.rank for h in ranks.expire(2.9)] == []
-    assert [h.identity.rank for h in ranks.expire(3.1)] == [2]
-    ranks.mark_disconnected(hello(3), 5.0)
-    ranks.accept(hello(3, nonce="again"), 6.0)
-    assert ranks.expire(8.5) == []
-
-
 def test_a_live_attempt_with_one_silent_rank_outlives_incomplete_attempts() -> None:
     """An attempt is silent since its latest message from any rank, not from the first or the quietest rank."""
     ranks = new_membership()
@@ -253,15 +236,19 @@ def test_stored_refusals_are_bounded() -> None:
     assert [refused.attempt for refused in ranks.refused()] == [f"a{n}" for n in range(MAX_REFUSALS + 4, 4, -1)]
 
 
-def test_a_disconnected_rank_is_absent_until_it_registers_again() -> None:
+def test_a_disconnected_rank_is_absent_until_it_registers_again_and_soon_lost() -> None:
     ranks = new_membership()
     full(ranks)
     assert ranks.complete() is not None
-    assert ranks.mark_disconnected(hello(1), 1.0)
-    assert not ranks.mark_disconnected(hello(1, nonce="an older registration"), 1.0)
-    assert not ranks.mark_disconnected(hello(1, "a2"), 1.0)
+    for rank in (1, 2):
+        assert ranks.mark_disconnected(hello(rank), 1.0)
+    assert not ranks.mark_disconnected(hello(3, nonce="an older registration"), 1.0)
+    assert not ranks.mark_disconnected(hello(3, "a2"), 1.0)
     assert ranks.complete() is None
-    assert ranks.present() == ("a1", 3, 4, (1,))
+    assert ranks.present() == ("a1", 2, 4, (1, 2))
     ranks.accept(hello(1, nonce="again"), 2.0)
+    assert ranks.expire(3.9) == []
+    assert [h.identity.rank for h in ranks.expire(4.1)] == [2]
+    ranks.accept(hello(2, nonce="again"), 5.0)
     assert ranks.complete() is not None
     assert ranks.present() == ("a1", 4, 4, ())

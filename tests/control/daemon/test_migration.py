@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flexd.control.daemon import migration as migration_module
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
@@ -24,15 +25,10 @@ from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import TABLES, target
 
 
-def _applied(migration: Migration, rows: int) -> None:
-    migration.count(chunks_pushed=1, rows_pushed=rows, rows_agreed=rows, rows_applied=rows)
-
-
-def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
+def test_progress_and_the_time_left_at_the_rate_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    migration = Migration(MigrationRecord(migration_id="p"), target(1, 50), clock=lambda: now[0])
-    assert migration.report().eta_seconds is None
-    assert set(migration.record.progress_by_part.values()) == {0.0}
+    monkeypatch.setattr(migration_module.time, "time", lambda: now[0])
+    migration = Migration(MigrationRecord(migration_id="p"), target(1, 50))
     assert migration.start_from(Placement.empty(7))
     migration.fire(TransitionEvent.START)
     migration.set_delta(Placement.empty(7).delta_to(target(1, 50)), 64 * np.arange(51))
@@ -40,27 +36,12 @@ def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
     assert (progress.rows, progress.bytes_to_copy, progress.base_version) == (50, 3200, 7)
     assert (progress.progress, migration.report().eta_seconds) == (0.0, None)
     now[0] += 2.0
-    _applied(migration, 10)
-    assert migration.report().eta_seconds == pytest.approx(8.0), "10 rows in 2 s, 40 are left"
+    migration.count(chunks_pushed=1, rows_pushed=10, rows_applied=10)
+    assert (migration.record.progress, migration.report().eta_seconds) == (0.2, 8.0)
     now[0] += 2.0
-    assert migration.report().eta_seconds == pytest.approx(16.0), "time without progress lowers the rate"
-    migration.count(chunks_pushed=1, rows_pushed=20)
-    assert migration.record.progress_by_part == {
-        "wait": 1.0,
-        "push": 0.6,
-        "agree": 0.2,
-        "apply": 0.2,
-    }
-    for _ in range(100):
-        now[0] += 1.0
-        migration.count(rows_applied=0)
-    now[0] += 1.0
-    _applied(migration, 20)
-    # The rate covers the last RATE_SECONDS, not the whole migration: 20 rows in about 30 s.
-    assert migration.report().eta_seconds == pytest.approx(20 * 31 / 20, rel=0.1)
+    assert migration.report().eta_seconds == 16.0, "time without progress lowers the rate"
     migration.fire(TransitionEvent.ABORT)
     assert migration.report().eta_seconds is None
-    assert migration.record.progress_by_part["stop"] == pytest.approx(30 / 50)
 
 
 def test_one_that_is_aborted_before_it_starts_has_no_base() -> None:
@@ -114,11 +95,8 @@ def test_only_transitions_of_the_table_are_possible(state: MigrationState, event
         assert (migration.state, migration.record.problem) == (after, "why")
 
 
-def test_the_table_is_closed() -> None:
+def test_the_table_is_closed_and_every_state_can_fail() -> None:
     assert {state for state, _ in TRANSITIONS} == set(MigrationState) - FINAL_STATES
     assert set(TRANSITIONS.values()) == set(MigrationState) - {MigrationState.PENDING}
-    assert {event for _, event in TRANSITIONS} == set(TransitionEvent)
-    assert all(
-        TRANSITIONS[state, TransitionEvent.FAIL] is MigrationState.FAILED
-        for state in set(MigrationState) - FINAL_STATES
-    )
+    failed = {state for (state, event), after in TRANSITIONS.items() if event is TransitionEvent.FAIL}
+    assert failed == set(MigrationState) - FINAL_STATES

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 
 import numpy as np
@@ -26,7 +23,7 @@ FENCE = m.Fence("job", "a1", 2, 7, "token")
 EVERY_KIND: list[m.ControlMessage] = [
     m.DaemonNotice("job", "instance", "digest"),
     m.Hello(
-        RankIdentity("job", "a1", 1, 2, 2, (10, 20), "digest", TrainerSettings("auto", "float16", "3", "1")),
+        RankIdentity("job", "a1", 1, 2, 2, (10, 20), "digest", TrainerSettings("auto", "float16", "or-")),
         "i", "s", "n", PlacementState(3, 2**64 - 1), "127.0.0.1",
     ),
     m.TableList("i", "0123456789abcdef"),
@@ -105,36 +102,22 @@ BODIES = [json.loads(m.encode(message)) for message in EVERY_KIND]
 
 
 @given(st.sampled_from(BODIES), st.dictionaries(st.text(min_size=1), ANY_JSON, max_size=5))
-@example(PROGRESS, {"more": 10**5000, "deep": [[[[[[[[]]]]]]]]})
+@example(PROGRESS, {"more": 10**400, "deep": [[[[[[[[]]]]]]]]})
 @example(SETTLED, {"more": "x" * 60_000})
 @settings(max_examples=200, deadline=None)
 def test_fields_of_a_newer_version_are_ignored(body: dict[str, object], added: dict[str, object]) -> None:
     extended = {**added, **body}
     if isinstance(report := body.get("report"), dict):
         extended["report"] = {**added, **report}
-    with unlimited_digits():
-        data = wire(extended)
-    if len(data) <= m.MAX_MESSAGE_BYTES:
-        assert m.decode(data) == m.decode(wire(body))
-
-
-@contextmanager
-def unlimited_digits() -> Iterator[None]:
-    """Let this thread write integers of any length, which its reader must survive."""
-    limit = sys.get_int_max_str_digits()
-    sys.set_int_max_str_digits(0)
-    try:
-        yield
-    finally:
-        sys.set_int_max_str_digits(limit)
+    assert m.decode(wire(extended)) == m.decode(wire(body))
 
 
 @pytest.mark.parametrize("message", EVERY_KIND, ids=lambda message: message.kind)
 def test_optional_fields_may_be_missing_and_no_others(message: m.ControlMessage) -> None:
     body = json.loads(m.encode(message))
-    for name, field in wire_fields(type(message)).items():
+    for name, type_ in wire_fields(type(message)).items():
         without = wire({key: value for key, value in body.items() if key != name})
-        if field.optional:
+        if type_.optional:
             (default,) = (item.default for item in fields(message) if item.name == name)
             assert getattr(m.decode(without), name) == default
         else:
@@ -147,18 +130,6 @@ def test_optional_fields_may_be_missing_and_no_others(message: m.ControlMessage)
 def test_a_message_of_an_unknown_kind_is_told_apart(kind: str, body: dict[str, object]) -> None:
     with pytest.raises(UnknownMessageError, match="unknown kind"):
         m.decode(wire({**body, "kind": kind}))
-
-
-def test_a_message_of_the_longest_length_passes_and_one_byte_more_does_not() -> None:
-    notice = m.DaemonNotice("", "i", "d")
-    longest = replace(notice, job="x" * (m.MAX_MESSAGE_BYTES - len(m.encode(notice))))
-    data = m.encode(longest)
-    assert len(data) == m.MAX_MESSAGE_BYTES
-    assert m.decode(data) == longest
-    with pytest.raises(ControlError, match="longer than"):
-        m.encode(replace(longest, job=longest.job + "x"))
-    with pytest.raises(ControlError, match="longer than"):
-        m.decode(data.replace(b"x", b"xx", 1))
 
 
 def test_rows_travel_as_little_endian_keys_then_tiers() -> None:
@@ -195,11 +166,7 @@ def test_no_memory_is_allocated_for_a_message_of_too_many_rows(rows: int) -> Non
 def test_a_piece_of_another_length_is_refused(data: bytes) -> None:
     with pytest.raises(ControlError, match="piece 0 of a list of 1 rows"):
         m.RowsAssembly(1, 2).add(data)
-
-
-def test_a_piece_after_the_last_is_refused() -> None:
     assembly = m.RowsAssembly(1, 2)
     assert assembly.add(bytes(10))
-    for more in (b"", b"x"):
-        with pytest.raises(ControlError, match="piece 1"):
-            assembly.add(more)
+    with pytest.raises(ControlError, match="piece 1"):
+        assembly.add(data)

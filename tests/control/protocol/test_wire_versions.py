@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import importlib
 import inspect
@@ -11,6 +12,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -101,7 +103,8 @@ def _of_types(older: Mapping[str, Fields], newer: Mapping[str, Fields]) -> list[
 
 
 def _message_fields(cls: Any) -> Fields:
-    return {name: _text(field.hint) + OPTIONAL * field.optional for name, field in sorted(wire_fields(cls).items())}
+    hints, known = typing.get_type_hints(cls), sorted(wire_fields(cls).items())
+    return {name: _text(hints[name]) + OPTIONAL * type_.optional for name, type_ in known}
 
 
 def _models(base: Any) -> dict[str, Fields]:
@@ -119,7 +122,12 @@ def _models(base: Any) -> dict[str, Fields]:
 
 def _written(cls: Any, field: str) -> str:
     """Return the annotation of a field as it is written, which names its limits; how it is shown does not travel."""
-    written = str(next(found[field] for found in map(inspect.get_annotations, cls.__mro__) if field in found))
+    written = next(
+        ast.unparse(item.annotation)
+        for base in cls.__mro__
+        for item in ast.parse(inspect.getsource(base)).body[0].body  # type: ignore[attr-defined]
+        if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == field
+    )
     return re.sub(r"^Annotated\[(.*), (?:DETAIL|HIDDEN|ALWAYS|Show\(.*\))\]$", r"\1", written)
 
 
@@ -190,28 +198,16 @@ SMALL: Schema = {
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda s: s["messages"]["hello"].update(more=f"int{OPTIONAL}"),
-        lambda s: s["messages"]["hello"].pop("tables"),
-        lambda s: s["messages"].update(greeting={"rank": "int"}),
-        lambda s: s["messages"]["hello"].update(rank=f"int{OPTIONAL}"),
-        lambda s: s["formats"].update({"tap counts": {"writes": 1, "reads": [1, 2]}}),
-        lambda s: s["api"]["responses"]["Status"].update(more=f"int{OPTIONAL}"),
-        lambda s: s["api"]["commands"].update(MoreRequest={"reason": "str"}),
-        lambda s: s["api"]["commands"]["AbortRequest"].update(more=f"int{OPTIONAL}"),
-    ],
-    ids=["added", "optional removed", "kind", "made optional", "reads newer", "response", "command", "command field"],
-)
-def test_what_the_policy_permits_passes(change: Callable[[Any], Any]) -> None:
-    newer = copy.deepcopy(SMALL)
-    change(newer)
-    assert differences(SMALL, newer) == []
-
-
-@pytest.mark.parametrize(
     ("change", "words"),
     [
+        (lambda s: s["messages"]["hello"].update(more=f"int{OPTIONAL}"), ""),
+        (lambda s: s["messages"]["hello"].pop("tables"), ""),
+        (lambda s: s["messages"].update(greeting={"rank": "int"}), ""),
+        (lambda s: s["messages"]["hello"].update(rank=f"int{OPTIONAL}"), ""),
+        (lambda s: s["formats"].update({"tap counts": {"writes": 1, "reads": [1, 2]}}), ""),
+        (lambda s: s["api"]["responses"]["Status"].update(more=f"int{OPTIONAL}"), ""),
+        (lambda s: s["api"]["commands"].update(MoreRequest={"reason": "str"}), ""),
+        (lambda s: s["api"]["commands"]["AbortRequest"].update(more=f"int{OPTIONAL}"), ""),
         (lambda s: s["messages"]["hello"].update(more="int"), "hello.more is added without a default"),
         (lambda s: s["messages"]["hello"].pop("rank"), "hello.rank is removed"),
         (lambda s: s["messages"]["hello"].update(rank="str"), "hello.rank was int, is str"),
@@ -226,6 +222,8 @@ def test_what_the_policy_permits_passes(change: Callable[[Any], Any]) -> None:
     ],
 )  # fmt: skip
 def test_what_the_policy_does_not_permit_is_found(change: Callable[[Any], Any], words: str) -> None:
+    """Changes that the policy permits give no line."""
     newer = copy.deepcopy(SMALL)
     change(newer)
-    assert any(words in line for line in differences(SMALL, newer)), differences(SMALL, newer)
+    found = differences(SMALL, newer)
+    assert any(words in line for line in found) if words else not found, found

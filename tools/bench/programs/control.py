@@ -31,7 +31,9 @@ def simulated_ranks(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     keyspace, layout = big_keyspace(rows), RankLayout(ranks // 8, 8)
     mine = range(number, ranks, processes)
-    inboxes = [ChunkInbox(Homes(keyspace, layout), rank, (rows,)) for rank in mine]
+    inboxes = [ChunkInbox(
+        Homes(keyspace, layout), rank, (rows,), lambda keys, _: np.ones(len(keys), np.bool_), lambda *_: np.empty(0),
+    ) for rank in mine]  # fmt: skip
     agents = [
         Agent(
             inbox,
@@ -52,7 +54,7 @@ def simulated_ranks(
             inbox.end_exchange(int(lowest[0]))
         step += 1
         for at, (agent, inbox) in enumerate(zip(agents, inboxes, strict=True)):
-            for version, delta in inbox.poll_agreed(2**40, len):
+            for version, delta, _ in inbox.poll_agreed(2**40, len):
                 digest = (digest + delta.digest_change()) % 2**64 if at == 0 else digest
                 inbox.applied(version)
             version = inbox.applied_version
