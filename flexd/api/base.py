@@ -82,8 +82,3 @@ def http_status(error: FlexdError) -> int:
     if isinstance(error, ApiError):
         return error.status if 400 <= error.status <= 599 else 500
     return next((status for kind, status in _STATUS_OF if isinstance(error, kind)), 500)
-
-
-def error_body(error: FlexdError) -> ErrorBody:
-    """Return the body of the response to an error."""
-    return ErrorBody(error=ErrorDetail(type=type(error).__name__, message=error.message, remedy=error.remedy))

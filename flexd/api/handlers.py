@@ -233,7 +233,7 @@ class OperatorCommands:
             self._coordinator.pause()
             pause = Pause(reason=reason, requested_by=requested_by, unix_seconds=self._wall_clock())
             self._decisions.update(pause=pause)
-        self._record("pause", requested_by, reason)
+        self.record("pause", requested_by, reason)
         return PauseState(paused=True, reason=reason, changed=first)
 
     def resume(self, reason: str = "", requested_by: str = "") -> PauseState:
@@ -246,7 +246,7 @@ class OperatorCommands:
                 self._decisions.update(pause=None)
         if pause is not None:
             seconds = self._wall_clock() - pause.unix_seconds
-            self._record("resume", requested_by, reason, f"after {max(0.0, seconds):.0f} s of: {pause.reason}")
+            self.record("resume", requested_by, reason, f"after {max(0.0, seconds):.0f} s of: {pause.reason}")
         return PauseState(paused=False, changed=pause is not None)
 
     def throttle(self) -> ThrottleStatus:
@@ -266,7 +266,7 @@ class OperatorCommands:
             self._throttle.set_limits(limits)
             chosen = ThrottleOverride(**vars(limits), configured=self._control.throttle.model_dump_json())
             self._decisions.update(throttle=chosen)
-        self._record("throttle", requested_by, reason, chosen.message)
+        self.record("throttle", requested_by, reason, chosen.message)
         return self.throttle()
 
     def apply_config(self, control: ControlConfig) -> None:
@@ -285,18 +285,13 @@ class OperatorCommands:
             detail = f"applied {', '.join(outcome.applied) or 'nothing'}"
             if outcome.pending:
                 detail += f"; needs a restart: {', '.join(outcome.pending)}"
-        self._record("reload", requested_by, reason, detail)
-
-    def record_override(self, requested_by: str, reason: str, plan_id: str, gates: tuple[str, ...]) -> None:
-        """Record that a plan was carried out although these gates were closed."""
-        if gates:
-            self._record("override", requested_by, reason, f"plan {plan_id} in spite of {', '.join(gates)}")
+        self.record("reload", requested_by, reason, detail)
 
     def record_withheld(self, requested_by: str, reason: str) -> None:
         """Record that a plan was withheld because it saves too little."""
-        self._record("withhold", requested_by, reason)
+        self.record("withhold", requested_by, reason)
 
-    def _record(self, kind: ActionKind, requested_by: str, reason: str, detail: str = "") -> None:
+    def record(self, kind: ActionKind, requested_by: str, reason: str, detail: str = "") -> None:
         """Write a command to the log and the history."""
         requested_by = requested_by or ANONYMOUS
         message = "; ".join(each for each in (reason, detail) if each)
@@ -424,11 +419,9 @@ class PlanCommands:
 
     def _report(self, proposal: Proposal, migration: Migration | None, wait_seconds: float) -> ReplanResult:
         self._auto.record_manual_plan(executed=True)
-        if migration is not None:
-            record = migration.record
-            self._operator.record_override(
-                record.requested_by, record.reason, proposal.plan.plan_id, record.overridden_gates
-            )
+        if migration is not None and (record := migration.record).overridden_gates:
+            detail = f"plan {proposal.plan.plan_id} in spite of {', '.join(record.overridden_gates)}"
+            self._operator.record("override", record.requested_by, record.reason, detail)
         report = proposal_report(proposal)
         if migration is None and len(proposal.plan.delta):
             return self._result("withheld", report, f"{proposal.withheld}: nothing is moved")

@@ -16,7 +16,6 @@ from flexd.operations.executions import Executions, stopped_of
 from flexd.operations.history import MigrationHistory
 
 LATEST = "latest"
-_POLL_SECONDS = 0.5
 
 
 class MigrationCommands:
@@ -98,7 +97,7 @@ class MigrationCommands:
                 and (left := deadline - time.monotonic()) > 0
                 and not self._stopping.is_set()
             ):
-                migration.wait(min(_POLL_SECONDS, left))
+                migration.wait(min(0.5, left))
         if stopped is not None:
             shown = stopped.report()
         return AbortResult(

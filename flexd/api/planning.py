@@ -292,7 +292,6 @@ class WindowStatus(Model):
     """The maintenance windows."""
 
     open: bool = True
-    """True while they allow automatic migrations."""
     changes_unix_seconds: FiniteOrNone = None
     """When that changes next; null if it does not within two weeks."""
     waiting: str | None = None
@@ -305,7 +304,6 @@ class PlanningStatus(Model):
     """When the daemon plans by itself, and what holds it back; counters run since the daemon started."""
 
     auto: bool = True
-    """True if plans are carried out, False if they are proposed only."""
     held: str | None = None
     """Reason why the daemon starts no migration by itself now; null if it does."""
     window: WindowStatus = WindowStatus()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -181,9 +180,8 @@ def _outcomes() -> tuple[str, ...]:
 def state_status(ingestor: Ingestor) -> StateStatus:
     """Return what the ingest restored."""
     restored = ingestor.restored
-    changed = [outcome for outcome in restored.outcomes if outcome.outcome != "kept"]
     # Those that lost counts first: the list is bounded.
-    changed.sort(key=lambda outcome: -outcome.lost)
+    changed = sorted((each for each in restored.outcomes if each.outcome != "kept"), key=lambda each: -each.lost)
     return StateStatus(
         restored_from=None if restored.path is None else restored.path.name,
         outcomes=dict(Counter(outcome.outcome for outcome in restored.outcomes)),
@@ -240,13 +238,10 @@ class DaemonStatus(Model):
     """Since it was made: the daemon keeps it, and makes it anew at every tick and after every command."""
     uptime_seconds: float = 0.0
     healthy: bool = True
-    """True while the daemon's loop ticks."""
     ready: Annotated[bool, ALWAYS] = False
-    """True while the daemon is useful."""
     reasons: tuple[str, ...] = ()
     """Reasons why it is not healthy or not ready."""
     paused: bool = False
-    """True while planning and pushing are held."""
     pause_reason: str | None = None
     paused_by: str | None = None
     """The one that paused; ``flexd`` if ranks repeatedly reported another placement than the daemon had recorded."""
@@ -294,27 +289,17 @@ class DaemonStatus(Model):
         return Model.metrics(self.model_copy(update={"last_plan": plan, "migration": migration}))
 
 
-@dataclass(frozen=True)
-class ProcessStart:
-    """Start time; construct it when the process starts."""
-
-    unix_seconds: float = field(default_factory=time.time)
-    monotonic_seconds: float = field(default_factory=time.monotonic)
-
-    @property
-    def uptime_seconds(self) -> float:
-        return time.monotonic() - self.monotonic_seconds
-
-
-def base_status(config: Config, started: ProcessStart, health: ProbeResult, not_ready: Sequence[str]) -> DaemonStatus:
+def base_status(
+    config: Config, started_unix_seconds: float, uptime_seconds: float, health: ProbeResult, not_ready: Sequence[str]
+) -> DaemonStatus:
     """Return what a daemon knows without tables: the job, the process, and why it is not healthy or ready."""
     from flexd import __version__
 
     return DaemonStatus(
         job=config.job,
         version=__version__,
-        started_unix_seconds=started.unix_seconds,
-        uptime_seconds=started.uptime_seconds,
+        started_unix_seconds=started_unix_seconds,
+        uptime_seconds=uptime_seconds,
         healthy=health.ok,
         ready=not not_ready,
         reasons=(*health.reasons, *not_ready),

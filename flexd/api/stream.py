@@ -61,7 +61,6 @@ class StreamStatus(Model):
     problem: str | None = None
     """Reason why the source cannot be read now, or no snapshot can be written; null if both can."""
     connected: Annotated[bool, HIDDEN] = True
-    """False while the source has a problem."""
 
     def losses(self) -> str:
         """Return what was lost, in words; empty if nothing was."""
@@ -260,7 +259,6 @@ def _table(choice: TableChoice, sources: TableSources | None) -> TableSketchStat
 
 
 MAX_PAGE_ENTRIES = 1000
-"""Entries of one page, at most."""
 
 TableOrder = Literal["accesses", "replicas", "memory", "name", "configured"]
 """Order of a page of tables: numbers descending, names ascending, or as configured."""

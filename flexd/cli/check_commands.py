@@ -159,7 +159,12 @@ def probe(
     options = ProbeOptions(min_bytes=min_bytes, max_bytes=max_bytes, budget_seconds=budget_seconds * (1 - _STEPS_SHARE))
     if not 0 < timeout_seconds <= 3600:
         raise ConfigError(f"--timeout-seconds {timeout_seconds}", remedy="give seconds above 0, at most 3600")
-    _check_job()
+    missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"probe: {missing[0]} is not set: this process is no rank of a job",
+            remedy="launch it with torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml",
+        )
     if os.environ["RANK"] == "0":
         check_file("--out", out)
     step_seconds = min(budget_seconds * _STEPS_SHARE, 60.0)
@@ -169,15 +174,6 @@ def probe(
     cluster = replace(report.cluster(name), step_costs=costs)
     write_cluster(cluster, out)
     present(_measured_cluster(cluster, report, out), output)
-
-
-def _check_job() -> None:
-    missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"probe: {missing[0]} is not set: this process is no rank of a job",
-            remedy="launch it with torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml",
-        )
 
 
 def _run(

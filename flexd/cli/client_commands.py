@@ -301,7 +301,11 @@ def abort(
 
     Example: flexd abort --dry-run
     """
-    _stop(connect(url, socket), False, timeout, reason, yes, dry_run, output)
+    client = connect(url, socket)
+    _change(
+        client, routes.ABORT, "Abort?", yes, output, lambda: client.send(routes.PREVIEW_ABORT), dry_run,
+        reason=reason, wait_seconds=timeout,
+    )  # fmt: skip
 
 
 def rollback(
@@ -321,16 +325,10 @@ def rollback(
 
     Example: flexd rollback --reason "loss is rising" --yes
     """
-    _stop(connect(url, socket), True, timeout, reason, yes, dry_run, output)
-
-
-def _stop(
-    client: DaemonClient, rollback: bool, timeout: float, reason: str, yes: bool, dry_run: bool, output: OutputFormat
-) -> None:
+    client = connect(url, socket)
     _change(
-        client, routes.ABORT, "Roll back?" if rollback else "Abort?", yes, output,
-        lambda: client.send(routes.PREVIEW_ABORT, rollback=rollback), dry_run, rollback=rollback, reason=reason,
-        wait_seconds=timeout,
+        client, routes.ABORT, "Roll back?", yes, output, lambda: client.send(routes.PREVIEW_ABORT, rollback=True),
+        dry_run, rollback=True, reason=reason, wait_seconds=timeout,
     )  # fmt: skip
 
 

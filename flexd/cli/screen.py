@@ -14,8 +14,6 @@ from flexd.cli.blocks import Block, Facts, Sentences, Table
 
 GAP = 2
 """Cells between two columns."""
-LONGEST_WORD = 24
-"""A column of texts has room for its longest word of at most so many cells, or the table loses a column."""
 _WRONG = "bold red"
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B(?:/s)?|[munp]?s|min|h|d)(?!\w))")
 _NO_BREAK = "\ue000"
@@ -117,7 +115,8 @@ def _least_width(name: str, texts: Sequence[str], whole: bool) -> int:
     heading = max(map(cell_len, name.split()), default=0)
     if whole:
         return max(heading, *map(cell_len, texts), 0)
-    return max(heading, min(LONGEST_WORD, max((cell_len(word) for text in texts for word in text.split()), default=0)))
+    # A column of texts has room for its longest word of at most 24 cells, or the table loses a column.
+    return max(heading, min(24, max((cell_len(word) for text in texts for word in text.split()), default=0)))
 
 
 def _width(widths: Mapping[str, int], columns: Sequence[str]) -> int:

@@ -271,13 +271,11 @@ def tables_of_model(found: Any, source: str, batch: int) -> list[ListedTable]:
         found, *beside = found
         constraints = next((given for given in beside if isinstance(given, Mapping)), constraints)
         plan = next((given.plan for given in beside if not isinstance(given, Mapping)), None)
-    tables = []
-    seen: set[int] = set()
+    first: dict[int, tuple[Any, str]] = {}
     for path, configs in _collections(found):
         for config in configs:
-            if id(config) not in seen:
-                seen.add(id(config))
-                tables.append(_listed(config, path, constraints.get(config.name), source, batch))
+            first.setdefault(id(config), (config, path))
+    tables = [_listed(each, path, constraints.get(each.name), source, batch) for each, path in first.values()]
     if not tables:
         raise ConfigError(f"{source}: no tables in a {type(found).__name__}", remedy=_REMEDY)
     unknown = sorted(set(constraints) - {table.name for table in tables})

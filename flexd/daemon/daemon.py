@@ -28,7 +28,7 @@ from typing import Any
 
 from flexd.api.base import ProbeResult
 from flexd.api.routes import Answer, Operation
-from flexd.api.status import DaemonStatus, ProcessStart, ReloadReport, base_status, threads_status
+from flexd.api.status import DaemonStatus, ReloadReport, base_status, threads_status
 from flexd.config.model import Config, check_config
 from flexd.control.daemon.coordinator import TableLearner
 from flexd.control.daemon.membership import ProposedTables
@@ -73,7 +73,7 @@ class Daemon:
     def __init__(self, config: Config, file: ConfigFile | None = None) -> None:
         self._file = file or ConfigFile(config)
         self._takes_tables = not config.tables
-        self._started = ProcessStart()
+        self._started_unix_seconds, self._started_at = time.time(), time.monotonic()
         self.supervisor = Supervisor()
         works = ("", "planning", "tables", "status")
         self._watches = {work: self.supervisor.watch("loop", work) for work in works}
@@ -371,7 +371,9 @@ class Daemon:
             reasons += self.supervisor.reasons()
             if self._stop_requested:
                 reasons.append("shutting down")
-            base = base_status(self._config, self._started, self.health(), reasons)
+            base = base_status(
+                self._config, self._started_unix_seconds, time.monotonic() - self._started_at, self.health(), reasons
+            )
             base = base.model_copy(update={"config": self._file.status(), "threads": threads_status(self.supervisor)})
             self._kept = began, base if components is None else components.status(base)
             self._renew_at = time.monotonic() + (time.monotonic() - began) / RENEWAL_SHARE

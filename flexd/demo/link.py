@@ -78,9 +78,6 @@ def limit_collectives(link: EmulatedLink) -> None:
     due = threading.local()
     kept = {name: getattr(Peers, name) for name in ("all_to_all", "all_reduce", "all_gather", "_measured")}
 
-    def far_share(peers: Peers) -> float:
-        return sum(peers.far) / max(1, peers.size - 1)
-
     def all_to_all(
         self: Peers,
         send: torch.Tensor,
@@ -99,7 +96,9 @@ def limit_collectives(link: EmulatedLink) -> None:
 
     def all_reduce(self: Peers, flat: torch.Tensor, *rest: Any, **more: Any) -> None:
         # Each byte goes round the ring twice, less the part that a rank keeps.
-        count = 2 * flat.numel() * flat.element_size() * (self.size - 1) / self.size * far_share(self)
+        count = (
+            2 * flat.numel() * flat.element_size() * (self.size - 1) / self.size * sum(self.far) / max(1, self.size - 1)
+        )
         due.bytes = (count, count)
         kept["all_reduce"](self, flat, *rest, **more)
 

@@ -86,11 +86,6 @@ class DaemonProcess:
         return self._process is not None and self._process.poll() is None
 
     @property
-    def pid(self) -> int | None:
-        """Process id; None before the first start."""
-        return self._process.pid if self._process is not None else None
-
-    @property
     def exit_code(self) -> int | None:
         """Exit code; None while it runs; negative: ended by this signal."""
         return None if self._process is None else self._process.poll()
@@ -99,10 +94,8 @@ class DaemonProcess:
         """Start and wait until healthy. The first start of an installation compiles the counting kernels.
 
         Raises:
-            FlexdError: it runs already, it ended, or is not healthy within the deadline.
+            FlexdError: it ended, or is not healthy within the deadline.
         """
-        if self.alive:
-            raise FlexdError(f"the daemon runs already, process {self.pid}", remedy="stop or kill it first")
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flexd", "run", "-c", str(self._config_file)],

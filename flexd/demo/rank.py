@@ -93,7 +93,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     loaded = iter(loader)
     for step in range(setup.steps):
         started = time.perf_counter()
-        before, applied_before = collection.traffic.totals(), collection.engine.apply_seconds
+        before = collection.traffic.totals()
         dense_optimizer.zero_grad()
         losses = []
         for micro_batch in range(micro_batches):
@@ -114,7 +114,6 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         record["loss"].append(sum(losses) / micro_batches)
         record["version"].append(collection.placement_version)
         record["seconds"].append(seconds)
-        record["apply_seconds"].append(collection.engine.apply_seconds - applied_before)
         if planned and (step % 5 == 0 or step == setup.steps - 1):
             with _unlimited(link):
                 record["bit_equal"].append(collection.replicas_bit_equal())

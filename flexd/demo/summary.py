@@ -105,7 +105,6 @@ class DemoSummary(Model):
     tier_access_share: dict[str, float]
     compared_steps: Annotated[dict[str, tuple[int, int]], HIDDEN]
     step_ms: Annotated[StepTimes, Show("ms per step")]
-    step_pause_ms: dict[str, FiniteOrNone]
     inter_node_bytes_per_step: Annotated[dict[str, SentBytes], Show("bytes between nodes per step, whole job")]
     last_plan: LastPlan | None
 
@@ -190,27 +189,6 @@ def _difference(record: RunRecord, prefixes: tuple[str, ...]) -> float:
     return float(np.max([np.abs(first[name] - reference[name]).max() for name in names]))
 
 
-def _pause_ms(record: RunRecord) -> dict[str, float | None]:
-    """Compare steps that applied a chunk with the median of those that did not (the first step is start-up).
-
-    ``apply_*`` is the time of applying alone; the rest of a pause is the daemon planning on the same cores.
-    """
-    seconds = np.concatenate([rank["seconds"][1:] for rank in record.ranks])
-    applying = np.concatenate([rank["apply_seconds"][1:] for rank in record.ranks])
-    applied = applying > 0
-    if not applied.any() or applied.all():
-        return dict.fromkeys(("p50", "p99", "apply_p50", "apply_p99"))
-    usual = float(np.median(seconds[~applied]))
-    p50, p99 = np.percentile(seconds[applied], [50, 99])
-    apply_p50, apply_p99 = np.percentile(applying[applied], [50, 99])
-    return {
-        "p50": float(p50 - usual) * 1e3,
-        "p99": float(p99 - usual) * 1e3,
-        "apply_p50": float(apply_p50) * 1e3,
-        "apply_p99": float(apply_p99) * 1e3,
-    }
-
-
 def _losses(ranks: tuple[dict[str, Array], ...]) -> Array:
     return np.stack([rank["loss"] for rank in ranks], axis=1)
 
@@ -287,11 +265,5 @@ def summarise(record: RunRecord) -> DemoSummary:
             strategies=_strategies(record, after),
             measured=tuple(str(record.peers["default"][0]["tuning"]).splitlines()) if record.peers else (),
         ),
-        step_pause_ms=_pause_ms(record),
         stream_accesses_dropped=int(sum(rank["publisher_dropped"] for rank in record.ranks)),
     )
-
-
-def tolerance(dtype: str) -> float:
-    """Return the rounding error that a run may cause: a few hundred units in the last place of 1."""
-    return 1e-9 if dtype == "float64" else 2e-4

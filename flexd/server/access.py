@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flexd.api.base import REQUEST_HEADER, error_body
+from flexd.api.base import REQUEST_HEADER, ErrorBody, ErrorDetail
 from flexd.api.routes import ROUTES
 from flexd.config.base import is_loopback
 from flexd.config.sections import ApiScope, TokenConfig
@@ -157,7 +157,8 @@ def _declared_length(headers: Headers) -> int:
 
 async def answer_error(send: Send, error: ApiError) -> None:
     """The error as an answer, after which the connection ends: what is left of the request is not read."""
-    body = error_body(ApiError(error.message, remedy=error.remedy)).model_dump_json().encode()
+    detail = ErrorDetail(type=ApiError.__name__, message=error.message, remedy=error.remedy)
+    body = ErrorBody(error=detail).model_dump_json().encode()
     headers = [
         *([(b"www-authenticate", b'Bearer realm="flexd"')] if error.status == 401 else []),
         (b"content-type", b"application/json"),
@@ -166,9 +167,6 @@ async def answer_error(send: Send, error: ApiError) -> None:
     ]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-_DIGEST = re.compile(rb"sha256:([0-9a-fA-F]{64})")
 
 
 @dataclass(frozen=True)
@@ -219,7 +217,7 @@ class Tokens:
 def _digests(file: KeyFile) -> list[bytes]:
     digests = []
     for key in file.keys():  # noqa: SIM118
-        match = _DIGEST.fullmatch(key)
+        match = re.fullmatch(rb"sha256:([0-9a-fA-F]{64})", key)
         digests.append(bytes.fromhex(match[1].decode()) if match else hashlib.sha256(key).digest())
     return digests
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 import flexd
-from flexd.api.base import REQUEST_HEADER, ErrorBody, ErrorDetail, ProbeResult, error_body, http_status
+from flexd.api.base import REQUEST_HEADER, ErrorBody, ErrorDetail, ProbeResult, http_status
 from flexd.api.rank import RankPage
 from flexd.api.routes import RANKS, ROUTES, DaemonApi, Operation
 from flexd.core.errors import ApiError, FlexdError
@@ -279,7 +279,7 @@ def _add_probes(app: FastAPI, api: DaemonApi, metrics: Metrics) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(FlexdError)
     async def refused(_: Request, error: FlexdError) -> Response:
-        return json_response(error_body(error), http_status(error))
+        return _failure(type(error).__name__, error.message, error.remedy, http_status(error))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> Response:

@@ -85,8 +85,6 @@ HEAD_SECONDS = 10.0
 """Deadline from the connection, or from a request's first byte, to the end of its head."""
 WRITE_SECONDS = 20.0
 """Interval of checks whether a client reads its answer."""
-MIN_READ_BYTES_PER_SECOND = 1024
-"""Least rate at which a client must read an answer, as the mean between two checks."""
 REFUSED_CONNECTIONS = 4
 """Multiple of the limit of connections: those beyond the limit get status 503, those beyond this are closed."""
 
@@ -149,7 +147,8 @@ class BoundedProtocol(H11Protocol):
     def _check_reader(self, unread_before: int) -> None:
         self._write_deadline = None
         unread = self.transport.get_write_buffer_size()
-        if unread and unread > unread_before - MIN_READ_BYTES_PER_SECOND * WRITE_SECONDS:
+        # A client must read 1024 bytes per second, in the mean between two checks.
+        if unread and unread > unread_before - 1024 * WRITE_SECONDS:
             self.transport.abort()
         else:
             self._watch_reader()
@@ -162,8 +161,6 @@ class BoundedProtocol(H11Protocol):
 
 BACKLOG = 64
 MAX_CONNECTIONS = 64
-KEEP_ALIVE_SECONDS = 5
-START_SECONDS = 10.0
 _MAX_UNIX_PATH_BYTES = 107
 """sockaddr_un on Linux, less the closing NUL."""
 
@@ -246,13 +243,11 @@ class HttpListener:
         Raises:
             ApiError: as ``bind``, or the server did not start.
         """
-        if self._thread is not None:
-            raise ApiError(f"{self.address} is being served already", remedy="start a listener once")
         self.bind()
         self._server = self._make_server()
         self._thread = self._supervisor.thread(self._watch.thread, self._serve, self._stopping)
         self._thread.start()
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + 10.0
         while not self._server.started:
             if self._failure is not None or time.monotonic() > deadline:
                 self.stop(1.0)
@@ -297,7 +292,7 @@ class HttpListener:
             proxy_headers=False,
             backlog=BACKLOG,
             limit_concurrency=MAX_CONNECTIONS,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=5,
             timeout_graceful_shutdown=2,
         )
         if self._tls is not None:

@@ -60,8 +60,7 @@ def test_every_action_is_recorded_with_user_and_reason(tmp_path: Path) -> None:
     it.commands.set_throttle(None, 0, "quiet now", "")
     it.commands.record_reload("SIGHUP", "", ReloadReport(file="f", applied=("log.level",), pending=("job",)))
     it.commands.record_reload("ann", "try", ConfigError("log.level: 'loud'" + "x" * 5_000))
-    it.commands.record_override("ann", "campaign", "p1", ("samples", "lag"))
-    it.commands.record_override("ann", "campaign", "p2", ())
+    it.commands.record("override", "ann", "campaign", "plan p1 in spite of samples, lag")
     assert [each[:3] for each in it.actions] == [
         ("pause", "ann", "night"), ("resume", "bob", "morning"), ("throttle", "anonymous", "quiet now"),
         ("reload", "SIGHUP", ""), ("reload", "ann", "try"), ("override", "ann", "campaign"),
