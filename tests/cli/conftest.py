@@ -12,33 +12,14 @@ import pytest
 from flexd.cli.main import main
 from tests.support.repository import ROOT
 from tests.support.served_daemon import daemon, fake, served_daemon, server, url  # noqa: F401
-from tests.support.terminals import Terminal
 
 TIMEOUT_SECONDS = 30
 Flexd = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def flexd_process() -> Flexd:
-    """Runs ``flexd ARGUMENTS`` as a process with its output in pipes."""
-
-    def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("FLEXD")}
-        return subprocess.run(
-            [sys.executable, "-m", "flexd", *map(str, arguments)],
-            cwd=ROOT,
-            env={**clean, **environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-    return run
-
-
-@pytest.fixture
 def flexd_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Flexd:
-    """The same inside this process, through ``main``: what does not need a process of its own is quicker so."""
+    """Runs ``flexd ARGUMENTS`` in this process: what does not need a process of its own is quicker so."""
 
     def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
         capsys.readouterr()
@@ -65,7 +46,7 @@ def _restore_sigint() -> None:
 
 
 @pytest.fixture
-def terminal(url) -> Iterator[Terminal]:  # noqa: F811
+def terminal(url) -> Iterator[Callable[..., pexpect.spawn]]:  # noqa: F811
     """Start ``flexd ARGUMENTS`` on a terminal of its own."""
     made: list[pexpect.spawn] = []
 

@@ -5,6 +5,8 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -32,17 +34,18 @@ from flexd.core.errors import (
 )  # fmt: skip
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
+from tests.support.flexd_processes import flexd
 from tests.support.repository import ROOT
 
 
-def test_an_unreachable_daemon_is_named_with_a_remedy(flexd_process, tmp_path):
-    done = flexd_process("status", "--url", "http://127.0.0.1:1")
+def test_an_unreachable_daemon_is_named_with_a_remedy(tmp_path):
+    done = flexd("status", "--url", "http://127.0.0.1:1")
     assert done.returncode == ExitCode.UNREACHABLE
     assert "http://127.0.0.1:1" in done.stderr
     assert "remedy: start it" in done.stderr
     assert "Traceback" not in done.stderr
     missing = tmp_path / "no.sock"
-    done = flexd_process("status", FLEXD_SOCKET=str(missing))
+    done = flexd("status", FLEXD_SOCKET=str(missing))
     assert done.returncode == ExitCode.UNREACHABLE
     assert str(missing) in done.stderr
 
@@ -61,6 +64,23 @@ def test_over_a_unix_socket(flexd_command, daemon, tmp_path):
         assert server.stop(10)
 
 
+@contextmanager
+def another_program(talk: Callable[[socket.socket], None]) -> Iterator[DaemonClient]:
+    """Yield a client of a program that talks to its first connection."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+
+        def serve() -> None:
+            with other.accept()[0] as connection:
+                talk(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield DaemonClient(DaemonAddress(f"http://127.0.0.1:{other.getsockname()[1]}"))
+        thread.join(5)
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -72,49 +92,26 @@ def test_over_a_unix_socket(flexd_command, daemon, tmp_path):
     ],
 )
 def test_another_program_at_the_address(answer):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+    def talk(connection: socket.socket) -> None:
+        connection.recv(4096)
+        connection.sendall(answer)
 
-        def serve() -> None:
-            connection, _ = other.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        with pytest.raises(DaemonUnreachableError):
-            DaemonClient(DaemonAddress(f"http://127.0.0.1:{other.getsockname()[1]}")).send(routes.STATUS)
-        thread.join(5)
+    with another_program(talk) as client, pytest.raises(DaemonUnreachableError):
+        client.send(routes.STATUS)
 
 
 def test_an_answer_that_drips_hits_the_deadline(monkeypatch):
     monkeypatch.setattr(client_module, "ANSWER_SECONDS", 0.5)
-    stop = threading.Event()
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
 
-        def serve() -> None:
-            connection, _ = other.accept()
-            with connection:
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-                while not stop.is_set():
-                    try:
-                        connection.sendall(b" ")
-                    except OSError:
-                        return
-                    time.sleep(0.02)
+    def talk(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        with suppress(OSError):  # until the client has gone
+            while True:
+                connection.sendall(b" ")
+                time.sleep(0.02)
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            with pytest.raises(DaemonTimeoutError):
-                DaemonClient(DaemonAddress(f"http://127.0.0.1:{other.getsockname()[1]}")).send(routes.STATUS)
-        finally:
-            stop.set()
-            thread.join(5)
+    with another_program(talk) as client, pytest.raises(DaemonTimeoutError):
+        client.send(routes.STATUS)
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,6 @@ from flexd.cli.render import blocks_of, show
 from flexd.control.daemon.migration import MigrationRecord, MigrationState
 from flexd.core.errors import ApiError, PlanError
 from tests.support.fake_daemon import USERS
-from tests.support.terminals import ended
-
-
-def text_of(status: DaemonStatus) -> str:
-    stream = io.StringIO()
-    show(blocks_of(status, rows=STATUS_ROWS), stream)
-    return stream.getvalue()
 
 
 def test_lists_and_details_reach_the_daemon(flexd_command, url, daemon):
@@ -105,7 +98,9 @@ def test_the_status_shows_what_is_wrong():
             migration_id="m", state=MigrationState.FAILED, rows=4, rows_applied=1, problem="rank 3 died"
         ),
     )  # fmt: skip
-    text = text_of(status)
+    stream = io.StringIO()
+    show(blocks_of(status, rows=STATUS_ROWS), stream)
+    text = stream.getvalue()
     for expected in (
         "[red]ads[/]", "ready         no", "ranks are missing", "pause reason  night", "12,345", "corrupt 2",
         "retention 4,000", "broker unreachable", "and 3 more", "and 5 more", "25.00%", "rank 3 died", "1 h 6 min",
@@ -184,12 +179,9 @@ def test_the_exit_code_follows_from_the_outcome(flexd_command, url, daemon, outc
     assert outcome in done.stdout.splitlines()[0]
 
 
-def interrupted(process: pexpect.spawn) -> tuple[str, int]:
-    """Press Control-C until the process ends: ``input`` misses one that comes just before its read begins."""
-    for _ in range(10):
-        process.sendintr()
-        if process.expect([pexpect.EOF, pexpect.TIMEOUT], timeout=3) == 0:
-            break
+def ended(process: pexpect.spawn) -> tuple[str, int]:
+    """Return the rest of the output and the exit status."""
+    process.expect(pexpect.EOF)
     process.close()
     return process.before.replace("\r\n", "\n"), process.exitstatus
 
@@ -197,9 +189,13 @@ def interrupted(process: pexpect.spawn) -> tuple[str, int]:
 def test_control_c_at_the_question_changes_nothing(terminal, daemon):
     process = terminal("pause", "--reason", "night")
     process.expect(r"Pause\? \[y/N\]")
-    text, status = interrupted(process)
-    assert "nothing was changed" in text
-    assert status == ExitCode.INTERRUPTED
+    for _ in range(10):  # ``input`` misses one that comes just before its read begins
+        process.sendintr()
+        if process.expect([pexpect.EOF, pexpect.TIMEOUT], timeout=3) == 0:
+            break
+    process.close()
+    assert "nothing was changed" in process.before
+    assert process.exitstatus == ExitCode.INTERRUPTED
     assert daemon.calls == []
 
 

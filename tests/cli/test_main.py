@@ -21,8 +21,9 @@ from flexd.cli.main import app
 from flexd.config.model import load_config
 from flexd.daemon.config_file import sketch_settings
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.snapshot import SnapshotStore
+from tests.support.flexd_processes import flexd
 from tests.support.repository import ROOT
+from tests.support.saved_sketches import save_sketches
 
 
 def test_json_and_yaml_are_one_document(flexd_command, url):
@@ -70,9 +71,9 @@ def test_the_clients_commands_load_neither_torch_nor_the_daemons_libraries(flexd
     assert done.returncode == 0, done.stderr
 
 
-def test_a_command_that_trains_says_that_torch_is_missing(flexd_process, tmp_path):
+def test_a_command_that_trains_says_that_torch_is_missing(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('there is none', name='torch')\n")
-    done = flexd_process("demo", PYTHONPATH=os.pathsep.join(map(str, (tmp_path, ROOT))))
+    done = flexd("demo", PYTHONPATH=os.pathsep.join(map(str, (tmp_path, ROOT))))
     assert done.returncode == ExitCode.FAILED
     assert "Traceback" not in done.stderr
     assert "torch, which is not installed here" in done.stderr
@@ -210,10 +211,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = load_config(Path("configs/laptop.yaml"))
     sketches = SketchSet(config.keyspace().tables, sketch_settings(config))
     sketches.ingest("items", rows, 0, 1.7e9, np.array([len(rows)]))
-    meta, arrays = sketches.state()
-    store = SnapshotStore(tmp_path / config.state.dir / "snapshots", 20)
-    saved = {"sketches": meta, "positions": {"p0": 1}, "generation": 1, "saved": {}}
-    store.save(saved, arrays)
+    save_sketches(tmp_path / config.state.dir / "snapshots", sketches)
     return tmp_path
 
 

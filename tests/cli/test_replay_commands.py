@@ -11,11 +11,11 @@ from flexd.cli.client import ExitCode
 from flexd.config.model import load_config
 from flexd.daemon.config_file import sketch_settings
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.trace import synthetic_trace
 from flexd.stream.types import AccessBatch
+from tests.support.saved_sketches import save_sketches
 
 SMALL = ("--steps", 8, "--batch", 16, "--history", 4, "--dim", 8)
 
@@ -78,18 +78,13 @@ def test_of_a_tap_what_the_daemon_has_counted_is_read_beside_it(flexd_command, t
     assert (done.returncode, "does not exist" in done.stderr) == (ExitCode.FAILED, True), done.stderr
     config = load_config(file)
     sketches = SketchSet(config.keyspace().tables, sketch_settings(config))
-    store = SnapshotStore(tmp_path / "state" / "snapshots", 3)
-
-    def save() -> None:
-        meta, arrays = sketches.state()
-        store.save({"sketches": meta, "positions": {}, "generation": 1, "saved": {}}, arrays)
-
-    save()
+    snapshots = tmp_path / "state" / "snapshots"
+    store = save_sketches(snapshots, sketches)
     done = flexd_command("advise", "--step-ms", 5, "-c", file, *SMALL)
     assert "no access was counted yet" in done.stderr
     rows = np.random.default_rng(0).zipf(1.3, 5_000) % 3_000
     sketches.ingest("item", rows.astype(np.int64), 0, 1.7e9)
-    save()
+    save_sketches(snapshots, sketches)
     (damaged := store.directory / "snapshot-000000000009.flexd").write_bytes(b"no snapshot")
     before = sorted(tmp_path.rglob("*"))
     done = flexd_command("advise", "--step-ms", 5, "-c", file, "--scale", 1000, *SMALL, "-o", "json")

@@ -18,6 +18,26 @@ from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, DenseAdam, RowOpt
 
 @dataclass(frozen=True)
 class Scenario:
+    """One training.
+
+    Attributes:
+        second_dtype: dtype of the second table, if it differs.
+        second_rate: learning rate of the second table, of the optimizer's.
+        gamma: factor of the learning rate after each step.
+        idle_rank: rank that has empty batches only; -1: none.
+        only_rail: only rows with homes on this rail get copies, one per node; -1: rows of all rails.
+        switch_every: steps after which one of the ranks proposes the other exchange; 0: never.
+        fast_memory_bytes: of home rows of a rank; None: all are fast.
+        slow_file: cold rows are in a file instead of host memory.
+        divide_every: after every so many steps each rank divides its fast memory as it likes.
+        pooling_at: of the two tables, whose features are pooled then, the second's by mean; None: they are not.
+        homes: sharding types of the two tables; nodes and ranks are counted modulo those of the job.
+        second_optimizer: optimizer of the second table, if it differs.
+        mixed: features of the first table are not pooled where those of the second are.
+        moved: rows also move to other nodes than those of their homes.
+        weighted: rows that are pooled by sum have factors.
+    """
+
     nodes: int
     local_ranks: int
     optimizer: str = "sgd"
@@ -30,37 +50,22 @@ class Scenario:
     two_dims: bool = False
     passes: int = 1
     second_dtype: str = ""
-    """Dtype of the second table, if it differs."""
     second_rate: float = 1.0
-    """Learning rate of the second table, of the optimizer's."""
     gamma: float = 1.0
-    """Factor of the learning rate after each step."""
     average_gradients: bool = True
     idle_rank: int = -1
-    """Rank that has empty batches only; -1: none."""
     only_rail: int = -1
-    """Only rows with homes on this rail get copies, one per node; -1: rows of all rails."""
     comm_dtype: str | tuple[str | None, ...] | None = None
     switch_every: int = 0
-    """Steps after which one of the ranks proposes the other exchange; 0: never."""
     fast_memory_bytes: int | None = None
-    """Of home rows of a rank; None: all are fast."""
     slow_file: bool = False
-    """Cold rows are in a file instead of host memory."""
     divide_every: int = 0
-    """After every so many steps each rank divides its fast memory as it likes."""
     pooling_at: tuple[str, str] | None = None
-    """Of the two tables, whose features are pooled then, the second's by mean; None: they are not."""
     homes: tuple[str, str] = ("row_wise", "row_wise")
-    """Sharding types of the two tables; nodes and ranks are counted modulo those of the job."""
     second_optimizer: str = ""
-    """Optimizer of the second table, if it differs."""
     mixed: bool = False
-    """Features of the first table are not pooled where those of the second are."""
     moved: bool = False
-    """Rows also move to other nodes than those of their homes."""
     weighted: bool = False
-    """Rows that are pooled by sum have factors."""
 
     def due(self, step: int, chunks: int) -> int:
         """Return how many of the chunks have been released before a step."""

@@ -27,17 +27,17 @@ _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
-def run(*arguments: object, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run a Python program in the root of the repository."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("FLEXD_")}
+def run(*arguments: object, seconds: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program in the root of the repository, with its output in pipes."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("FLEXD_")} | environment
     return subprocess.run(
         [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=environ,
         check=False,
     )  # fmt: skip
 
 
-def flexd(*arguments: object, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
-    return run("-m", "flexd", *arguments, seconds=seconds)
+def flexd(*arguments: object, seconds: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run("-m", "flexd", *arguments, seconds=seconds, **environment)
 
 
 def demo(*arguments: object, seconds: float = 200.0) -> dict[str, Any]:

@@ -295,35 +295,28 @@ class RecordedStreams:
             yield self
 
 
-class RecordedStream:
+class _Recorded:
     def __init__(self, streams: RecordedStreams, name: str) -> None:
         self._streams, self._name = streams, name
 
     def __str__(self) -> str:
         return self._name
 
+    def synchronize(self) -> None:
+        self._streams.record("synchronize", self)
+
+
+class RecordedStream(_Recorded):
     def wait_event(self, event: object) -> None:
         self._streams.record("wait_event", self, event)
 
     def wait_stream(self, stream: object) -> None:
         self._streams.record("wait_stream", self, stream)
 
-    def synchronize(self) -> None:
-        self._streams.record("synchronize", self)
 
-
-class RecordedEvent:
-    def __init__(self, streams: RecordedStreams, name: str) -> None:
-        self._streams, self._name = streams, name
-
-    def __str__(self) -> str:
-        return self._name
-
+class RecordedEvent(_Recorded):
     def record(self, stream: object = None) -> None:
         self._streams.record("record", self, stream or self._streams.current())
-
-    def synchronize(self) -> None:
-        self._streams.record("synchronize", self)
 
     def query(self) -> bool:
         self._streams.record("query", self)

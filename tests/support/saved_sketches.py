@@ -40,3 +40,11 @@ def loaded_sketches(
     sketches, outcomes = restore_tables(meta, arrays, tables, settings)
     assert {outcome.outcome for outcome in outcomes} <= {"kept"}, outcomes
     return sketches
+
+
+def save_sketches(directory: Path, sketches: SketchSet) -> SnapshotStore:
+    """Save a snapshot without positions."""
+    meta, arrays = sketches.state()
+    store = SnapshotStore(directory, 20)
+    store.save({"sketches": meta, "positions": {}, "generation": 1, "saved": {}}, arrays)
+    return store

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.support.repository import ROOT, child_environment
-from tools.bench.harness import cases, parser_of
+from tools.bench.harness import cases
 
 pytestmark = pytest.mark.alone
 
@@ -36,11 +36,3 @@ def test_a_quick_run_ends_with_figures_and_checks(name: str) -> None:
         assert entry["ok"] or TIMED.search(entry["name"]), entry
     assert done.returncode == (0 if all(entry["ok"] for entry in last["checks"]) else 1)
     assert last["checks"] or "skipped: " in done.stdout
-
-
-def test_every_case_states_its_sections_and_options() -> None:
-    assert len(cases()) == 14
-    for name in cases():
-        case, parser = parser_of(name)
-        assert case.SECTIONS
-        assert not parser.parse_args([]).quick

@@ -63,8 +63,7 @@ class TcpCut:
 
     def mend(self) -> None:
         self._open = True
-        self.tamper: Callable[[bytes], bytes] | None = None
-        """Changes each segment, in either direction."""
+        self.tamper = None
         self._flowing.set()
 
     def close(self) -> None:
