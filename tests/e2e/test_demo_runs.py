@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.flexd_processes import demo, run
+from tests.support.flexd_processes import flexd, run
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 
@@ -16,7 +16,12 @@ STEPS, RANKS = 60, 4
 @pytest.mark.long
 def test_every_exchange_trains_the_same_and_the_critical_path_carries_less(tmp_path: Path) -> None:
     """The command itself fails if a replica, a version or a table differs."""
-    found = demo("--steps", STEPS, "--batch-size", 16, "--micro-batches", 2, "--link-mbit", 400, "--out", tmp_path)
+    done = flexd(
+        "demo", "-o", "json", "--steps", STEPS, "--batch-size", 16, "--micro-batches", 2, "--link-mbit", 400,
+        "--out", tmp_path, seconds=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
     assert (found["ranks"], found["steps"], found["micro_batches"]) == (RANKS, STEPS, 2)
     assert sum(found["tier_access_share"].values()) == pytest.approx(1)
     assert found["stream_accesses_dropped"] == 0

@@ -45,17 +45,14 @@ def test_every_access_is_counted_once_whenever_the_daemon_is_killed(tmp_path: Pa
                 np.add.at(exact[name], ids, 1)
             time.sleep(0.002)
 
-    def train_until_a_delta_is_taken() -> None:
-        before, deadline = tap.counters.messages, time.monotonic() + 60
-        while tap.counters.messages == before:
-            assert time.monotonic() < deadline, tap.counters
-            train(0.1)
-
     with RunningDaemon(tmp_path, {**SETTINGS, "job": "tapped"}) as daemon:
         address = f"127.0.0.1:{daemon.config.control.listen_port}"
         connection = flexd.connect(collection, address, job="tapped", attempt="a", timeout_seconds=5.0, tap=tap)
         for _ in range(kills):
-            train_until_a_delta_is_taken()
+            before, deadline = tap.counters.messages, time.monotonic() + 60
+            while tap.counters.messages == before:  # until a delta is taken
+                assert time.monotonic() < deadline, tap.counters
+                train(0.1)
             train(when.random())
             daemon.process.kill()
             train(0.3)

@@ -70,15 +70,6 @@ SLOW_BYTE = 4e-6
 """Seconds of a byte between nodes, in the prices."""
 
 
-def prices(path: Path) -> Path:
-    """Write the prices of a slow link without latency, with which copies pay."""
-    fast, slow = (CollectiveCurve(0.0, ((1.0, speed),)) for speed in (1e10, 1 / SLOW_BYTE))
-    write_cluster(
-        Cluster("test", "given", LinkModel(1e10, fast, fast, fast), LinkModel(1 / SLOW_BYTE, slow, slow, slow)), path
-    )
-    return path
-
-
 @pytest.mark.parametrize(
     ("seconds_per_home_access", "seconds_with_copies", "verdict"),
     [(4e-4, 0.0, "faster"), (0.0, 0.1, "slower")],
@@ -91,11 +82,15 @@ def test_the_ranks_decide_whether_a_plan_stays(
     seconds_with_copies: float,
     verdict: str,
 ) -> None:
+    # A slow link without latency, with which copies pay.
+    fast, slow = (CollectiveCurve(0.0, ((1.0, speed),)) for speed in (1e10, 1 / SLOW_BYTE))
+    links = LinkModel(1e10, fast, fast, fast), LinkModel(1 / SLOW_BYTE, slow, slow, slow)
+    write_cluster(Cluster("test", "given", *links), tmp_path / "topology.yaml")
     settings = {
         "job": "verified",
         "tables": [{"name": "item", "rows": ROWS, "dim": 16}],
         "stream": {"source": {"kind": "tap"}, "poll_seconds": 0.02},
-        "topology": {"file": str(prices(tmp_path / "topology.yaml"))},
+        "topology": {"file": str(tmp_path / "topology.yaml")},
         "planner": {
             # One plan, as the ranks are there: after a verdict one of another kind would be made, and measured too.
             "interval_seconds": 150.0, "drift_threshold": None, "min_samples": 20_000,

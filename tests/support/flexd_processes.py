@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -38,15 +37,6 @@ def run(*arguments: object, seconds: float = 60.0, **environment: str) -> subpro
 
 def flexd(*arguments: object, seconds: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
     return run("-m", "flexd", *arguments, seconds=seconds, **environment)
-
-
-def demo(*arguments: object, seconds: float = 200.0) -> dict[str, Any]:
-    """Run a demo, which must succeed, and return its JSON; without an emulated link unless one is given."""
-    link = () if "--link-mbit" in arguments else ("--link-mbit", 0)
-    done = flexd("demo", "-o", "json", *link, *arguments, seconds=seconds)
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary: dict[str, Any] = json.loads(done.stdout)
-    return summary
 
 
 class RunningDaemon:

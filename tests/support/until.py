@@ -17,10 +17,6 @@ class Clock:
         self.now += seconds
 
 
-_FIRST_INTERVAL_SECONDS = 0.002
-_LONGEST_INTERVAL_SECONDS = 0.05
-
-
 def until(condition: Callable[[], object], seconds: float = 60.0, what: Callable[[], object] | str = "") -> Any:
     """Call ``condition`` until it is true and return its value; the interval grows from 2 to 50 ms.
 
@@ -31,9 +27,9 @@ def until(condition: Callable[[], object], seconds: float = 60.0, what: Callable
         AssertionError: ``condition`` is still false after ``seconds``.
     """
     deadline = time.monotonic() + seconds
-    interval = _FIRST_INTERVAL_SECONDS
+    interval = 0.002
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
         time.sleep(interval)
-        interval = min(1.5 * interval, _LONGEST_INTERVAL_SECONDS)
+        interval = min(1.5 * interval, 0.05)
     return value

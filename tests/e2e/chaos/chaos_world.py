@@ -130,6 +130,7 @@ class ChaosWorld:
     Attributes:
         daemon_server, rank_servers: version of the daemon and of the ranks that start next.
         config_file, control_port, url: of the daemon; the last is its admin API.
+        has_disk: the state directory is a small disk of its own (root only).
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class ChaosWorld:
         self.clock = Clock(directory / "clock")
         self.broker = TansuBroker(topics={TOPIC: PARTITIONS})
         self.link = TcpCut(self.link_port, self.control_port)
-        self._mounted = False
+        self.has_disk = False
         self._write_files()
 
     def __enter__(self) -> ChaosWorld:
@@ -173,13 +174,8 @@ class ChaosWorld:
                 child.kill()
         self.link.close()
         self.broker.__exit__(None, None, None)
-        if self._mounted:
+        if self.has_disk:
             subprocess.run(["umount", "-l", str(self.state)], check=False, capture_output=True)
-
-    @property
-    def has_disk(self) -> bool:
-        """True if the state directory is a small disk of its own (root only)."""
-        return self._mounted
 
     @property
     def config(self) -> Config:
@@ -332,7 +328,7 @@ class ChaosWorld:
         self.state.mkdir(mode=0o700)
         if os.geteuid() == 0:
             options = ["-t", "tmpfs", "-o", f"size={STATE_BYTES},mode=0700", "tmpfs", str(self.state)]
-            self._mounted = subprocess.run(["mount", *options], check=False, capture_output=True).returncode == 0
+            self.has_disk = subprocess.run(["mount", *options], check=False, capture_output=True).returncode == 0
 
     def _write_files(self) -> None:
         for name in ("secret", "secret-of-ranks"):
