@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.engine import RowEngine
-from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowOptimizer, RowUpdate
+from flexd.embedding.row_optimizers import OptimizersByGroup, RatedTables, RowOptimizer, RowUpdate
 from flexd.embedding.step import StepGradients, clip_grad_norm_
 
 if TYPE_CHECKING:
@@ -298,51 +297,3 @@ class JoinedOptimizer(torch.optim.Optimizer):
 
 def _parameters_of(groups: Sequence[dict[str, Any]]) -> int:
     return sum(len(group["params"]) for group in groups)
-
-
-def _rates_at(
-    later_keys: torch.Tensor, rates: torch.Tensor, keys_of: KeysOf | None, slots: torch.Tensor
-) -> torch.Tensor:
-    """int64 [n] slots -> float64 [n, 1] the rates of their tables."""
-    assert keys_of is not None  # noqa: S101
-    return rates.index_select(0, torch.searchsorted(later_keys, keys_of(slots), right=True)).unsqueeze(1)
-
-
-@dataclass(frozen=True)
-class RatedTables:
-    """Tables with one kind of optimizer.
-
-    Attributes:
-        rule: with ``lr=1`` where there are rates: changes of all optimizers are proportional to the rate.
-        rates: of each table, in the order of their keys; empty if all have the rule's.
-        first_keys: the first key of each of them, ascending.
-    """
-
-    rule: RowOptimizer
-    rates: tuple[float, ...] = ()
-    first_keys: tuple[int, ...] = field(default=(), repr=False)
-
-
-@dataclass(frozen=True)
-class OptimizersByGroup:
-    """The update of tables with several kinds of optimizers or learning rates."""
-
-    kinds: tuple[RatedTables, ...]
-
-    @property
-    def moves_all_rows(self) -> bool:
-        return any(kind.rule.moves_all_rows for kind in self.kinds)
-
-    @property
-    def moves_at_zero(self) -> bool:
-        return any(kind.rule.moves_at_zero for kind in self.kinds)
-
-    def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
-        for kind in self.kinds:
-            own = [group for group in groups if group.optimizer == kind.rule.name]
-            if own and kind.rates:
-                later_keys = torch.tensor(kind.first_keys[1:], dtype=torch.int64, device=own[0].rows.device)
-                rates = torch.tensor(kind.rates, dtype=torch.float64, device=own[0].rows.device)
-                own = [replace(group, rates_of=partial(_rates_at, later_keys, rates, group.keys_of)) for group in own]
-            if own:
-                kind.rule.update_groups(own, step)

@@ -7,9 +7,10 @@ There is no SGD with momentum: momentum moves every row at every step, so a lazy
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -46,25 +47,6 @@ class GroupUpdate:
     keys_of: KeysOf | None = None
     rates_of: Callable[[torch.Tensor], torch.Tensor] | None = None
     optimizer: str = ""
-
-
-class RowUpdate(Protocol):
-    """Updates given rows in place by the settings of one step."""
-
-    @property
-    def moves_all_rows(self) -> bool:
-        """True if a step also changes rows that it did not look up."""
-
-    @property
-    def moves_at_zero(self) -> bool:
-        """True if a gradient of zero changes a row: by momentum, or by weight decay."""
-
-    def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
-        """Apply one step to the rows of several dim-groups.
-
-        Args:
-            step: number of this optimizer step of the job, from 1, for bias correction.
-        """
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -106,7 +88,7 @@ class _Gathered:
         states: [n, s], changed in place.
         sizes: the rows of each part. A result for a row may depend on the number of rows that a kernel is given, so
             parts that another rank has alone do not share a reduction.
-        step: as in ``RowUpdate.update_groups``.
+        step: as in ``RowOptimizer.update_groups``.
     """
 
     grads: list[torch.Tensor]
@@ -135,6 +117,7 @@ class RowOptimizer:
     name: ClassVar[str]
     """Name in ``TableSpec.optimizer``; ``flexd.core.keyspace.state_columns`` defines its state."""
     moves_all_rows: ClassVar[bool] = False
+    """True if a step also changes rows that it did not look up."""
     row_wise: ClassVar[bool] = False
     """True if squares of gradients are averaged over each row."""
     weight_decay: float = 0.0
@@ -144,6 +127,7 @@ class RowOptimizer:
 
     @property
     def moves_at_zero(self) -> bool:
+        """True if a gradient of zero changes a row: by momentum, or by weight decay."""
         return self.weight_decay > 0
 
     @property
@@ -174,6 +158,9 @@ class RowOptimizer:
         """Apply one step to the rows of several dim-groups, bit for bit as to each part alone.
 
         On an accelerator all parts and dim-groups share their kernels where tensors of several shapes can.
+
+        Args:
+            step: number of this optimizer step of the job, from 1, for bias correction.
         """
         groups = [replace(group, gradients=[part for part in group.gradients if part[0].shape[0]]) for group in groups]
         if not all(devices.in_host_memory(group.rows) for group in groups):
@@ -415,3 +402,55 @@ class DenseAdam(Adam):
                 of_block.index_copy_(0, slots[begin:stop] - first, grads[begin:stop])
                 index = torch.arange(first, end, device=device)
                 self._update([replace(group, gradients=[(index, of_block)])], step)
+
+
+def _rates_at(
+    later_keys: torch.Tensor, rates: torch.Tensor, keys_of: KeysOf | None, slots: torch.Tensor
+) -> torch.Tensor:
+    """int64 [n] slots -> float64 [n, 1] the rates of their tables."""
+    assert keys_of is not None  # noqa: S101
+    return rates.index_select(0, torch.searchsorted(later_keys, keys_of(slots), right=True)).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class RatedTables:
+    """Tables with one kind of optimizer.
+
+    Attributes:
+        rule: with ``lr=1`` where there are rates: changes of all optimizers are proportional to the rate.
+        rates: of each table, in the order of their keys; empty if all have the rule's.
+        first_keys: the first key of each of them, ascending.
+    """
+
+    rule: RowOptimizer
+    rates: tuple[float, ...] = ()
+    first_keys: tuple[int, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class OptimizersByGroup:
+    """The update of tables with several kinds of optimizers or learning rates."""
+
+    kinds: tuple[RatedTables, ...]
+
+    @property
+    def moves_all_rows(self) -> bool:
+        return any(kind.rule.moves_all_rows for kind in self.kinds)
+
+    @property
+    def moves_at_zero(self) -> bool:
+        return any(kind.rule.moves_at_zero for kind in self.kinds)
+
+    def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
+        for kind in self.kinds:
+            own = [group for group in groups if group.optimizer == kind.rule.name]
+            if own and kind.rates:
+                later_keys = torch.tensor(kind.first_keys[1:], dtype=torch.int64, device=own[0].rows.device)
+                rates = torch.tensor(kind.rates, dtype=torch.float64, device=own[0].rows.device)
+                own = [replace(group, rates_of=partial(_rates_at, later_keys, rates, group.keys_of)) for group in own]
+            if own:
+                kind.rule.update_groups(own, step)
+
+
+RowUpdate = RowOptimizer | OptimizersByGroup
+"""Updates given rows in place by the settings of one step."""

@@ -405,18 +405,11 @@ class SavedTables:
         table = self._keyspace.index[self.saved.tables[self.saved.groups[saved_group].tables[0]].name]
         return next(number for number, group in enumerate(self._keyspace.groups) if table in group.tables)
 
-    def keys(self, saved_group: int, keys: torch.Tensor) -> torch.Tensor:
-        """int64 [n] keys of a dim-group of the save -> int64 [n] keys of this job."""
-        tables = self.saved.groups[saved_group].tables
-        firsts = [int(self.saved.first_key[table]) for table in tables]
-        shifts = [
-            int(self._keyspace.first_key[self._keyspace.index[self.saved.tables[table].name]]) - first
-            for table, first in zip(tables, firsts, strict=True)
-        ]
-        if not any(shifts):
-            return keys
-        at = torch.searchsorted(torch.tensor(firsts, device=keys.device), keys, right=True) - 1
-        return keys + torch.tensor(shifts, device=keys.device).index_select(0, at)
+    def keys(self, keys: Int64Array) -> Int64Array:
+        """int64 [n] keys of the save -> int64 [n] keys of this job."""
+        tables, rows = self.saved.table_rows(keys)
+        here = np.array([self._keyspace.first_key[self._keyspace.index[table.name]] for table in self.saved.tables])
+        return here[tables] + rows
 
 
 def load_rows_of(
@@ -442,14 +435,12 @@ def load_rows_of(
             world.all_reduce(rounds, dist.ReduceOp.MAX)
             for _ in range(int(rounds)):
                 window = next(windows, None)
-                keys = torch.empty(0, dtype=torch.int64, device=device)
+                keys = np.empty(0, dtype=np.int64)
                 packed = torch.empty((0, store.row_bytes), dtype=torch.uint8, device=device)
                 if window is not None:
-                    keys = tables.keys(
-                        saved_group, torch.from_numpy(window.slots * window.key_step + window.first_key).to(device)
-                    )
+                    keys = tables.keys(window.slots * window.key_step + window.first_key)
                     packed = torch.from_numpy(window.packed).to(device)
-                _send_home(world, store, store.homes.addresses(keys), packed)
+                _send_home(world, store, store.homes.addresses(torch.from_numpy(keys).to(device)), packed)
 
 
 def _send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:

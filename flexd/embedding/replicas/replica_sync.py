@@ -145,7 +145,7 @@ class ReplicaSync:
 
     @in_phase(StepPhase.UPDATE)
     def update(self, summed: Sequence[RowGradients], optimizer: RowUpdate, step: int) -> None:
-        """Update the rows. ``step``: as in ``RowUpdate.update_groups``."""
+        """Update the rows. ``step``: as in ``RowOptimizer.update_groups``."""
         if self._changed is not None:
             self._changed([(part.group, part.slots) for part in summed], all_rows=optimizer.moves_all_rows)
         # One part a tier and group has the same rows in the same order on every holder: bit-equal by construction.
