@@ -143,18 +143,16 @@ def _initial_rows(
     store: GroupStore, scales: Sequence[float], seed: int, state: float, slots: torch.Tensor
 ) -> torch.Tensor:
     """Return cold rows with the initial values of int64 [n] home slots."""
-    group, homes = store.group, store.homes.homes
-    first_keys = torch.tensor([int(homes.keyspace.first_key[table]) for table in group.tables])
-    rows = torch.empty((len(slots), group.dim), dtype=store.rows.dtype)
-    keys = torch.from_numpy(homes.keys((slots * store.world_size + store.first_home_address).numpy()))
-    of_table = torch.searchsorted(first_keys, keys, right=True) - 1
-    for at in np.unique(of_table.numpy()).tolist():
-        table = group.tables[at]
-        here = (of_table == at).nonzero().view(-1)
-        part = rows.new_empty((len(here), group.dim))
-        of_rows = keys.index_select(0, here) - first_keys[at]
-        fill_initial_rows(part, homes.keyspace.tables[table].name, of_rows, scale=scales[table], seed=seed)
-        rows.index_copy_(0, here, part)
+    homes, dim = store.homes.homes, store.group.dim
+    rows = torch.empty((len(slots), dim), dtype=store.rows.dtype)
+    keys = homes.keys((slots * store.world_size + store.first_home_address).numpy())
+    of_tables, of_rows = homes.keyspace.table_rows(keys)
+    for table in np.unique(of_tables).tolist():
+        here = np.flatnonzero(of_tables == table)
+        part = rows.new_empty((len(here), dim))
+        name = homes.keyspace.tables[table].name
+        fill_initial_rows(part, name, torch.from_numpy(of_rows[here]), scale=scales[table], seed=seed)
+        rows[here] = part
     return with_counts(packed(rows, torch.full((len(slots), store.state.shape[1]), state, dtype=store.state.dtype)))
 
 
