@@ -423,7 +423,10 @@ class RowEngine:
 
     def _check_backward(self) -> None:
         """Warn of passes whose rows move although no gradient has come."""
-        idle = sum(one.grads is None and any(rows.rows for rows in one.route.stations[0]) for one in self.passes)
+        idle = sum(
+            one.grads is None and not one.recomputes and any(rows.rows for rows in one.route.stations[0])
+            for one in self.passes
+        )
         if not idle:
             return
         text = f"{idle} of {len(self.passes)} look-ups of a step had no backward pass; their rows move all the same"

@@ -29,6 +29,11 @@ class GraphMark:
     """Lives as long as the graph of a forward pass."""
 
 
+def in_backward_pass() -> bool:
+    """Return whether autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class ForwardPass:
     """One look-up. If it is for training it waits in ``RowEngine.passes`` until its gradients are pushed.
 
@@ -36,9 +41,11 @@ class ForwardPass:
         touched: the replicated rows that it reads, filled in while it is found and fetched; None if there are none.
         grads: per dim-group [rows of the route's first station, dim]; None before its backward pass.
         bag_grads: per dim-group [bags, dim] of the bags that are pooled at the owner; None before its backward pass.
+        recomputes: whether a backward pass looks the rows up once more, for activation checkpointing.
     """
 
     def __init__(self, route: Route, touched: TouchedRows | None) -> None:
+        self.recomputes = in_backward_pass()
         self.route = route
         self.touched = touched
         self.grads: list[torch.Tensor] | None = None

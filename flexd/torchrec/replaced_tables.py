@@ -22,7 +22,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding.bag_collection import EmbeddingBagCollection
 from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.features import Jagged
-from flexd.embedding.step import RoutedInput
+from flexd.embedding.step import RoutedInput, in_backward_pass
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
 from flexd.torchrec.inputs import (
     as_keyed_jagged,
@@ -273,6 +273,13 @@ class ReplacedTables(EmbeddingBagCollection):
             return self._look_up([module], _ModuleInput(module, given), given)[module.path]
         mode, shared = (torch.is_grad_enabled(), training, self.steps), self._shared
         if shared is None or shared.given is not given or shared.mode != mode or module.path not in shared.outputs:
+            if in_backward_pass():
+                raise EmbeddingError(
+                    f"rank {self.rank}: {module.path} is called again by a backward pass (activation checkpointing), "
+                    "after the rows that modules share were looked up",
+                    remedy="checkpoint what follows the collection, not the collection, or "
+                    "replace(model, one_lookup=False)",
+                )
             self.drop_lookup()
             if shared is not None and shared.mode == (True, True, self.steps):
                 raise EmbeddingError(

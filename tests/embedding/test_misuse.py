@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import flexd
 from flexd.core.errors import EmbeddingError
@@ -116,8 +117,8 @@ def test_passes_whose_output_one_rank_keeps_are_refused_on_all(ranks: Ranks) -> 
         assert text.startswith(f"{MAX_PENDING_PASSES} forward passes without a step")
 
 
-def idle(rank: int, optimizer: Any) -> list[str]:
-    """Step after a look-up without a backward pass; return what was logged."""
+def idle(rank: int, optimizer: Any, recomputed: bool) -> list[str]:
+    """Step after a look-up without a backward pass, or only in a checkpoint that recomputes; return what was logged."""
     lines: list[str] = []
 
     class Lines(logging.Handler):
@@ -128,8 +129,11 @@ def idle(rank: int, optimizer: Any) -> list[str]:
     logging.getLogger("flexd").addHandler(handler)
     collection = collection_of(optimizer)
     for _ in range(2):
-        collection(batch())
-        collection(batch())["item"].values.sum().backward()
+        if recomputed:
+            checkpoint(lambda: collection(batch())["item"].values.tanh().sum(), use_reentrant=False).backward()
+        else:
+            collection(batch())
+            collection(batch())["item"].values.sum().backward()
         collection.optimizer.step()
     logging.getLogger("flexd").removeHandler(handler)
     USAGE_WARNINGS._noted.pop(UsageWarningKind.NO_BACKWARD, None)  # the process is used again
@@ -137,10 +141,17 @@ def idle(rank: int, optimizer: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "warned"),
-    [(flexd.Adam(lr=0.1), 1), (flexd.SGD(lr=0.1, weight_decay=0.1), 1), (flexd.SGD(lr=0.1), 0)],
+    ("optimizer", "recomputed", "warned"),
+    [
+        (flexd.Adam(lr=0.1), False, 1),
+        (flexd.Adam(lr=0.1), True, 0),
+        (flexd.SGD(lr=0.1, weight_decay=0.1), False, 1),
+        (flexd.SGD(lr=0.1), False, 0),
+    ],
 )
-def test_rows_that_move_without_a_gradient_are_warned_of_once(ranks: Ranks, optimizer: Any, warned: int) -> None:
-    for rank, lines in enumerate(ranks(2).run(idle, optimizer)):
+def test_rows_that_move_without_a_gradient_are_warned_of_once(
+    ranks: Ranks, optimizer: Any, recomputed: bool, warned: int
+) -> None:
+    for rank, lines in enumerate(ranks(2).run(idle, optimizer, recomputed)):
         assert len(lines) == warned
         assert all(line.startswith(f"rank {rank}: 1 of 2 look-ups of a step had no backward pass") for line in lines)

@@ -11,6 +11,7 @@ import torchrec
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torchrec import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.types import DataType
 
@@ -164,6 +165,17 @@ def test_a_module_that_is_not_called_with_the_same_input_is_named() -> None:
     replace(apart, one_lookup=False)
     for step in range(2):
         apart.items(batch(step, 0)[1])
+
+
+def test_rows_that_modules_share_are_not_looked_up_again_by_a_recomputation() -> None:
+    """The rows of the second look-up have other places than those of the first, whose gradients are added."""
+    model = make()
+    replace(model)
+    features = batch(0, 0)[1]
+    model.items(features), model.sparse(features), model.words(features)
+    pooled = checkpoint(lambda: model.tags(features).values().tanh(), use_reentrant=False)
+    with pytest.raises(EmbeddingError, match=r"tags is called again by a backward pass \(activation checkpointing"):
+        pooled.sum().backward()
 
 
 class Two(nn.Module):
