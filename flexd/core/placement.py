@@ -48,8 +48,7 @@ def without_moves(tiers: UInt8Array) -> UInt8Array:
 
 def by_slots(tiers: UInt8Array) -> UInt8Array:
     """Map uint8 [n] tiers to numbers that grow with the replica slots that a row takes: HOME, moved, NODE, DEVICE."""
-    order = np.array([0, 2, 3, 1], dtype=np.uint8)
-    return order[np.minimum(tiers, REHOMED)]
+    return np.array([0, 2, 3, 1], dtype=np.uint8)[np.minimum(tiers, REHOMED)]
 
 
 @dataclass(frozen=True)

@@ -444,8 +444,7 @@ class Supervisor:
 
     def reasons(self) -> tuple[str, ...]:
         """Return what fails at present, in words."""
-        fatal = (f"ending: {self.fatal}",) if self.fatal else ()
-        return (*fatal, *map(str, self.problems()))
+        return (*((f"ending: {self.fatal}",) if self.fatal else ()), *map(str, self.problems()))
 
     def watch_uncaught(self) -> None:
         """Count and log what ends a thread of this process that is not supervised, such as one of a library."""

@@ -72,8 +72,7 @@ class SwitchbackRule:
     @property
     def looks(self) -> tuple[int, ...]:
         """Numbers of pairs after which it may end."""
-        looks = range(FIRST_LOOK, self.max_pairs, PAIRS_BETWEEN_LOOKS)
-        return (*looks, self.max_pairs)
+        return (*range(FIRST_LOOK, self.max_pairs, PAIRS_BETWEEN_LOOKS), self.max_pairs)
 
     def effect(self, without: Sequence[float], with_replicas: Sequence[float]) -> Effect:
         """Estimate the effect from the seconds of a step in the blocks of every pair, at the level of one look."""

@@ -265,8 +265,7 @@ class CoAccessSample:
         sorted_parts = np.argsort(sample, kind="stable")
         order, sample = order[sorted_parts], sample[sorted_parts]
         offsets = np.concatenate([[0], np.cumsum(sizes[order])]).astype(np.int64)
-        at = places_of_runs(places[order] + HEADER, sizes[order])
-        rows = self._words[at].astype(np.int64)
+        rows = self._words[places_of_runs(places[order] + HEADER, sizes[order])].astype(np.int64)
         return CoAccess(tuple(tables), sample, table[order], offsets, rows, earliest[by_time], owner[by_time])
 
     def state(self) -> tuple[dict[str, Any], Arrays]:

@@ -251,8 +251,7 @@ def tail_curve(units: Float64Array, tail_units: float, max_rows: float) -> tuple
     """
     if not len(units) or tail_units <= 0 or max_rows <= 0:
         return np.empty(0), np.empty(0)
-    ranks = np.arange(1, _TAIL_BINS) * len(units) // _TAIL_BINS
-    edges = np.unique(np.sort(units)[ranks])
+    edges = np.unique(np.sort(units)[np.arange(1, _TAIL_BINS) * len(units) // _TAIL_BINS])
     where = np.searchsorted(edges, units, side="left")
     size = np.bincount(where, minlength=len(edges) + 1)
     inverse = np.bincount(where, weights=1.0 / units, minlength=len(edges) + 1)

@@ -263,8 +263,7 @@ def _histories(trace: Trace) -> tuple[Int64Array, Int64Array, Int64Array]:
         nothing = np.zeros(len(trace), dtype=np.int64)
         return np.arange(len(trace)), nothing, nothing
     events = np.argsort(trace.user, kind="stable")
-    of_user = trace.user[events]
-    starts = first_of_run(of_user)
+    starts = first_of_run(trace.user[events])
     user = np.cumsum(starts) - 1
     return events, np.flatnonzero(starts)[user], user
 

@@ -105,8 +105,7 @@ def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
                 else pa.array(values, type=kind)
             )
     schema, schema_bytes = _schema(wide, tuple(columns))
-    batch = pa.RecordBatch.from_arrays(list(columns.values()), schema=schema)
-    return b"".join((schema_bytes, batch.serialize()))
+    return b"".join((schema_bytes, pa.RecordBatch.from_arrays(list(columns.values()), schema=schema).serialize()))
 
 
 def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBatch]:

@@ -312,6 +312,5 @@ def _split(batch: AccessBatch, max_bytes: int) -> Iterator[AccessBatch]:
     while first < len(ends):
         last = max(first + 1, int(np.searchsorted(cost, spent + room, side="right")))
         parts: dict[str, Any] = {name: given[first:last] for name, given in of_sequences.items()}
-        rows = batch.rows[start : int(ends[last - 1])]
-        yield replace(batch, rows=rows, **parts)
+        yield replace(batch, rows=batch.rows[start : int(ends[last - 1])], **parts)
         first, start, spent = last, int(ends[last - 1]), int(cost[last - 1])

@@ -89,8 +89,7 @@ class TapSource(Source):
         with self._changed:
             self._next, self._durable = dict(positions), dict(positions)
             self._queue.clear()
-            now = time.monotonic()
-            self._live_at = dict.fromkeys(positions, now)
+            self._live_at = dict.fromkeys(positions, time.monotonic())
             self._open = False
 
     def positions(self) -> Positions:
@@ -121,8 +120,7 @@ class TapSource(Source):
         """Set the partitions of the processes that train now; all others have been replaced or have ended."""
         with self._changed:
             self._live = frozenset(partitions)
-            now = time.monotonic()
-            self._live_at.update(dict.fromkeys(self._live, now))
+            self._live_at.update(dict.fromkeys(self._live, time.monotonic()))
             self._offered = {name: offset for name, offset in self._offered.items() if name in self._live}
 
     def record_offer(self, partition: str, sequence: int) -> TapCountsState:

@@ -69,8 +69,7 @@ def test_the_chunks_of_a_delta_lead_from_one_placement_to_the_other(
 
 
 def test_digests_tell_rows_and_their_nodes_apart() -> None:
-    digests = {placement_of({key: tier}).digest() for key in range(64) for tier in range(1, 256)}
-    assert len(digests) == 64 * 255
+    assert len({placement_of({key: tier}).digest() for key in range(64) for tier in range(1, 256)}) == 64 * 255
 
 
 def test_repeated_rows_and_deltas_of_another_placement_are_refused() -> None:

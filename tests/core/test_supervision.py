@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-from typing import Any
 
 import pytest
 
@@ -97,8 +96,7 @@ def test_a_thread_whose_body_raises_or_returns_early_goes_on(monkeypatch: pytest
 
 def test_a_stop_ends_a_back_off_at_once_and_a_fault_of_the_clean_up_is_counted() -> None:
     supervisor, stopping = Supervisor(), threading.Event()
-    watch = supervisor.watch("t")
-    watch._backoff = Backoff(MAX_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+    supervisor.watch("t")._backoff = Backoff(MAX_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
     thread = supervisor.thread("t", fail, stopping, fail)
     thread.start()
     until(supervisor.problems, SECONDS)
@@ -203,24 +201,10 @@ def test_a_value_is_one_word_that_reads_back(value: object, text: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _restore_logging() -> Any:
-    root, levels = logging.getLogger(), {name: logging.getLogger(name).level for name in ("kafka", "uvicorn", "httpx")}
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = handlers, level
-    for name, before in levels.items():
-        logging.getLogger(name).setLevel(before)
-
-
-def test_a_text_line_of_an_event_holds_no_python_dict(capsys: pytest.CaptureFixture[str]) -> None:
-    set_up_logging("ads", "info", "text")
-    fields = {"epoch": 3, "ranks": 4, "layout": {"nodes": 2, "local": 2}, "reason": "a rank joined"}
-    log_event(logging.getLogger("flexd"), logging.INFO, "control channel: epoch_live", fields)
-    line = capsys.readouterr().err
-    assert line.endswith(
-        'control channel: epoch_live epoch=3 ranks=4 layout.nodes=2 layout.local=2 reason="a rank joined"\n'
-    )
-    assert "{" not in line
+def _restore_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", logging.getLogger().handlers[:])
+    for logger in map(logging.getLogger, (None, "kafka", "uvicorn")):
+        monkeypatch.setattr(logger, "level", logger.level)
 
 
 @pytest.mark.parametrize("line_format", ["text", "json"])
@@ -232,11 +216,18 @@ def test_what_a_user_has_written_forges_no_line(capsys: pytest.CaptureFixture[st
     assert "\x1b" not in line
 
 
-def test_a_json_line_of_an_event_keeps_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    set_up_logging("ads", "info", "json")
-    fields = {"epoch": 3, "layout": {"nodes": 2}, "error": ValueError("x")}
+@pytest.mark.parametrize("line_format", ["text", "json"])
+def test_a_line_of_an_event_has_its_fields_as_words_or_as_data(
+    capsys: pytest.CaptureFixture[str], line_format: str
+) -> None:
+    set_up_logging("ads", "info", line_format)
+    fields = {"epoch": 3, "layout": {"nodes": 2, "local": 2}, "reason": "a rank joined", "error": ValueError("x")}
     log_event(logging.getLogger("flexd"), logging.INFO, "control channel: epoch_live", fields)
-    entry = json.loads(capsys.readouterr().err)
-    assert entry["message"] == "control channel: epoch_live epoch=3 layout.nodes=2 error=x"
-    assert (entry["job"], entry["level"]) == ("ads", "info")
-    assert entry["fields"] == {"epoch": 3, "layout": {"nodes": 2}, "error": "x"}
+    line = capsys.readouterr().err
+    text = 'control channel: epoch_live epoch=3 layout.nodes=2 layout.local=2 reason="a rank joined" error=x'
+    if line_format == "text":
+        assert line.endswith(f" INFO [ads] flexd: {text}\n")
+        return
+    entry = json.loads(line)
+    assert (entry["message"], entry["job"], entry["level"]) == (text, "ads", "info")
+    assert entry["fields"] == {**fields, "error": "x"}

@@ -26,10 +26,6 @@ def tables(draw: st.DrawFn, name: str) -> TableCounts:
     return TableCounts(name, *draw(pairs(tap_counts.MAX_ROW)))
 
 
-def batch_of(*tables_of_rank: TableCounts) -> TapCounts:
-    return TapCounts(3, 1.7e9, tables_of_rank)
-
-
 def decoded(payload: bytes) -> TapCounts | str:
     """Return the decoded counts, or the reason of the refusal."""
     try:

@@ -20,11 +20,9 @@ from flexd.core import units
         (units.age(90_000), "1 d 1 h"),
         (units.share(0.5), "50.00%"),
         (units.share(0.99999), "99.9990%"),
+        (units.plural(1, "table"), "1 table"),
+        (units.plural(0, "table"), "0 tables"),
     ],
 )
 def test_figures_are_formatted(shown, expected):
     assert shown == expected
-
-
-def test_the_plural_follows_the_number():
-    assert (units.plural(1, "table"), units.plural(0, "table")) == ("1 table", "0 tables")

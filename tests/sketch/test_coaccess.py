@@ -93,8 +93,7 @@ def test_what_is_held_is_every_sample_up_to_the_limit_whole(seed: int, half_life
     assert used > MIN_BYTES // 2, "and the memory is used"
     read = sample.read(["a", "b"])
     ours = [sorted(each) for each in held(read)]
-    theirs = by_key(expected(entries, sample.limit, half_life))
-    assert sorted(ours) == sorted(theirs)
+    assert sorted(ours) == sorted(by_key(expected(entries, sample.limit, half_life)))
     assert (np.diff(read.event_time_seconds) >= 0).all()
 
 
@@ -128,22 +127,18 @@ def counted(entries: list[Entry], of: SketchSettings = SETTINGS) -> SketchSet:
 
 
 def same(first: CoAccess | None, second: CoAccess | None) -> bool:
-    assert first is not None
-    assert second is not None
-    names = [field.name for field in dataclasses.fields(CoAccess)]
-    return all(np.array_equal(getattr(first, name), getattr(second, name)) for name in names)
+    fields = dataclasses.fields(CoAccess)
+    return all(np.array_equal(getattr(first, each.name), getattr(second, each.name)) for each in fields)
 
 
 def test_a_sample_of_other_settings_or_tables_starts_empty_and_one_of_more_memory_goes_on() -> None:
     whole = counted(stream(4))
     meta, arrays = whole.state()
     meta, before = json.loads(json.dumps(meta)), whole.coaccess()
-    assert before is not None
     # One of a daemon without a sample.
     old = {name: value for name, value in meta.items() if name != "coaccess"}
     old["settings"] = {k: v for k, v in meta["settings"].items() if k != "coaccess_memory_bytes"}
     fresh, _ = restore_tables(old, {k: v for k, v in arrays.items() if "coaccess" not in k}, TABLES, SETTINGS)
-    assert fresh.coaccess() is not None
     assert fresh.coaccess().samples == 0
     # One that a daemon without a sample reads.
     fresh, outcomes = restore_tables(meta, arrays, TABLES, dataclasses.replace(SETTINGS, coaccess_memory_bytes=0))
@@ -155,5 +150,4 @@ def test_a_sample_of_other_settings_or_tables_starts_empty_and_one_of_more_memor
     other_life = dataclasses.replace(SETTINGS, half_life_seconds=500.0)
     for tables, of in (([TableSpec("new", 10, 8), *TABLES], SETTINGS), (TABLES, other_life)):
         fresh, _ = restore_tables(meta, arrays, tables, of)
-        assert fresh.coaccess() is not None
         assert fresh.coaccess().samples == 0

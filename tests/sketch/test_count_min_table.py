@@ -41,8 +41,7 @@ def cell_values(table: CountMinTable) -> np.ndarray:
     """Return the units in each cell, int64[4, 2^k]; both cells of a joined pair have its value."""
     pairs = table.cells.astype(np.int64).reshape(-1, 2)
     halves = pairs & (2**31 - 1)
-    joined = halves[:, 1] << 31 | halves[:, 0]
-    return np.where(pairs >> 31, joined[:, None], pairs).reshape(DEPTH, -1)
+    return np.where(pairs >> 31, (halves[:, 1] << 31 | halves[:, 0])[:, None], pairs).reshape(DEPTH, -1)
 
 
 class Reference:
@@ -233,7 +232,3 @@ def test_a_crowded_decayed_count_min_takes_a_coarser_unit():
     assert table.joined_share <= 1 / 8
     cells = cell_values(table).astype(float) * sketches._decay.unit_weight(table.exponent)
     assert np.allclose(cells[:, ::4], weight, rtol=1e-3, atol=2.0)
-
-
-BILLION = 10**9
-MEMORY = 16 * 2**20

@@ -3,6 +3,7 @@ messages that kill their reader; rejections by reason, arrival, skew and rates; 
 
 import base64
 import dataclasses
+import itertools
 import json
 import math
 import multiprocessing
@@ -12,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -104,24 +106,11 @@ def test_a_full_disk_is_counted_and_retried_while_ingest_continues(tmp_path):
 def test_source_errors_are_retried_and_do_not_end_the_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(ingestor_module, "_BACKOFF_SECONDS", (0.001, 0.01))
     source = FakeSource(LOG)
-    fail = iter([StreamError("unreachable"), ValueError("odd"), MemoryError(), OSError(5, "io")])
-
-    def on_poll() -> None:
-        if error := next(fail, None):
-            raise error
-
-    source.on_poll = on_poll
+    errors = [StreamError("unreachable"), ValueError("odd"), MemoryError(), OSError(5, "io")]
+    source.on_poll = Mock(side_effect=itertools.chain(errors, itertools.repeat(None)))
     source.commit_failure = "broker gone"
-    restores = iter([StreamError("not yet"), None])
     ingestor = make_ingestor(source, SnapshotStore(tmp_path, 2), snapshot_interval_seconds=0.01)
-    real = ingestor._restore_positions
-
-    def restore() -> None:
-        if error := next(restores, None):
-            raise error
-        real()
-
-    monkeypatch.setattr(ingestor, "_restore_positions", restore)
+    monkeypatch.setattr(ingestor, "_restore_positions", Mock(side_effect=[StreamError("not yet"), None]))
     ingestor.start()
     until(lambda: ingestor.counter.messages == 24 and ingestor.snapshots.commit_failures > 0)
     assert ingestor.running
@@ -141,8 +130,7 @@ def test_ingest_continues_while_a_snapshot_is_written_and_positions_are_those_of
     source = FakeSource({"p": [make_message(i) for i in range(60)]}, per_poll=2)
     gate = threading.Event()
     source.on_poll = lambda: source.next["p"] < 20 or gate.wait(DEADLINE)
-    store = SlowStore(tmp_path, 5)
-    ingestor = make_ingestor(source, store)
+    ingestor = make_ingestor(source, SlowStore(tmp_path, 5))
     ingestor.snapshots.background = True
     ingestor.snapshots.request()
     ingestor.start()
@@ -159,8 +147,7 @@ def test_ingest_continues_while_a_snapshot_is_written_and_positions_are_those_of
 def test_an_idle_stream_decays_in_reads_and_not_in_the_counters(tmp_path, monkeypatch):
     monkeypatch.setattr(ingestor_module, "IDLE_AFTER_SECONDS", 0.05)
     settings = dataclasses.replace(SETTINGS, half_life_seconds=0.2)
-    batch = AccessBatch("small", np.array([3], dtype=np.int32), 0, T0)
-    source = FakeSource({"p": [encode_arrow([batch])]})
+    source = FakeSource({"p": [encode_arrow([AccessBatch("small", np.array([3], dtype=np.int32), 0, T0)])]})
     ingestor = make_ingestor(source, SnapshotStore(tmp_path, 1), settings=settings)
     ingestor.start()
     until(lambda: ingestor.table_profile("small").weight > 0)
@@ -263,8 +250,7 @@ def test_dead_letters_are_bounded_and_rare_reasons_survive(tmp_path):
     unwritable = DeadLetterFile(path / "no-directory", 40_000, 100)
     unwritable.record("r", "", StreamMessage("p", 0, b""))
     assert (unwritable.written, unwritable.failures) == (0, 1)
-    none = DeadLetterFile(tmp_path / "none", 0, 100)
-    none.record("r", "", StreamMessage("p", 0, b""))
+    DeadLetterFile(tmp_path / "none", 0, 100).record("r", "", StreamMessage("p", 0, b""))
     assert not (tmp_path / "none").exists()
 
 

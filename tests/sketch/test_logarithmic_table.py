@@ -60,8 +60,7 @@ def test_every_count_is_right_on_average(bits, times, units):
     expected = times * units
     if level_values(bits)[-2] * counter.step > 4 * expected:
         _mean_within(estimates[:rows], expected)
-        spread = estimates[:rows].std() / expected
-        assert spread <= 1.1 * relative_error(bits)
+        assert estimates[:rows].std() / expected <= 1.1 * relative_error(bits)
     assert not estimates[rows:].any()
     assert counter.total_units == rows * expected
 
@@ -75,8 +74,7 @@ def test_the_stated_error_of_a_level_is_the_error_of_counts_as_large(bits):
     estimates = _estimates(counter)[:rows]
     counter.exponent = 0
     errors = counter._level_errors(ForwardDecay(None, 0.0))
-    stated = float(np.interp(times, counter.values, errors))
-    assert estimates.std() / times == pytest.approx(stated, rel=0.15)
+    assert estimates.std() / times == pytest.approx(float(np.interp(times, counter.values, errors)), rel=0.15)
     assert errors[1] == 0, "one access is one step"
     assert errors[-1] <= 1.2 * relative_error(bits)
 
@@ -90,8 +88,7 @@ def test_a_doubled_step_keeps_the_mean_and_the_top_stays_rare(bits):
         counter.add_units(random.integers(0, rows, rows), 1)
     assert counter.level_rows[-1] <= rows * TOP_SHARE
     assert (counter.step > 1) == (level_values(bits)[-1] < 120)
-    before = _estimates(counter)
-    _mean_within(before, 120)
+    _mean_within(_estimates(counter), 120)
     for doubled in range(1, 4):
         values, step = _estimates(counter), counter.step
         counter._set_step(2 * step)
@@ -113,8 +110,7 @@ def test_accesses_after_the_step_has_doubled_within_one_call_have_their_weight(b
     units = max(1, int(level_values(bits)[-1] / 50))
     counter = log_table(rows, bits, 1)
     counter.add_units(np.array([rows - 1]), 1)
-    ids = np.random.default_rng(0).permuted(np.tile(np.arange(rows - 1), times))
-    counter.add_units(ids, units)
+    counter.add_units(np.random.default_rng(0).permuted(np.tile(np.arange(rows - 1), times)), units)
     assert counter.step >= 4, "the step has doubled more than once"
     assert counter.level_rows[-1] <= rows * TOP_SHARE
     estimates = _estimates(counter)[: rows - 1]
@@ -160,16 +156,14 @@ def test_a_profile_lists_rows_that_exact_counts_would_list(memory, bits, half_li
     assert (table.hot_lower <= table.hot_share).all()
     assert (table.hot_share <= table.hot_upper).all()
     assert len(np.unique(table.hot_rows)) == len(table.hot_rows) > 1000
-    hottest = np.argsort(-exact)[:5]
-    assert set(hottest.tolist()) <= set(table.hot_rows[: int(ROWS * TOP_SHARE)].tolist())
+    assert set(np.argsort(-exact)[:5].tolist()) <= set(table.hot_rows[: int(ROWS * TOP_SHARE)].tolist())
     estimates = sketches.query("t", np.arange(ROWS))
     listed = estimates[table.hot_rows] / max(estimates.sum(), table.weight)
     assert np.allclose(listed, table.hot_share, rtol=1e-6)
     # Half of the rows that are not at the top lie within the quartiles, or more where the low levels are exact.
     middle = (exact[table.hot_rows] > 0) & (table.hot_share < table.hot_share.max() / 100)
     share = exact[table.hot_rows] / exact.sum()
-    within = (table.hot_lower <= share * 1.001) & (share * 0.999 <= table.hot_upper)
-    assert within[middle].mean() > 0.3
+    assert ((table.hot_lower <= share * 1.001) & (share * 0.999 <= table.hot_upper))[middle].mean() > 0.3
 
 
 def test_rows_at_the_top_level_share_the_excess_in_proportion_to_the_sample():

@@ -7,7 +7,6 @@ from flexd.core.placement import RankLayout
 from flexd.sketch.profile import read_sources
 
 LAYOUT = RankLayout(4, 2)
-T0 = 1.7e9
 
 
 def _accesses(n: int, rows: int, local_share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -37,8 +36,7 @@ def test_affinity_is_unbiased(local_share: float) -> None:
 
 def test_shares_of_a_row_follow_its_accesses_and_fall_back_on_the_mix() -> None:
     row, rank = _accesses(60_000, 500, 0.7)
-    hot = np.array([3, 0, 400, 9_999])
-    sources = read_sources(row, rank, hot, LAYOUT)
+    sources = read_sources(row, rank, np.array([3, 0, 400, 9_999]), LAYOUT)
     share = sources.share(np.array([1, 0, 3, 1]))
     assert (share.dtype, share.sum(axis=1)) == (np.float32, pytest.approx(np.ones(4)))
     assert np.array_equal(share[0], share[3])

@@ -18,7 +18,6 @@ from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_sketch import SketchSettings
 from tests.support.ingest_fakes import (
     LOG,
-    SETTINGS,
     TABLES,
     FakeSource,
     Killed,
@@ -36,10 +35,8 @@ def test_profile_numbers_continue_after_a_restart(tmp_path):
     ingestor = make_ingestor(source, SnapshotStore(tmp_path, 2))
     assert [ingestor.profile().generation for _ in range(3)] == [1, 2, 3]
     run_to_the_end(ingestor, source)
-    assert source.closed
-    assert source.committed == [{"p0": 12, "p1": 12}]
-    after = FakeSource(LOG)
-    again = make_ingestor(after, SnapshotStore(tmp_path, 2))
+    assert (source.closed, source.committed) == (True, [{"p0": 12, "p1": 12}])
+    again = make_ingestor(FakeSource(LOG), SnapshotStore(tmp_path, 2))
     assert again.profile().generation == 3 + GENERATION_RESERVE + 1
     assert again.profile().samples == ingestor.profile().samples > 0
 
@@ -70,10 +67,6 @@ def counted(tmp_path):
     ingestor = make_ingestor(source, SnapshotStore(tmp_path, 2))
     run_to_the_end(ingestor, source)
     return ingestor
-
-
-def restarted(tmp_path, tables=TABLES, settings=SETTINGS, keep=2):
-    return make_ingestor(FakeSource(LOG), SnapshotStore(tmp_path, keep), tables, settings)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +103,7 @@ def test_unusable_state_is_refused_unchanged_or_renamed_where_the_daemon_may_sta
 
 def test_a_table_whose_counters_changed_starts_empty_alone_and_says_so(tmp_path, counted, caplog):
     tables = [dataclasses.replace(table, rows=table.rows + (table.name == "small")) for table in TABLES]
-    after = restarted(tmp_path, tables)
+    after = make_ingestor(FakeSource(LOG), SnapshotStore(tmp_path, 2), tables)
     assert np.array_equal(after.sketches.query("large", ROWS), counted.sketches.query("large", ROWS))
     assert after.sketches.samples_by_table() == (0, counted.sketches.samples_by_table()[1])
     assert {outcome.table: outcome.outcome for outcome in after.restored.outcomes} == {
@@ -205,12 +198,10 @@ def test_a_newer_format_and_malformed_states_are_refused():
             restore_tables(wrong, arrays, [ITEMS], LOGARITHMIC)
 
 
-NAMES = ("a", "b", "c", "d", "e")
-TABLE_ROWS = (50, 700, 30_000, 1_000_000)
 table_lists = st.lists(
     st.builds(
         lambda name, rows, dim: TableSpec(name, rows, dim),
-        st.sampled_from(NAMES), st.sampled_from(TABLE_ROWS), st.sampled_from((4, 8)),
+        st.sampled_from("abcde"), st.sampled_from((50, 700, 30_000, 1_000_000)), st.sampled_from((4, 8)),
     ),
     min_size=1, max_size=4, unique_by=lambda table: table.name,
 )  # fmt: skip

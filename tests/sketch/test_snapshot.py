@@ -29,10 +29,6 @@ def _equal(arrays):
         assert arrays[name].flags.writeable
 
 
-def _newest(store):
-    return snapshot.read(store.paths()[0])[0]
-
-
 def test_round_trip_mode_and_the_newest_ones_across_restarts(tmp_path):
     store = SnapshotStore(tmp_path / "state", 2)
     assert store.paths() == []
@@ -89,7 +85,7 @@ def test_failing_system_calls_leave_the_old_snapshot(tmp_path, monkeypatch, call
         with pytest.raises(SnapshotError):
             store.save({"new": 1}, ARRAYS)
     assert [entry.name for entry in tmp_path.iterdir()] == ["snapshot-000000000001.flexd"]
-    assert _newest(store) == {"old": 1}
+    assert snapshot.read(store.paths()[0])[0] == {"old": 1}
 
 
 def test_a_snapshot_is_durable_before_it_is_renamed(tmp_path, monkeypatch):

@@ -21,13 +21,12 @@ from tests.support.saved_sketches import array_bytes
 
 ROWS = 50_000
 ALL = np.arange(ROWS, dtype=np.int64)
-SPEC = TableSpec("t", ROWS, 4)
 BUDGETS = {"dense": 2**20, "8 bits": 60_000, "4 bits": 48_000, "3 bits": 24_900, "count-min": 150_000}
 """Memory that gives each kind of counters. The count-min is of a larger table, and logarithmic ones are left out."""
 
 
 def make(name: str) -> TableSketch:
-    spec = TableSpec("t", 10**6, 4) if name == "count-min" else SPEC
+    spec = TableSpec("t", 10**6 if name == "count-min" else ROWS, 4)
     (choice,) = choose([spec], BUDGETS[name], 100, logarithmic=name != "count-min")
     assert name.split()[0] in (str(choice.counter_bits), choice.kind.replace("_", "-"))
     return KINDS[choice.kind](spec, choice, 7)
@@ -120,8 +119,7 @@ def test_every_kind_counts_decays_and_continues_bit_by_bit(name: str, half_life:
 def test_what_was_counted_before_a_long_pause_weighs_nothing_beside_what_comes_after(name: str, half_lives: int):
     table, decay = make(name), ForwardDecay(25.0, 1e9)
     fed(table, decay, range(6))
-    time = decay.admit(decay.newest_seconds + 25.0 * half_lives)[0]
-    table.add(np.arange(100), 0, time, decay)
+    table.add(np.arange(100), 0, decay.admit(decay.newest_seconds + 25.0 * half_lives)[0], decay)
     np.testing.assert_allclose(table.query(ALL, decay), ALL < 100, atol=2.0**-6)
     profile = table.profile(decay, 100)
     assert (profile.weight, set(profile.hot_rows.tolist())) == (pytest.approx(100, rel=0.01), set(range(100)))
@@ -163,8 +161,7 @@ def test_counts_of_nodes_with_the_same_accesses_have_no_affinity(rows, exponent)
         for rank in range(2):
             counts = random.multinomial(200_000, popularity / popularity.sum())
             there = np.flatnonzero(counts)
-            table = TableCounts("t", there, counts[there])
-            made.ingest_tap(TapCounts(rank, 1.7e9 + seed, (table,)))
+            made.ingest_tap(TapCounts(rank, 1.7e9 + seed, (TableCounts("t", there, counts[there]),)))
         sample = made._tables["t"].sketch._sample
         sources = read_sources(sample.rows(), sample.source_ranks(), np.arange(1), RankLayout(2, 1))
         affinity.append(sources.affinity)
@@ -186,8 +183,7 @@ def test_sample_share_is_the_decayed_share_in_any_order():
 
     for sample in (sampled([0, 1], 1), sampled([1, 0], 2)):
         assert len(sample.rows()) <= 8000
-        share = (sample.rows() == 2).mean()
-        assert abs(share - 8 / 9) < 5 * np.sqrt(8 / 81 / 4000)
+        assert abs((sample.rows() == 2).mean() - 8 / 9) < 5 * np.sqrt(8 / 81 / 4000)
 
 
 @settings(max_examples=20, deadline=None)
@@ -207,16 +203,14 @@ def test_sampled_keys_have_the_distribution_of_the_lowest(seed: int, capacity: i
     if capacity == 1_000:
         # Every part of the stream is sampled equally.
         assert abs((rows < n / 4).mean() - 0.25) < 6 * np.sqrt(0.1875 / len(rows))
-        draws = np.exp(keys) / np.exp(sample._limit)
-        assert abs(draws.mean() - 0.5) < 6 / np.sqrt(12 * len(rows)) + 0.02
+        assert abs((np.exp(keys) / np.exp(sample._limit)).mean() - 0.5) < 6 / np.sqrt(12 * len(rows)) + 0.02
 
 
-TABLE = [TableSpec("t", 8, 4)]
 T0 = 1.7e9
 
 
 def _set(half_life: float | None = 10.0, max_future: float = 1e9, **more) -> SketchSet:
-    return SketchSet(TABLE, SketchSettings(2**20, half_life, max_future, **more))
+    return SketchSet([TableSpec("t", 8, 4)], SketchSettings(2**20, half_life, max_future, **more))
 
 
 @settings(max_examples=60, deadline=None)
@@ -273,10 +267,8 @@ def test_no_messages_reduce_honest_counts_by_more_than_the_decay_over_the_allowa
         honest += [dated] if kind == "honest" else []
         sketches.ingest("t", np.full(64, kind == "honest", np.int32), 0, dated, None, now)
     assert not sketches.newest_event_seconds > now + ALLOWANCE
-    exact = 64 * sum(2.0 ** ((dated - now) / HALF_LIFE) for dated in honest)
-    least = exact * 2.0 ** (-ALLOWANCE / HALF_LIFE)
-    got = sketches.query("t", np.array([1]))[0]
-    assert got >= least * (1 - 1e-4) - (len(events) + 2) * 64 * 2.0**-14
+    least = 64 * sum(2.0 ** ((dated - now) / HALF_LIFE) for dated in honest) * 2.0 ** (-ALLOWANCE / HALF_LIFE)
+    assert sketches.query("t", np.array([1]))[0] >= least * (1 - 1e-4) - (len(events) + 2) * 64 * 2.0**-14
 
 
 def test_a_time_that_is_not_finite_is_refused_and_nothing_counted():

@@ -55,8 +55,7 @@ def table(capacity: int = 1000) -> TableTouches:
 
 def test_steps_give_the_touches_of_the_batches_in_any_order_of_arrival():
     steps = correlated(60)
-    random = np.random.default_rng(1)
-    order = np.argsort(np.arange(60 * 4) + random.uniform(0, 20, 240))
+    order = np.argsort(np.arange(60 * 4) + np.random.default_rng(1).uniform(0, 20, 240))
     touches = table()
     feed(touches, steps, order)
     touches.flush(FOREVER)
@@ -111,8 +110,6 @@ def test_saved_and_loaded_touches_are_equal():
     meta, arrays = sketches.state()
     loaded = loaded_sketches([TableSpec("t", ROWS, 4)], sketches.settings, meta, arrays)
     before, after = (each.profile(layout=LAYOUT).tables[0].touches for each in (sketches, loaded))
-    assert before is not None
-    assert after is not None
     np.testing.assert_array_equal(before.anywhere, after.anywhere)
     assert not np.isnan(after.per_node).any()
 

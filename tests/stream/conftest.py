@@ -28,12 +28,3 @@ def mock_broker():
 
     with MockKafka() as broker:
         yield broker
-
-
-@pytest.fixture
-def slow_broker():
-    """A mock cluster that takes longer for every response than a poll of the tests lasts."""
-    from tests.support.mock_kafka import MockKafka
-
-    with MockKafka(round_trip_ms=80) as broker:
-        yield broker

@@ -33,8 +33,7 @@ def _naive(trace: Trace, world: int, size: int, steps: int, history: int, least:
     past: dict[int, list[int]] = {}
     sequences = []
     for event in range(len(trace)):
-        user = 0 if trace.user is None else int(trace.user[event])
-        earlier = past.setdefault(user, [])
+        earlier = past.setdefault(0 if trace.user is None else int(trace.user[event]), [])
         if len(earlier) >= least:
             sequences.append([*earlier[max(0, len(earlier) - history) :], event])
         earlier.append(event)
@@ -54,16 +53,14 @@ def test_impressions_are_those_of_a_naive_loader(
     trace = _trace(seed, 60, tables, 5 if with_users else None)
     lengths = SampleLengths.REAL if real and with_users else SampleLengths.FIXED
     batches = Batches(trace, world, BatchOptions(history, size, steps, SampleKind.IMPRESSIONS, lengths))
-    least = 1 if real and with_users else history
-    expected = _naive(trace, world, size, steps, history, least)
+    expected = _naive(trace, world, size, steps, history, 1 if real and with_users else history)
     for step in range(steps):
         for rank in range(world):
             batch = batches.batch(step, rank)
             samples = expected[step][rank]
             assert batch.sequence_lengths.tolist() == [len(sample) for sample in samples]
             flat = [event for sample in samples for event in sample]
-            laid_out = np.concatenate(batch.ids)
-            assert laid_out[batch.order].tolist() == trace.row[flat].tolist()
+            assert np.concatenate(batch.ids)[batch.order].tolist() == trace.row[flat].tolist()
             for number in range(tables):
                 of_table = [[int(trace.row[e]) for e in sample if trace.table[e] == number] for sample in samples]
                 assert batch.ids[number].tolist() == [row for rows in of_table for row in rows]

@@ -83,8 +83,7 @@ def test_rows_share_the_memory_of_an_aligned_payload_and_are_aligned_in_any(dtyp
     payload = encode_arrow([AccessBatch("t", np.arange(100, dtype=dtype), 0, 1.0)])
     start = np.frombuffer(payload, dtype=np.uint8).ctypes.data
     assert start <= decode(payload, MAX)[0].rows.ctypes.data < start + len(payload)
-    shifted = memoryview(b"x" + payload)[1:]
-    rows = decode(shifted, MAX)[0].rows
+    rows = decode(memoryview(b"x" + payload)[1:], MAX)[0].rows
     assert rows.flags.aligned
     assert np.array_equal(rows, np.arange(100))
 
@@ -120,13 +119,10 @@ def columns(**changed) -> dict[str, pa.Array]:
 )
 def test_messages_of_other_arrow_writers_are_read(changed):
     received = decode(stream(columns(**changed)), MAX)
-    assert [b.table for b in received] == ["a", "b"]
-    assert [b.rows.tolist() for b in received] == [[1, 2, 3], [4]]
-    assert [b.event_time_seconds for b in received] == [1.5, 2.0]
-    assert [b.source_rank for b in received] == [0, 1]
+    assert ([b.table for b in received], [b.rows.tolist() for b in received]) == (["a", "b"], [[1, 2, 3], [4]])
+    assert ([b.event_time_seconds for b in received], [b.source_rank for b in received]) == ([1.5, 2.0], [0, 1])
     if "sequence_lengths" in changed:
-        assert received[0].sequence_lengths.tolist() == [1, 2]
-        assert received[1].sequence_lengths is None
+        assert (received[0].sequence_lengths.tolist(), received[1].sequence_lengths) == ([1, 2], None)
 
 
 def reason_of(payload: bytes, limit: int = MAX) -> str:
@@ -235,8 +231,7 @@ def test_contents_that_contradict_the_metadata_are_refused():
     assert good.count(offsets) == 1
     for bad in ((0, 3, 2), (0, 3, 5), (-1, 3, 4), (3, 0, 4), (0, 2**31 - 1, 4)):
         assert reason_of(good.replace(offsets, struct.pack("<3i", *bad))) == "corrupt"
-    names = good.replace(struct.pack("<3i", 0, 1, 2), struct.pack("<3i", 0, 2, 1))
-    assert reason_of(names) == "corrupt"
+    assert reason_of(good.replace(struct.pack("<3i", 0, 1, 2), struct.pack("<3i", 0, 2, 1))) == "corrupt"
     assert reason_of(stream(columns(table=pa.array(["aaaa", "b"]))).replace(b"aaaa", b"a\xff\xffa")) == "corrupt"
 
 
@@ -262,8 +257,7 @@ def test_random_bytes_only_raise_codec_errors(tail, head):
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_mutated_arrow_is_read_or_refused(data):
-    lengths = pa.array([[1, 2], [1]], type=pa.list_(pa.int32()))
-    payload = bytearray(stream(columns(sequence_lengths=lengths)))
+    payload = bytearray(stream(columns(sequence_lengths=pa.array([[1, 2], [1]], type=pa.list_(pa.int32())))))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(4, len(payload) - 8))
         if data.draw(st.booleans()):

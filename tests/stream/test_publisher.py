@@ -89,8 +89,7 @@ def test_a_full_queue_drops_and_counts_and_does_not_wait():
     assert total(publisher) == 500
     sink.gate.set()
     assert publisher.close(10.0)
-    kept = [i for i, ok in enumerate(sent) if ok]
-    assert [int(b.rows[0]) for b in sink.batches()] == kept
+    assert [int(b.rows[0]) for b in sink.batches()] == [i for i, ok in enumerate(sent) if ok]
     assert total(publisher) == 500
 
 
@@ -107,8 +106,7 @@ def test_a_dead_sink_drops_and_counts_and_recovers():
     sink.error = None
     publisher.publish("t", np.zeros(5, dtype=np.int64))
     assert publisher.close(10.0)
-    assert publisher.counters().published == 5
-    assert publisher.problem is None
+    assert (publisher.counters().published, publisher.problem) == (5, None)
     assert total(publisher) == 14
 
 
@@ -155,8 +153,7 @@ def test_invalid_input_is_counted_and_not_raised(table, rows, lengths, more):
     sink = MemorySink()
     publisher = Publisher(sink, source_rank=0)
     assert publisher.publish(table, rows, lengths, *more) is False
-    expected = int(np.prod(rows.shape)) if hasattr(rows, "shape") else 0
-    assert publisher.counters().dropped_invalid == expected
+    assert publisher.counters().dropped_invalid == (int(np.prod(rows.shape)) if hasattr(rows, "shape") else 0)
     publisher.close(5.0)
     assert sink.payloads == []
 

@@ -123,9 +123,7 @@ def test_contract(stream):
             b"message %d" % i for i in range(20)
         )
         assert (first.lag(), first.poll(0.05), first.positions()) == (0, [], saved)
-    assert first.commit(saved) is None
-    assert first.problem is None
-    assert first.losses().messages == {}
+    assert (first.commit(saved), first.problem, first.losses().messages) == (None, None, {})
 
     # An older position repeats the same messages, and only those after it.
     halfway = {name: sorted(part)[len(part) // 2] for name, part in parts.items()}

@@ -20,8 +20,7 @@ def test_drift_moves_the_head_by_the_stated_rate():
     for second in (0, 1, 10, 400):
         batch = source.batch(second)
         assert batch.event_time_seconds == second
-        hottest = int(np.bincount(batch.rows, minlength=1000).argmax())
-        assert hottest == (-3 * second) % 1000 * multiplier % 1000
+        assert int(np.bincount(batch.rows, minlength=1000).argmax()) == (-3 * second) % 1000 * multiplier % 1000
 
 
 def test_it_keeps_the_pace_of_the_clock(monkeypatch):

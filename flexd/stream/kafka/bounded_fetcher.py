@@ -108,8 +108,7 @@ def _zstd(data: memoryview, max_bytes: int) -> Iterator[bytes]:
 
     # A decoder allocates the window that the frame claims, 128 MiB by default.
     # Windows up to this size are accepted whatever the bound is: ordinary compression levels use them.
-    window = max(8 * 2**20, 1 << (max_bytes - 1).bit_length())
-    decompressor = zstandard.ZstdDecompressor(max_window_size=window)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=max(8 * 2**20, 1 << (max_bytes - 1).bit_length()))
     return _read(decompressor.stream_reader(bytes(data), read_across_frames=True), max_bytes)
 
 
@@ -393,8 +392,7 @@ class BatchReader:
         return base + max(int(_HEADER.unpack_from(batch)[6]), 0)
 
     def _read(self, base: int, last: int, batch: memoryview) -> Iterator[StreamMessage]:
-        header = _HEADER.unpack_from(batch)
-        _, _, epoch, _, crc, attributes, _, _, max_time, _, _, _, count = header
+        _, _, epoch, _, crc, attributes, _, _, max_time, _, _, _, count = _HEADER.unpack_from(batch)
         # The checksum covers the attributes and everything behind them.
         if calc_crc32c(batch[21:]) != crc:
             raise BatchRefusedError("corrupt_batch", "checksum")

@@ -35,8 +35,7 @@ def test_round_trip(tmp_path_factory, payloads, segment_bytes, flush_bytes, poll
     source = source_of(path, max_poll_bytes=poll_bytes, max_poll_messages=7)
     assert source.lag() == (len(payloads) if len(segment_files(path)) == 1 else source.lag())
     assert read_all(source) == list(enumerate(payloads))
-    assert source.lag() == 0
-    assert (source.losses().messages, source.losses().positions) == ({}, {})
+    assert (source.lag(), source.losses().messages, source.losses().positions) == (0, {}, {})
     assert source.problem is None
     source.close()
 
@@ -45,15 +44,12 @@ def test_round_trip(tmp_path_factory, payloads, segment_bytes, flush_bytes, poll
 def test_an_incomplete_record_of_a_dead_writer_loses_nothing(tmp_path, kept):
     write(tmp_path, [b"zero", b"x" * 25])
     (path,) = segment_files(tmp_path)
-    whole = path.read_bytes()
-    first = segments.record_bytes(4)
-    path.write_bytes(whole[: first + kept])
+    path.write_bytes(path.read_bytes()[: segments.record_bytes(4) + kept])
     source = source_of(tmp_path)
     assert read_all(source) == [(0, b"zero")]
     write(tmp_path, [b"one", b"two"])
     assert read_all(source) == [(1, b"one"), (2, b"two")]
-    assert source.losses().messages == {}
-    assert source.problem is None
+    assert (source.losses().messages, source.problem) == ({}, None)
 
 
 def test_partitions_that_appear_later_and_fairness(tmp_path):
@@ -67,8 +63,7 @@ def test_partitions_that_appear_later_and_fairness(tmp_path):
     (tmp_path / "log" / "a file").touch()
     parts = {m.partition for _ in range(2) for m in source.poll(0.0)}
     assert parts == {"long", "short"}, "a backlog does not starve another partition"
-    assert source.problem is None
-    assert set(source.positions()) == {"long", "short"}
+    assert (source.problem, set(source.positions())) == (None, {"long", "short"})
 
 
 def test_a_partition_that_no_poll_has_reached_has_no_position(tmp_path):

@@ -61,8 +61,7 @@ def test_corruption_is_skipped_and_counted(tmp_path_factory, data):
     damaged = data.draw(st.sampled_from([f for f in segment_files(path) if f.stat().st_size]))
     content = bytearray(damaged.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(content) - 1))
-        content[at] ^= data.draw(st.integers(1, 255))
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
     damaged.write_bytes(bytes(content))
     # A later segment shows that the damaged one is complete.
     write(path, [b"after"])
@@ -70,8 +69,7 @@ def test_corruption_is_skipped_and_counted(tmp_path_factory, data):
     got = read_all(source)
     everything = dict(enumerate(payloads))
     end = max(offset for offset, _ in got)
-    assert got[-1][1] == b"after"
-    assert [offset for offset, _ in got] == sorted({offset for offset, _ in got})
+    assert (got[-1][1], [offset for offset, _ in got]) == (b"after", sorted({offset for offset, _ in got}))
     for offset, payload in got[:-1]:
         assert payload == everything[offset]
     assert sum(source.losses().messages.values()) == end + 1 - len(got)
@@ -99,8 +97,7 @@ def test_corruption_in_the_segment_being_written(tmp_path):
     assert "corrupt" in source.problem
     sink.send(b"message 4")
     assert read_all(source) == [(4, b"message 4")]
-    assert source.problem is None
-    assert source.losses().messages == {"corrupt": 2}
+    assert (source.problem, source.losses().messages) == (None, {"corrupt": 2})
     sink.close()
 
 

@@ -99,8 +99,7 @@ def produce(bootstrap: str, topic: str, batch: bytes, partition: int = 0) -> int
         connection.sendall(struct.pack(">i", len(request)) + request)
         (size,) = struct.unpack(">i", _read(connection, 4))
         response = _read(connection, size)
-    at = 4 + 4 + 2 + len(topic) + 4 + 4
-    (error,) = struct.unpack_from(">h", response, at)
+    (error,) = struct.unpack_from(">h", response, 4 + 4 + 2 + len(topic) + 4 + 4)
     return int(error)
 
 
@@ -211,8 +210,7 @@ def test_the_time_of_the_append_is_that_of_the_broker_or_unknown():
 @pytest.mark.parametrize("codec", CODECS)
 def test_an_oversized_batch_is_one_refused_range_and_its_neighbours_are_read(codec):
     bomb = batch([b"z" * 9_000, b"z" * 2_000], codec=codec, base_offset=1)
-    data = batch([b"a"]) + bomb + batch([b"b"], base_offset=3)
-    items, end = read(data)
+    items, end = read(batch([b"a"]) + bomb + batch([b"b"], base_offset=3))
     refused = only_refused(items)
     assert (refused.offset, refused.last_offset, refused.messages) == (1, 2, 2)
     assert (refused.reason, refused.size_bytes) == ("batch_too_large", len(bomb))

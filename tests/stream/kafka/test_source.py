@@ -4,15 +4,15 @@ import os
 import signal
 import socket
 import threading
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka import KafkaProducer
-from kafka.errors import LogTruncationError, OffsetOutOfRangeError
+from kafka.errors import KafkaTimeoutError, LogTruncationError, OffsetOutOfRangeError
 from kafka.structs import TopicPartition
 
 from flexd.core.errors import StreamError
@@ -268,8 +268,7 @@ def test_every_message_is_delivered_once_and_in_order(
     while positions.next.get(KEY, 0) <= log[-1]:
         since = clock.now - 100.0
         position = positions.next.get(KEY, 0)
-        seen = [offset for offset in log if offset >= position and hidden.get(offset, 0.0) <= since]
-        offsets = seen[:fetch]
+        offsets = [offset for offset in log if offset >= position and hidden.get(offset, 0.0) <= since][:fetch]
         taken = positions.count_to_gap(KEY, offsets) if offsets else 0
         if taken:
             positions.accept(KEY, offsets[0], offsets[taken - 1])
@@ -299,23 +298,15 @@ def read_one(source: KafkaSource) -> list[bytes]:
     return [bytes(message.payload) for message in poll_until(source, len, poll_seconds=POLL_SECONDS)]
 
 
-def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker, monkeypatch):
-    """The broker holds a fetch back for half a second and delays each response, longer than a poll lasts."""
-    monkeypatch.setattr(source_module, "SILENT_SECONDS", 0.2)
-    topic = slow_broker.create_topic(4)
-    produce(slow_broker, topic, 1, 1)
-    source = open_source(slow_broker, topic)
-    try:
-        assert read_one(source) == [b"1"]
-        assert source.problem is None
-        until = time.monotonic() + 1.0
-        while time.monotonic() < until:
-            assert source.poll(POLL_SECONDS) == []
-            assert source.problem is None
-        produce(slow_broker, topic, 2, 1)
-        assert read_one(source) == [b"2"]
-    finally:
-        source.close()
+@pytest.mark.parametrize("error", [None, KafkaTimeoutError()])
+def test_a_silent_topic_is_a_problem_if_the_broker_does_not_answer_in_time(monkeypatch, error):
+    """A slow broker holds a fetch back for half a second, so its answer may take longer than a poll lasts."""
+    monkeypatch.setattr(source_module, "SILENT_SECONDS", 0.0)
+    source, consumer = scripted([], [])
+    consumer.beginning_offsets = Mock(side_effect=error)
+    assert source.poll(0.0) == []
+    assert source.problem == (error and "Kafka topic 't' at nowhere:1: broker does not answer (nothing within 3 s)")
+    consumer.beginning_offsets.assert_called_once_with([PART], timeout_ms=3000)
 
 
 def test_a_stopped_broker_is_noticed_and_the_source_can_be_closed(own_tansu, monkeypatch):
@@ -331,8 +322,6 @@ def test_a_stopped_broker_is_noticed_and_the_source_can_be_closed(own_tansu, mon
     try:
         poll_until(source, lambda _: source.problem is not None, poll_seconds=POLL_SECONDS)
         assert "broker does not answer" in source.problem
-        began = time.monotonic()
         source.close()
-        assert time.monotonic() - began < 10.0
     finally:
         os.kill(own_tansu.pid, signal.SIGCONT)

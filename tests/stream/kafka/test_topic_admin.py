@@ -17,7 +17,6 @@ def test_the_newest_messages_of_every_partition(tansu):
     assert (found.partitions, found.messages) == (2, 12)
     everything = inspect_topic(tansu.bootstrap_servers, topic, {}, messages=100, timeout_seconds=20)
     assert sorted(int(payload) for payload in everything.payloads) == list(range(12))
-    assert 1 <= len(found.payloads) <= 4
-    assert 11 in [int(payload) for payload in found.payloads]
+    assert b"11" in found.payloads[:4] == found.payloads
     missing = inspect_topic(tansu.bootstrap_servers, "not-there", {}, messages=10, timeout_seconds=20)
     assert (missing.partitions, missing.payloads) == (0, ())
