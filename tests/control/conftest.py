@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,8 +10,10 @@ from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.pusher import Throttle
+from flexd.core.placement import RankLayout
 from flexd.stream.tap_source import TapSource
-from tests.support.ranks_in_threads import SECRET, TABLES
+from tests.support.ranks_in_threads import SECRET, TABLES, Ranks
+from tests.support.until import until
 
 
 class Hosted:
@@ -62,3 +65,17 @@ def host(tmp_path: Path) -> Iterator[Callable[..., Hosted]]:
     for hosted in made:
         hosted.coordinator.stop(15)
         hosted.journal.close()
+
+
+@pytest.fixture
+def job(host: Callable[..., Hosted]) -> Callable[..., contextlib.AbstractContextManager[tuple[Hosted, Ranks]]]:
+    """Return a function that makes a coordinator with live ranks."""
+
+    @contextlib.contextmanager
+    def make(layout: RankLayout | None = None, **options: object) -> Iterator[tuple[Hosted, Ranks]]:
+        hosted = host(**options)
+        with Ranks(hosted.port, layout) as ranks:
+            until(hosted.ready, what=ranks.state)
+            yield hosted, ranks
+
+    return make

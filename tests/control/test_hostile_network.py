@@ -12,7 +12,7 @@ from flexd.control.protocol.handshake import MAGIC, NONCE_BYTES, OWN, PROOF_BYTE
 from flexd.control.protocol.wire import HEAD, MAX_BODY_BYTES
 from flexd.core.placement import RankLayout
 from tests.support.channel import RawPeer, raw_connection
-from tests.support.ranks_in_threads import SECRET, Ranks, migrate, same_content, target
+from tests.support.ranks_in_threads import SECRET, migrate, same_content, target
 from tests.support.until import until
 
 HELLO = encode_hello(OWN, bytes(NONCE_BYTES))
@@ -88,10 +88,8 @@ class Attack:
             sock.close()
 
 
-def test_no_step_waits_and_migrations_go_on(host: Callable[..., Any]) -> None:
-    hosted = host()
-    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
-        until(hosted.ready, what=ranks.state())
+def test_no_step_waits_and_migrations_go_on(job: Callable[..., Any]) -> None:
+    with job(RankLayout(2, 1)) as (hosted, ranks):
         attack = Attack(hosted.port)
         for number in range(2):
             for part in (attack.garbage, attack.recorded, attack.broken_frames, attack.hostile_ranks):

@@ -107,16 +107,16 @@ class ChunkInbox:
         self._matches_applied = matches_applied
         self._prepare = prepare
         self._changed = threading.Condition()
+        # Received and not applied yet, in order.
         self._chunks: deque[_Chunk] = deque()
-        """Received and not applied yet, in order."""
         self._polled_version = 0
         self._received_version = 0
         self._prepared_version = 0
         self.agreed_version = 0
         self.applied_version = 0
         self._agreed_digest = 0
+        # In the placement that has every received chunk applied.
         self._slots_used = np.zeros(len(replica_slots), dtype=np.int64)
-        """In the placement that has every received chunk applied."""
         self._in_exchange = False
         self.priced_exchange = ""
         """The exchange that the daemon prices lower; empty before it has. Set by the agent's thread."""

@@ -111,15 +111,15 @@ class RankConnection:
         self._timeout = agent.timeout_seconds
         self._me = agent.identity
         self._nonce = new_token()
+        # Of the daemon; empty before its notice.
         self._instance = ""
-        """Of the daemon; empty before its notice."""
         self._epoch: EpochAnnouncement | None = None
         self._last_epoch = 0
         self._refused_epoch = 0
         self._joined = False
         self._chunk: tuple[ChunkHeader, RowsAssembly] | None = None
+        # Answered once every agreed chunk is applied; no chunk is pushed meanwhile.
         self._listing: ListRequest | None = None
-        """Answered once every agreed chunk is applied; no chunk is pushed meanwhile."""
         self._listing_until = 0.0
         self._tap: TapSender | None = None
         self._agreed = PlacementState(0, 0)

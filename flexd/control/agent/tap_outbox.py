@@ -43,8 +43,8 @@ class TapSender:
         self._send = send
         self._offered = (-1, False)
         self._grant = 0
+        # Of the granted payload; None without a grant.
         self._sent_bytes: int | None = None
-        """Of the granted payload; None without a grant."""
         self.state: TapState | None = None
 
     def advance(self) -> bool:

@@ -15,8 +15,8 @@ PEER_SHARE_BYTES = 2**14
 """Unread bytes that each peer may have whatever the others do, so that nobody's flood stops another one's messages."""
 EVENT_BYTES = 512
 """Memory of an unread event or a queued frame beside its bytes; each counts for as much."""
+# Frames between ``send`` and the channel's thread; with more, ``send`` waits.
 _UNSENT_BYTES = 2**26
-"""Frames between ``send`` and the channel's thread; with more, ``send`` waits."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ class UnreadEvents:
         self._turns: deque[int] = deque()
         self._peer_bytes: dict[int, int] = {}
         self._total = 0
+        # Bytes beyond the share of each peer.
         self._shared = 0
-        """Bytes beyond the share of each peer."""
+        # Bytes of the frames that wait for room, by peer, in the order in which they get it.
         self._waiting: dict[int, int] = {}
-        """Bytes of the frames that wait for room, by peer, in the order in which they get it."""
         self.partial_bytes = 0
         """Received bytes that are no whole frame yet, or wait for room. Changed by the channel's thread."""
         self._is_short = False
@@ -232,12 +232,12 @@ class ChannelQueues:
     def __init__(self, options: ChannelOptions) -> None:
         self._options = options
         self.unread = UnreadEvents(options, self._note_room)
+        # Set when events were received after a peer had found no room.
         self._has_room = False
-        """Set when events were received after a peer had found no room."""
         self._unsent = threading.Condition()
         self._unsent_bytes = 0
+        # In order; ``Closed`` is to be closed.
         self._commands: deque[Send | Closed] = deque()
-        """In order; ``Closed`` is to be closed."""
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)

@@ -19,8 +19,8 @@ from flexd.control.protocol.wire import (
     SealedPayload,
 )
 
+# Buffers of one system call: 16 frames of three.
 _BUFFERS = 48
-"""Buffers of one system call: 16 frames of three."""
 WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 

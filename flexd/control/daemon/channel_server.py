@@ -33,17 +33,17 @@ from flexd.core.errors import AuthenticationError
 from flexd.core.secrets import accepted_keys
 from flexd.core.supervision import Supervisor, fault_point
 
+# Steps of handshakes between two looks at the proven connections: they wait for at most as many.
 _HANDSHAKES, _TLS_HANDSHAKES = 64, 8
-"""Steps of handshakes between two looks at the proven connections: they wait for at most as many."""
 _TICK_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 1.0
+# Time between two checks of the peers' deadlines and keys.
 _CHECK_SECONDS = 1.0
-"""Time between two checks of the peers' deadlines and keys."""
+# A peer that is closed with a reason gets as long to read it.
 _CLOSE_SECONDS = 2.0
-"""A peer that is closed with a reason gets as long to read it."""
 
+# Descriptors of the rest of the process.
 _OTHER_DESCRIPTORS = 512
-"""Descriptors of the rest of the process."""
 
 Connection = UnprovenConnection | ChannelPeer
 

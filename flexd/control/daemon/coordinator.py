@@ -31,13 +31,13 @@ from flexd.stream.tap_source import TapSource
 
 logger = logging.getLogger(__name__)
 
+# Longest time between two ticks while no rank is registered: a daemon that waits for a job must cost nothing.
 _IDLE_TICK_SECONDS = 0.5
-"""Longest time between two ticks while no rank is registered: a daemon that waits for a job must cost nothing."""
+# Shortest time between two ticks, in units of ``tick_seconds``: messages that arrive meanwhile share a tick.
 _TICKS_APART = 0.25
-"""Shortest time between two ticks, in units of ``tick_seconds``: messages that arrive meanwhile share a tick."""
 _MESSAGES_PER_TICK = 4096
+# Deadline for what is queued for the ranks when the coordinator stops.
 _STOP_SECONDS = 5.0
-"""Deadline for what is queued for the ranks when the coordinator stops."""
 
 
 _LEARNER_STOP_SECONDS = 2.0

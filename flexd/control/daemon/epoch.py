@@ -55,8 +55,8 @@ version may have; ignored."""
 
 HEARTBEAT_SECONDS = 1.0
 """Time between two heartbeats to a rank; longer with very many ranks, shorter with a short timeout."""
+# To all ranks together.
 _HEARTBEATS_PER_SECOND = 1_000
-"""To all ranks together."""
 _HEARTBEATS_PER_TIMEOUT = 4
 
 
@@ -104,10 +104,10 @@ class RankChannels:
         self._heartbeat = encode(Heartbeat())
         self._longest_heartbeat_seconds = timeout_seconds / _HEARTBEATS_PER_TIMEOUT
         self._next_heartbeat_at = 0.0
+        # By peer: the newest hello that it sent and that was accepted.
         self._hello_of: dict[int, Hello] = {}
-        """By peer: the newest hello that it sent and that was accepted."""
+        # By session: the newest connection of each process.
         self._peer_of: dict[str, int] = {}
-        """By session: the newest connection of each process."""
 
     def receive(self, limit: int, timeout_seconds: float) -> list[Received | RankDisconnected]:
         """Return what has arrived, at most ``limit``; waits until there is something or the timeout."""

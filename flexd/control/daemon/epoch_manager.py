@@ -171,16 +171,16 @@ class EpochManager:
         self._counters: Counter[str] = Counter()
         self._epochs = 0
         self._last_end = ""
+        # Reason and ranks of the epoch that ended last.
         self._last_topology: Topology | None = None
-        """Reason and ranks of the epoch that ended last."""
         self._next_epoch_at = 0.0
         segment = journal.segment
+        # The attempt that held the job under an earlier daemon.
         self._earlier_attempt = segment.attempt if segment else ""
-        """The attempt that held the job under an earlier daemon."""
         self._generation = segment.generation if segment else 0
         self._topology_identity = segment.topology if segment else ""
+        # Version that all ranks have applied.
         self._applied = 0
-        """Version that all ranks have applied."""
         self.pusher = ChunkPusher(journal, keyspace, options.chunks, throttle)
         self.agreed = AgreedPlacement(journal)
         self.epoch: Epoch | None = None
@@ -188,10 +188,10 @@ class EpochManager:
         self.reason = "no rank has registered"
         self.divergence = ""
         self.priced_exchange = ""
+        # The next epoch starts from the lists of the ranks, not from the journal.
         self._must_list = False
-        """The next epoch starts from the lists of the ranks, not from the journal."""
+        # Epochs of this topology generation in which a placement differed, since ``trust_again``.
         self._divergences = 0
-        """Epochs of this topology generation in which a placement differed, since ``trust_again``."""
 
     @property
     def has_no_ranks(self) -> bool:

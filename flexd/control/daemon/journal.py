@@ -34,17 +34,17 @@ FORMAT = 1
 """Of the file: the last character of its magic. A newer flexd raises it and reads the formats before it."""
 _MAGIC_OF_ANY = b"FLEXDPJ"
 _MAGIC = _MAGIC_OF_ANY + str(FORMAT).encode()
+# Chunk rows beside the segment before they are compacted into it (or half the segment's rows, if more).
 _COMPACT_ROWS = 65_536
-"""Chunk rows beside the segment before they are compacted into it (or half the segment's rows, if more)."""
+# Bytes of voided chunks that the file may hold beyond the size of its live content before it is rewritten.
 _DEAD_BYTES = 2**20
-"""Bytes of voided chunks that the file may hold beyond the size of its live content before it is rewritten."""
 
 _ROLLBACK_ROWS = 2**21
+# Rows and chunks kept beside the segment so that the newest migration can be rolled back: 10 bytes per row, in memory
+# too.
 _ROLLBACK_CHUNKS = 4_096
-"""Rows and chunks kept beside the segment so that the newest migration can be rolled back: 10 bytes per row, in memory
-too."""
+# Typical bytes of a frame's header, and of a row: an int64 key with two tiers.
 _HEADER_BYTES, _ROW_BYTES = 200, 10
-"""Typical bytes of a frame's header, and of a row: an int64 key with two tiers."""
 _FRAME = struct.Struct("<II")
 
 
@@ -149,8 +149,8 @@ class PlacementJournal:
         self._chunks: list[Chunk] = []
         self._file: BinaryIO | None = None
         self._size = 0
+        # False while a power failure may still restore the file that was replaced.
         self._name_synced = True
-        """False while a power failure may still restore the file that was replaced."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self._path.exists():

@@ -30,10 +30,10 @@ MAX_ATTEMPTS = 8
 """Attempts whose hellos are kept; beyond that, the attempt whose newest message is oldest is dropped."""
 MAX_REFUSALS = 64
 """Refused ranks that are listed in the status, and attempts that are counted as waiting."""
+# Lists and attempts that are kept; beyond that, the oldest is dropped.
 _MAX_LISTS = 4
-"""Lists and attempts that are kept; beyond that, the oldest is dropped."""
+# Hosts of the attempt that holds the job in the refusal of another.
 _NAMED_HOSTS = 3
-"""Hosts of the attempt that holds the job in the refusal of another."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ class TableProposals:
     def __init__(self, fresh_seconds: float) -> None:
         self._fresh = fresh_seconds
         self._lock = threading.Lock()
+        # By digest.
         self._tables: dict[str, tuple[TableSpec, ...]] = {}
-        """By digest."""
+        # By attempt and rank, with the time of each.
         self._hellos: dict[str, dict[int, tuple[Hello, float]]] = {}
-        """By attempt and rank, with the time of each."""
 
     def record_tables(self, message: TableList, body: Bytes) -> None:
         """Record the list of a rank. Raises ControlError: it cannot be read."""
@@ -210,13 +210,13 @@ class Membership:
         self._takes_tables = takes_tables
         self._lock = threading.RLock()
         self._wall_clock = wall_clock
+        # The attempt that holds the job.
         self._holder: str | None = None
-        """The attempt that holds the job."""
         self._held_since = 0.0
+        # Set while the holder is the one of an earlier daemon and none of its ranks has registered.
         self._expected_until: float | None = None
-        """Set while the holder is the one of an earlier daemon and none of its ranks has registered."""
+        # Attempts that were refused because another holds the job, with the time of each newest hello.
         self._waiting: dict[str, float] = {}
-        """Attempts that were refused because another holds the job, with the time of each newest hello."""
         self.refusal_is_known = False
         self.problem = ""
         self._job = job
@@ -224,10 +224,10 @@ class Membership:
         self._max_ranks = max_ranks
         self._silent = silent_seconds
         self._replace = min(replace_seconds, silent_seconds)
+        # In order of first hello.
         self._attempts: dict[str, dict[int, _Member]] = {}
-        """In order of first hello."""
+        # (attempt, rank) -> refusal and its time, in order of their newest refusals.
         self._refused: dict[tuple[str, int], tuple[RefusedRank, float]] = {}
-        """(attempt, rank) -> refusal and its time, in order of their newest refusals."""
 
     def accept(self, hello: Hello, now: float) -> bool:
         """Register a hello; True if it is a new registration.

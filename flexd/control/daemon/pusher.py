@@ -91,18 +91,18 @@ class ChunkPusher:
         self.limits = limits
         self._lock = threading.Lock()
         self._next: Migration | None = None
+        # Why no migration can be submitted any more; empty before ``stop``.
         self._stopped = ""
-        """Why no migration can be submitted any more; empty before ``stop``."""
         self._active: Migration | None = None
         self.outstanding: deque[_Outstanding] = deque()
         self.digests: dict[int, int] = {}
+        # Epochs since the newest applied chunk whose end has made chunks of the running migration void.
         self._tries = 0
-        """Epochs since the newest applied chunk whose end has made chunks of the running migration void."""
         self._topology: Topology | None = None
         self._applied_version = 0
+        # The version agreed when the epoch began. Until it is applied, ranks may hold chunks that are not outstanding
+        # here: those of an earlier daemon.
         self._epoch_version = 0
-        """The version agreed when the epoch began. Until it is applied, ranks may hold chunks that are not outstanding
-        here: those of an earlier daemon."""
         self._events: deque[MigrationEvent] = deque(maxlen=_KEPT_EVENTS)
         self.illegal_transitions = 0
         self.version = 0
@@ -344,8 +344,8 @@ class ChunkPusher:
 
 BURST_SECONDS = 1.0
 """Capacity of the bucket of ``bytes_per_second``, in seconds of the rate."""
+# Largest time between two calls that counts as waiting: without an epoch there are no calls, and nothing is held.
 _LONGEST_WAIT_COUNTED = 1.0
-"""Largest time between two calls that counts as waiting: without an epoch there are no calls, and nothing is held."""
 
 
 class ThrottleReason(StrEnum):

@@ -20,8 +20,8 @@ from flexd.stream.tap_source import TapCountsState, TapSource, partition_of
 MAX_GRANTED_BYTES = 64 * 2**20
 """Payloads requested or received and not yet counted, of all ranks together, or one larger payload alone. Below
 ``ChannelOptions.partial_bytes``: frames of all granted payloads may be under way at once."""
+# Shortest time between two snapshots that ranks request.
 _URGENT_SECONDS = 0.25
-"""Shortest time between two snapshots that ranks request."""
 NO_TAP = "the daemon's stream.source is of another kind than tap"
 
 
@@ -49,13 +49,13 @@ class TapReceiver:
         self._channels = channels
         self._source = source
         self._emit = emit
+        # By rank, in order of their offers, which is the order of requests.
         self._transfers: dict[int, _Transfer] = {}
-        """By rank, in order of their offers, which is the order of requests."""
         self._grants = 0
         self._urgent_at = 0.0
         self._fence = Fence("", "", 0, 0, "")
+        # Of each rank's process.
         self._partitions: tuple[str, ...] = ()
-        """Of each rank's process."""
         self._peers: Sequence[int] = ()
 
     def begin_epoch(self, fence: Fence, topology: Topology, peers: Sequence[int]) -> None:

@@ -80,11 +80,9 @@ def test_an_unresponsive_server_costs_a_deadline_and_no_threads_or_sockets() -> 
 
 
 def test_an_unexpected_error_in_the_coordinator_ends_the_epoch_and_the_next_one_begins(
-    host: Callable[..., Any],
+    job: Callable[..., Any],
 ) -> None:
-    hosted = host()
-    with Ranks(hosted.port, PAIR) as ranks:
-        until(hosted.ready, what=ranks.state())
+    with job(PAIR) as (hosted, ranks):
         epochs = hosted.coordinator.status().epochs
         supervision.arm({supervision.VARIABLE: "thread.coordinator:1:raise"})
         until(lambda: hosted.coordinator.status().epochs > epochs and hosted.ready(), what=ranks.state())
@@ -133,13 +131,11 @@ OF_ANOTHER: tuple[dict[str, Any], ...] = (
     ids=str,
 )
 def test_a_misdirected_message_of_the_daemon_ends_the_connection_and_nothing_else(
-    host: Callable[..., Any], kind: str, change: dict[str, Any]
+    job: Callable[..., Any], kind: str, change: dict[str, Any]
 ) -> None:
     """A message of another epoch, or one that does not follow, is never acted on: the rank registers again. So does a
     rank that has left an epoch which the daemon continues, as soon as it receives more of it."""
-    hosted = host()
-    with Ranks(hosted.port, PAIR) as ranks:
-        until(hosted.ready)
+    with job(PAIR) as (hosted, ranks):
         epoch = hosted.coordinator.epoch
         fence = replace(epoch.fence, **change)
         message = {
@@ -156,10 +152,8 @@ def test_a_misdirected_message_of_the_daemon_ends_the_connection_and_nothing_els
         assert same_content(ranks.history)
 
 
-def test_messages_that_cannot_be_read_end_the_connection_and_unknown_kinds_do_not(host: Callable[..., Any]) -> None:
-    hosted = host()
-    with Ranks(hosted.port, PAIR) as ranks:
-        until(hosted.ready)
+def test_messages_that_cannot_be_read_end_the_connection_and_unknown_kinds_do_not(job: Callable[..., Any]) -> None:
+    with job(PAIR) as (hosted, ranks):
         peers = hosted.coordinator.epoch.peers
         hosted.coordinator._server.send(peers, b'{"kind":"greeting","job":"job"}')
         until(lambda: all(rank.agent.counters.get("unknown_messages") == 1 for rank in ranks.ranks), what=ranks.state())
@@ -170,10 +164,9 @@ def test_messages_that_cannot_be_read_end_the_connection_and_unknown_kinds_do_no
         assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
 
 
-def test_a_chunk_of_several_pieces_arrives(host: Callable[..., Any], monkeypatch: Any) -> None:
+def test_a_chunk_of_several_pieces_arrives(job: Callable[..., Any], monkeypatch: Any) -> None:
     monkeypatch.setattr(messages, "PIECE_BYTES", 64)
-    hosted = host()
-    with Ranks(hosted.port, PAIR) as ranks:
+    with job(PAIR) as (hosted, ranks):
         migration = migrate(hosted.coordinator, "p1", target(1), 100)
         assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
         assert ranks.all_at(target(1))

@@ -20,11 +20,9 @@ from tests.support.until import until
 pytestmark = pytest.mark.slow
 
 
-def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:
-    hosted = host()
+def test_a_delta_reaches_every_rank(job: Callable[..., Any]) -> None:
     planned = target(1)
-    with Ranks(hosted.port) as ranks:
-        until(hosted.ready, what=ranks.state())
+    with job() as (hosted, ranks):
         live = hosted.coordinator.live()
         assert (live.layout, live.generation, live.replica_slots) == (RankLayout(2, 2), 1, (20_000, 20_000))
         migration = migrate(hosted.coordinator, "p1", planned, 50, generation=1)
@@ -41,9 +39,8 @@ def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:
         assert (status.refused_chunks, status.digest_mismatches) == (0, 0)
 
 
-def test_pause_resume_and_abort_leave_a_prefix(host: Callable[..., Any]) -> None:
-    hosted = host(chunks=ChunkLimits(1))
-    with Ranks(hosted.port) as ranks:
+def test_pause_resume_and_abort_leave_a_prefix(job: Callable[..., Any]) -> None:
+    with job(chunks=ChunkLimits(1)) as (hosted, ranks):
         migration = migrate(hosted.coordinator, "p1", target(3), 10)
         until(lambda: migration.record.chunks_applied > 2)
         chunks = list(migration.delta.chunks(10))
@@ -72,10 +69,9 @@ WRONG = SimpleNamespace(delta=target(1, 20).delta_to(Placement.empty()), row_byt
     ("plan", "generation", "reason"), [(WRONG, None, "are not at the tier"), (None, 7, "generation 7")]
 )
 def test_a_migration_that_cannot_be_made_fails_alone(
-    host: Callable[..., Any], plan: Any, generation: int | None, reason: str
+    job: Callable[..., Any], plan: Any, generation: int | None, reason: str
 ) -> None:
-    hosted = host()
-    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
+    with job(RankLayout(2, 1)) as (hosted, ranks):
         record = MigrationRecord(migration_id="bad", generation=generation)
         migration = hosted.coordinator.migrate(record, Placement.empty(), plan)
         assert migration.wait(15) is MigrationState.FAILED

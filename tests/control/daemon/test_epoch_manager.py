@@ -23,9 +23,8 @@ from tests.support.until import until
 pytestmark = pytest.mark.slow
 
 
-def test_a_new_attempt_starts_from_an_empty_placement(host: Callable[..., Any]) -> None:
-    hosted = host(chunks=ChunkLimits(1), timeout_seconds=1.5)
-    with Ranks(hosted.port) as ranks:
+def test_a_new_attempt_starts_from_an_empty_placement(job: Callable[..., Any]) -> None:
+    with job(chunks=ChunkLimits(1), timeout_seconds=1.5) as (hosted, ranks):
         running = migrate(hosted.coordinator, "p1", target(1), 5)
         until(lambda: running.record.chunks_applied > 3)
         ranks.stop()
@@ -42,10 +41,8 @@ def test_a_new_attempt_starts_from_an_empty_placement(host: Callable[..., Any]) 
             assert restarted.all_at(target(1))
 
 
-def test_a_silent_rank_is_reported_as_lost(host: Callable[..., Any]) -> None:
-    hosted = host(timeout_seconds=1.5)
-    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
-        until(hosted.ready)
+def test_a_silent_rank_is_reported_as_lost(job: Callable[..., Any]) -> None:
+    with job(RankLayout(2, 1), timeout_seconds=1.5) as (hosted, ranks):
         agent = ranks.ranks[1].agent
         agent.stop(10)
         until(lambda: not hosted.ready())
@@ -55,10 +52,9 @@ def test_a_silent_rank_is_reported_as_lost(host: Callable[..., Any]) -> None:
 
 
 def test_a_journal_is_continued_and_a_lost_one_replaced_by_listings_of_the_ranks(
-    host: Callable[..., Any], tmp_path: Path
+    host: Callable[..., Any], job: Callable[..., Any], tmp_path: Path
 ) -> None:
-    hosted = host()
-    with Ranks(hosted.port, RankLayout(2, 3)) as ranks:
+    with job(RankLayout(2, 3)) as (hosted, ranks):
         first = migrate(hosted.coordinator, "p1", target(1), 100)
         assert first.wait(20) is MigrationState.COMMITTED
         hosted.close()
@@ -77,9 +73,8 @@ def test_a_journal_is_continued_and_a_lost_one_replaced_by_listings_of_the_ranks
         assert ranks.all_at(target(2))
 
 
-def test_one_rank_restarted_in_the_same_attempt_receives_no_chunks(host: Callable[..., Any]) -> None:
-    hosted = host(timeout_seconds=2.0)
-    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
+def test_one_rank_restarted_in_the_same_attempt_receives_no_chunks(job: Callable[..., Any]) -> None:
+    with job(RankLayout(2, 1), timeout_seconds=2.0) as (hosted, ranks):
         first = migrate(hosted.coordinator, "p1", target(1, 50), 10)
         assert first.wait(20) is MigrationState.COMMITTED
         ranks.ranks[1].agent.stop(10)
@@ -94,9 +89,8 @@ def mismatches(hosted: Any) -> int:
     return int(hosted.coordinator.status().digest_mismatches)
 
 
-def test_a_wrong_record_of_the_daemon_is_replaced_by_what_the_ranks_list(host: Callable[..., Any]) -> None:
-    hosted = host()
-    with Ranks(hosted.port, RankLayout(2, 2)) as ranks:
+def test_a_wrong_record_of_the_daemon_is_replaced_by_what_the_ranks_list(job: Callable[..., Any]) -> None:
+    with job(RankLayout(2, 2)) as (hosted, ranks):
         first = migrate(hosted.coordinator, "p1", target(1), 200)
         assert first.wait(20) is MigrationState.COMMITTED
         running = migrate(hosted.coordinator, "p2", target(2), 5)
@@ -117,10 +111,8 @@ def test_a_wrong_record_of_the_daemon_is_replaced_by_what_the_ranks_list(host: C
         assert (hosted.coordinator.divergence, hosted.coordinator.pusher.paused) == ("", False)
 
 
-def test_pushing_pauses_after_a_repeat_until_an_operator_resumes(host: Callable[..., Any]) -> None:
-    hosted = host()
-    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
-        until(hosted.ready)
+def test_pushing_pauses_after_a_repeat_until_an_operator_resumes(job: Callable[..., Any]) -> None:
+    with job(RankLayout(2, 1)) as (hosted, ranks):
         ranks.false_digests[1] = 12345
         until(lambda: hosted.coordinator.divergence, what=lambda: hosted.events)
         assert hosted.coordinator.divergence == (

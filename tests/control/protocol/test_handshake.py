@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import ssl
 from pathlib import Path
 
@@ -280,22 +279,6 @@ def test_new_files_are_used_for_new_connections(tmp_path: Path, monkeypatch: pyt
             connect(daemon, rank)
         authority.issue("daemon", "127.0.0.1")
         connect(daemon, rank).close()
-
-
-def test_bad_new_files_are_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    files = Authority(tmp_path).issue("daemon")
-    context = TlsContext(files, server_side=True, clock=lambda: now[0])
-    first = context.current()
-    files.cert_file.write_text("no PEM")
-    assert context.current() is first
-    now[0] += handshake.CHECK_SECONDS
-    with caplog.at_level(logging.ERROR):
-        assert context.current() is first
-    assert "control.tls.cert_file" in caplog.text
-    assert "stays in use" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["cert_file", "key_file", "ca_file"])
