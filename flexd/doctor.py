@@ -1,8 +1,6 @@
 """Checks of a daemon and its surroundings: the machine, the stream, and the daemon itself. A check that fails does not
 hide the next one."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """The base of the configuration's sections, checked types, YAML and environment variables, and faults by key path."""
 
-from __future__ import annotations
-
 import difflib
 import ipaddress
 import re

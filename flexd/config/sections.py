@@ -1,7 +1,5 @@
 """The sections of the configuration: stream and counters, planner and topology, API and control channel."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args

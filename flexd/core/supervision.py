@@ -51,7 +51,7 @@ POINTS_OF_A_JOB = POINTS[: POINTS.index("reset.saved")]
 # One in the work of every thread of the daemon, for ``raise``.
 THREAD_POINTS = (
     "thread.loop", "thread.planning", "thread.coordinator", "thread.channel", "thread.ingest", "thread.counting",
-    "thread.drift", "thread.history", "thread.http",
+    "thread.drift", "thread.http",
 )  # fmt: skip
 
 _ACTIONS: Mapping[str, signal.Signals | None] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": None}

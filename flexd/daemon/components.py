@@ -1,7 +1,5 @@
 """The parts of a daemon that has tables: made from the configuration, started together, stopped within one deadline."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -39,7 +37,7 @@ KEEP_MIGRATIONS = 1000
 """In the history."""
 MIN_SHARE = 0.02
 """Share of the deadline that a part gets even if earlier parts have used all of it: it may need almost nothing."""
-INGEST_SHARE, DRIFT_SHARE, HISTORY_SHARE, SERVER_SHARE = 0.5, 0.05, 0.05, 0.1
+INGEST_SHARE, SERVER_SHARE = 0.5, 0.1
 """Shares of ``shutdown_seconds`` reserved for parts; the control channel has the rest."""
 
 
@@ -120,7 +118,7 @@ class DaemonComponents:
             start_empty=config.state.on_unusable == "reset",
         )
         throttle = Throttle(ThrottleLimits(**config.control.throttle.model_dump()))
-        self._history = MigrationHistory(state, KEEP_MIGRATIONS, supervisor=supervisor)
+        self._history = MigrationHistory(state, KEEP_MIGRATIONS)
         self.coordinator = Coordinator(
             control, keyspace, self._journal, self._take_report, self._on_event,
             source if isinstance(source, TapSource) else None, throttle, supervisor,
@@ -132,7 +130,7 @@ class DaemonComponents:
         maker = PlanMaker(
             config.planner, keyspace, self._prices, self.ingestor.profile, self.coordinator, self.training
         )
-        self.drift = DriftMonitor(maker, self.coordinator, self._executions, supervisor)
+        self.drift = DriftMonitor(maker, self.coordinator, self._executions)
         planning = Planning(
             config, maker, self.coordinator, self._executions, self.drift.planned, self.operator.record_withheld,
             AffinityMonitor(keyspace, self.ingestor.sketches.coaccess, supervisor)
@@ -162,11 +160,9 @@ class DaemonComponents:
             FlexdError: an address is taken, or a part cannot start.
         """
         try:
-            self._history.start()
             # A taken address is detected at once.
             self.coordinator.listen()
             self.ingestor.start()
-            self.drift.start()
             self.coordinator.start()
         except BaseException:
             self.stop(ShutdownBudget(self.inspect.settings.shutdown_seconds))
@@ -176,6 +172,7 @@ class DaemonComponents:
         """Retry failed writes, and record what the control channel has done and decided by itself."""
         fault_point("thread.loop")
         self._record_migrations()
+        self._history.write()
         self.operator.tick()
 
     def stop(self, budget: ShutdownBudget) -> None:
@@ -186,12 +183,10 @@ class DaemonComponents:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        after = INGEST_SHARE + DRIFT_SHARE + HISTORY_SHARE + SERVER_SHARE
-        budget.stop_part("control channel", self.coordinator.stop, reserve=after)
+        budget.stop_part("control channel", self.coordinator.stop, reserve=INGEST_SHARE + SERVER_SHARE)
         self._record_migrations()
-        budget.stop_part("ingest", self.ingestor.stop, reserve=after - INGEST_SHARE)
-        budget.stop_part("drift", self.drift.stop, reserve=HISTORY_SHARE + SERVER_SHARE)
-        budget.stop_part("history", self._history.stop, reserve=SERVER_SHARE)
+        budget.stop_part("ingest", self.ingestor.stop, reserve=SERVER_SHARE)
+        self._history.write()
         self._journal.close()
 
     def _take_report(self, rank: int, report: StepReport) -> None:

@@ -5,8 +5,6 @@ A daemon whose configuration lists no tables takes them from the ranks and write
 starts again without ranks.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -13,8 +13,6 @@ configuration or the state is RUNNING at once, without any rank. Each RUNNING ha
 counters of tables that stay are kept, as after a change of ``tables`` in the configuration.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging
@@ -75,7 +73,7 @@ class Daemon:
         self._takes_tables = not config.tables
         self._started_unix_seconds, self._started_at = time.time(), time.monotonic()
         self.supervisor = Supervisor()
-        works = ("", "planning", "tables", "status")
+        works = ("", "drift", "planning", "tables", "status")
         self._watches = {work: self.supervisor.watch("loop", work) for work in works}
         # Looked at between two ticks. No ``threading.Event``: a signal handler that runs inside ``Event.wait``, which
         # holds the event's lock, would block for ever in ``Event.set``.
@@ -170,8 +168,10 @@ class Daemon:
                 self._watches[""].attempt(self._look)
         else:
             self._watches[""].attempt(self._work)
-            if self._components is not None and self._components.operator.paused is None:
-                self._watches["planning"].attempt(self._components.auto.tick)
+            if self._components is not None:
+                self._watches["drift"].attempt(self._components.drift.tick)
+                if self._components.operator.paused is None:
+                    self._watches["planning"].attempt(self._components.auto.tick)
         if time.monotonic() >= self._renew_at:
             self._watches["status"].attempt(self.renew_status)
 

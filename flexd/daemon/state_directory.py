@@ -5,8 +5,6 @@ itself too. Checked here, one start names all of them, and none is opened, chang
 so a running daemon is never disturbed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

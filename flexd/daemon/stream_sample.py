@@ -1,7 +1,5 @@
 """Profile of a stream without a daemon, or of what a running daemon has counted; neither disturbs the daemon."""
 
-from __future__ import annotations
-
 import time
 
 from flexd.config.model import Config

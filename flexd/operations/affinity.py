@@ -1,7 +1,5 @@
 """Homes by affinity, learnt from the co-access sample in a thread beside the plans."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace

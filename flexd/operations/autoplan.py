@@ -1,11 +1,9 @@
-"""Automatic planning: the drift that is measured in a thread of its own, triggers, and the migration or the proposal
+"""Automatic planning: the drift that is measured now and then, triggers, and the migration or the proposal
 that one leads to.
 
 A trigger leads to a plan at once. With ``planner.auto: false``, or outside the maintenance windows, the plan is held:
 it is kept as a proposal. A trigger that only a window held fires again when the window opens.
 """
-
-from __future__ import annotations
 
 import logging
 import math
@@ -21,7 +19,7 @@ from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import Migration, MigrationRecord, MigrationState
 from flexd.core.errors import FlexdError
 from flexd.core.placement import Tier
-from flexd.core.supervision import Backoff, Supervisor, fault_point
+from flexd.core.supervision import Backoff, fault_point
 from flexd.operations.executions import Executions, Trigger, TriggerKind
 from flexd.operations.live_plan import PlanMaker
 from flexd.operations.planning import Planning, saving_gate
@@ -41,25 +39,15 @@ class DriftMonitor:
     Thread-safe. Nothing is evaluated during a migration. A reason to plan is given when the ratio exceeds the threshold
     and the plan would save at least ``planner.min_saving``: a plan that would be withheld is no reason.
 
-    Args:
-        supervisor: of the process; records the faults of the thread.
+    The daemon's loop calls ``tick``.
     """
 
-    def __init__(
-        self,
-        maker: PlanMaker,
-        coordinator: Coordinator,
-        executions: Executions,
-        supervisor: Supervisor | None = None,
-    ) -> None:
+    def __init__(self, maker: PlanMaker, coordinator: Coordinator, executions: Executions) -> None:
         self._maker = maker
         self._coordinator = coordinator
         self._executions = executions
         self._guard = threading.Lock()
-        self._stop = threading.Event()
-        supervisor = supervisor or Supervisor()
-        self._watch = supervisor.watch("flexd-drift")
-        self._thread = supervisor.thread("flexd-drift", self._run, self._stop)
+        self._next_at = time.monotonic() + maker.settings.drift_interval_seconds
         self._plans = 0
         """Plans made by others since the start."""
         self._reason: str | None = None
@@ -71,14 +59,6 @@ class DriftMonitor:
         self.seconds = 0.0
         """Wall time of all evaluations."""
         self.evaluations = 0
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self, timeout_seconds: float) -> bool:
-        """Stop the thread. Returns whether it ended within the deadline."""
-        self._stop.set()
-        return self._thread.join(timeout_seconds)
 
     @property
     def newest(self) -> Drift | None:
@@ -136,25 +116,24 @@ class DriftMonitor:
             self._version = basis.live.version
             return drift
 
-    def _run(self) -> None:
-        wait = self._maker.settings.drift_interval_seconds
-        while not self._stop.wait(wait):
-            started = time.monotonic()
-            try:
-                fault_point("thread.drift")
-                self.evaluate()
-                self._problem = None
-            except FlexdError as error:
-                # A table without accesses, for one; each problem is logged once.
-                if str(error) != self._problem:
-                    logger.warning("drift: %s", error)
-                self._problem = str(error)
-            finally:
-                took = time.monotonic() - started
-                self.seconds += took
-                self.evaluations += 1
-            self._watch.progress()
-            wait = max(self._maker.settings.drift_interval_seconds, took / MAX_DUTY_CYCLE)
+    def tick(self) -> None:
+        """Evaluate if it is time. An evaluation that is not possible is logged, once for each problem."""
+        began = time.monotonic()
+        if began < self._next_at:
+            return
+        try:
+            fault_point("thread.drift")
+            self.evaluate()
+            self._problem = None
+        except FlexdError as error:  # a table without accesses, for one
+            if str(error) != self._problem:
+                logger.warning("drift: %s", error)
+            self._problem = str(error)
+        finally:
+            took = time.monotonic() - began
+            self.seconds += took
+            self.evaluations += 1
+            self._next_at = began + took + max(self._maker.settings.drift_interval_seconds, took / MAX_DUTY_CYCLE)
 
 
 _LOOK_AHEAD_MINUTES = 15 * 24 * 60

@@ -5,8 +5,6 @@ A record is one JSON document. ``FORMAT`` is that of the tables and of every doc
 that an older flexd could not read, and a file of an older format is changed to this one when it is opened.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,8 +1,6 @@
 """Execute plans: start migrations, abort them, roll them back, count their ends, and resume rollbacks that an earlier
 daemon left unfinished."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

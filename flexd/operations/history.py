@@ -1,7 +1,5 @@
 """The history of migrations, with their verifications, and of users' actions: recorded without touching the disk,
-written by a thread."""
-
-from __future__ import annotations
+written with every tick of the daemon."""
 
 import logging
 import threading
@@ -19,14 +17,11 @@ from flexd.control.daemon.migration import (
     VerificationReport,
 )
 from flexd.core.errors import SnapshotError
-from flexd.core.supervision import Supervisor, fault_point
 from flexd.operations.decisions import StateDatabase, Statement
 
 MAX_WAITING = 4096
 """Limit of entries that wait to be written; beyond it the oldest are lost."""
 RETRY_SECONDS = 5.0
-FRESH_SECONDS = 1.0
-"""Deadline of a reader for entries recorded before its call to reach the disk."""
 ENDED_UNSEEN = "the daemon ended while it was unfinished"
 MAX_DETAIL_CHARACTERS = 2_000
 
@@ -48,17 +43,15 @@ _ADD = "UPDATE migrations SET document = json_patch(document, ?) WHERE id = ?"
 class MigrationHistory:
     """The history of migrations and actions. Thread-safe.
 
-    Recording never touches the disk; entries are on disk within milliseconds, or ``flush`` returns False. Migrations
+    Recording never touches the disk; ``write`` does, and so does a query, for what was recorded before it. Migrations
     that a crash left unfinished are recorded as failed.
 
     Args:
-        file: the state; the caller closes it after ``stop``.
+        file: the state; the caller closes it.
         keep: limit of migrations, and of actions.
-        supervisor: of the process; records the faults of the thread.
 
     Attributes:
-        entries, lost, failures: entries written, and dropped because too many waited, and failed writes (they are
-            repeated), since the start.
+        lost: entries dropped because too many waited.
         problem: why the newest write failed; None if it succeeded.
 
     Raises:
@@ -66,38 +59,48 @@ class MigrationHistory:
         SnapshotError: the file cannot be read.
     """
 
-    def __init__(
-        self,
-        file: StateDatabase,
-        keep: int,
-        retry_seconds: float = RETRY_SECONDS,
-        supervisor: Supervisor | None = None,
-    ) -> None:
+    def __init__(self, file: StateDatabase, keep: int) -> None:
         self._file = file
         self._keep = keep
-        self._retry_seconds = retry_seconds
-        self._changed = threading.Condition()
+        self._guard = threading.Lock()
+        self._writing = threading.Lock()
         self._waiting: deque[Statement] = deque()
-        self._recorded = 0
-        self._written = 0
-        """Entries of ``_recorded`` that were written or lost."""
-        self.entries = self.lost = self.failures = 0
+        self._retry_at = 0.0
+        self.lost = 0
         self.problem: str | None = None
-        self._stopping = threading.Event()
-        supervisor = supervisor or Supervisor()
-        self._watch = supervisor.watch("flexd-history")
-        self._thread = supervisor.thread("flexd-history", self._run, self._stopping)
         self._fail_unfinished()
 
-    def start(self) -> None:
-        self._thread.start()
+    def write(self) -> bool:
+        """Write the entries recorded so far. Returns whether all are on disk.
 
-    def stop(self, timeout_seconds: float) -> bool:
-        """Write the waiting entries and end the thread. Returns whether it ended within the deadline."""
-        with self._changed:
-            self._stopping.set()
-            self._changed.notify_all()
-        return self._thread.join(timeout_seconds)
+        After a failure nothing is written for ``RETRY_SECONDS``.
+        """
+        oldest = "(SELECT serial FROM {0} ORDER BY serial DESC LIMIT 1 OFFSET ?)"
+        trims = [
+            (f"DELETE FROM {table} WHERE serial <= {oldest.format(table)}", (self._keep,))
+            for table in ("migrations", "actions")
+        ]
+        with self._writing:
+            if time.monotonic() < self._retry_at:
+                return False
+            with self._guard:
+                entries = list(self._waiting)
+                self._waiting.clear()
+            if not entries:
+                return True
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            try:
+                self._file.write([*entries, *trims])
+                self.problem, self._retry_at = None, 0.0
+            except SnapshotError as error:
+                logger.log(logging.DEBUG if self.problem else logging.ERROR, "%s", error)
+                self.problem = str(error)
+            finally:
+                if self._retry_at:
+                    with self._guard:
+                        self._waiting.extendleft(reversed(entries))
+                        self._drop_too_many()
+            return not self._retry_at
 
     def record_migration(self, record: MigrationRecord) -> None:
         """Record a migration as it is now; from any thread."""
@@ -118,18 +121,6 @@ class MigrationHistory:
         """Record the verification of a migration recorded before; from any thread."""
         record = MigrationRecord(migration_id=found.migration_id, verification=found)
         self._add(_ADD, record.model_dump_json(include=_VERIFICATION), found.migration_id)
-
-    def flush(self, timeout_seconds: float) -> bool:
-        """Wait until every entry recorded so far is on disk. Returns False at the deadline or if writing fails."""
-        deadline = time.monotonic() + timeout_seconds
-        with self._changed:
-            wanted = self._recorded
-            while self._written < wanted:
-                left = deadline - time.monotonic()
-                if left <= 0 or self.problem is not None or not self._thread.running:
-                    return False
-                self._changed.wait(left)
-            return True
 
     def newest(self, limit: int, state: MigrationState | None = None) -> tuple[MigrationRecord, ...]:
         """Return migrations, the newest first. Raises SnapshotError if the file cannot be read."""
@@ -152,12 +143,12 @@ class MigrationHistory:
 
     def newest_actions(self, limit: int) -> tuple[ActionRecord, ...]:
         """Return actions, the newest first. Raises SnapshotError if the file cannot be read."""
-        self.flush(FRESH_SECONDS)
+        self.write()
         rows = self._file.read("SELECT document FROM actions ORDER BY serial DESC LIMIT ?", limit)
         return tuple(ActionRecord.model_validate_json(document) for (document,) in rows)
 
     def _select(self, clause: str, *values: object) -> tuple[MigrationRecord, ...]:
-        self.flush(FRESH_SECONDS)
+        self.write()
         rows = self._file.read(f"SELECT document FROM migrations {clause}", *values)
         try:
             return tuple(MigrationRecord.model_validate_json(document) for (document,) in rows)
@@ -181,65 +172,11 @@ class MigrationHistory:
             self.record_migration(record.model_copy(update={"settled": True}))
 
     def _add(self, statement: str, *values: object) -> None:
-        with self._changed:
-            self._recorded += 1
+        with self._guard:
             self._waiting.append((statement, values))
             self._drop_too_many()
-            self._changed.notify_all()
 
     def _drop_too_many(self) -> None:
         while len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
-            self._written += 1
             self.lost += 1
-
-    def _run(self) -> None:
-        if self._write([]):
-            self._watch.progress()
-        while (entries := self._due()) is not None:
-            written = False
-            try:
-                written = self._write(entries)
-            finally:
-                with self._changed:
-                    if written:
-                        self._written += len(entries)
-                        self.entries += len(entries)
-                    else:
-                        self._waiting.extendleft(reversed(entries))
-                        self._drop_too_many()
-                    self._changed.notify_all()
-            self._watch.progress()
-
-    def _due(self) -> list[Statement] | None:
-        """Wait for entries and the time to try again, and return the entries; None to end."""
-        with self._changed:
-            failed = self.problem is not None
-            retry_at = time.monotonic() + self._retry_seconds if failed else 0.0
-            while not self._stopping.is_set():
-                left = retry_at - time.monotonic()
-                if self._waiting and left <= 0:
-                    break
-                self._changed.wait(left if left > 0 else None)
-            if not self._waiting or (self._stopping.is_set() and failed):
-                return None
-            entries = list(self._waiting)
-            self._waiting.clear()
-            return entries
-
-    def _write(self, entries: list[Statement]) -> bool:
-        oldest = "(SELECT serial FROM {0} ORDER BY serial DESC LIMIT 1 OFFSET ?)"
-        trims = [
-            (f"DELETE FROM {table} WHERE serial <= {oldest.format(table)}", (self._keep,))
-            for table in ("migrations", "actions")
-        ]
-        try:
-            fault_point("thread.history")
-            self._file.write([*entries, *trims])
-        except SnapshotError as error:
-            logger.log(logging.DEBUG if self.problem else logging.ERROR, "%s", error)
-            self.failures += 1
-            self.problem = str(error)
-            return False
-        self.problem = None
-        return True

@@ -4,8 +4,6 @@ Gates refuse plans from a profile that is too thin, and withhold plans that save
 move rows because of noise.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -14,8 +14,6 @@ are exact, so training does not change. An interrupted verification gives no ver
 that they have.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import random

@@ -1,7 +1,5 @@
 """Configuration files: faults with key path and allowed values, environment variables, and secrets."""
 
-from __future__ import annotations
-
 import copy
 import re
 from functools import reduce

@@ -1,7 +1,5 @@
 """Addresses, tokens and certificates of the API that are allowed together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Daemons in this process, on a synthetic stream and without ranks."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path

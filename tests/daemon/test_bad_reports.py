@@ -1,7 +1,5 @@
 """Reports that say what cannot be: refused alone, while ranks, plans and metrics go on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reloads of a changed configuration file: applied, refused, or pending a restart."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path

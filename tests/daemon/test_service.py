@@ -1,7 +1,5 @@
 """A daemon in this process without ranks: commands, stop within the deadline, and restart."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The state directory: its lock, the formats of its files, what ``flexd state`` shows and resets."""
 
-from __future__ import annotations
-
 import re
 import sqlite3
 import subprocess

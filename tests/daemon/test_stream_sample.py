@@ -1,7 +1,5 @@
 """A bounded reading of a topic leaves the daemon's group alone."""
 
-from __future__ import annotations
-
 import numpy as np
 from kafka import KafkaConsumer, KafkaProducer
 

@@ -1,7 +1,5 @@
 """The loop of a daemon while it gets its parts: faults, reloads and signals in between."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

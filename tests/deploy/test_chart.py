@@ -1,8 +1,6 @@
 """The Helm chart: rendered manifests, refused values, its README, and network policies; the written manifests; the
 image's Dockerfile."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

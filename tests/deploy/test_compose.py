@@ -1,7 +1,5 @@
 """The compose file: existing files, consistent addresses and ports, and no published ports."""
 
-from __future__ import annotations
-
 import yaml
 
 from flexd.config.base import split_address

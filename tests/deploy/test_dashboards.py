@@ -1,7 +1,5 @@
 """Grafana dashboards: complete, consistent, of existing metrics. tests/e2e/test_ops.py runs their queries."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

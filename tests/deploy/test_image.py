@@ -1,7 +1,5 @@
 """The image installs only what is named by its content: locked packages with hashes, and a base image by digest."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

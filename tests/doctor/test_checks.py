@@ -1,7 +1,5 @@
 """The doctor's checks: the stream with its messages, clock and broker; the machine; a running daemon."""
 
-from __future__ import annotations
-
 import ctypes
 import socket
 import time

@@ -1,7 +1,5 @@
 """Homes by affinity beside the daemon's plans: learnt with each plan, shown, carried out where allowed."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Automatic planning: proposals, the wait after a failed migration, times of triggers, and maintenance windows."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta

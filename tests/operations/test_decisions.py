@@ -1,7 +1,5 @@
 """Decisions of operators: kept over restarts and kills, quarantined when unusable, recorded with user and reason."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sqlite3

@@ -1,7 +1,5 @@
 """Drift as regret: when it is evaluated, and one trigger for one drift."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -146,24 +144,22 @@ def test_a_migration_that_began_while_it_was_priced_is_not_judged(harness: Drift
 
 
 def test_a_slow_evaluation_delays_the_next_one(harness: DriftHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, waits = [0.0], []
-
-    class Stop(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            waits.append(timeout)
-            return len(waits) > 2
+    monitor, interval = harness.monitor, harness.config.planner.drift_interval_seconds
+    now = monitor._next_at
 
     def evaluate() -> None:
-        now[0] += (60.0, 0.1)[len(waits) - 1]
+        nonlocal now
+        now += 0.1 if monitor.evaluations else 60.0
 
-    monkeypatch.setattr("flexd.operations.autoplan.time", SimpleNamespace(monotonic=lambda: now[0]))
-    harness.monitor._stop = Stop()
-    harness.monitor.evaluate = evaluate  # type: ignore[method-assign]
-    harness.monitor._run()
-    interval = harness.config.planner.drift_interval_seconds
+    monkeypatch.setattr("flexd.operations.autoplan.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(monitor, "evaluate", evaluate)
+    for wait in (20_000.0, interval):
+        monitor.tick()
+        monitor.tick()
+        assert monitor._next_at == pytest.approx(now + wait), "once, and not before its time"
+        now = monitor._next_at
     assert interval > 10.0
-    assert waits == [interval, pytest.approx(20000.0), interval]
-    assert (harness.monitor.seconds, harness.monitor.evaluations) == (pytest.approx(60.1), 2)
+    assert (monitor.seconds, monitor.evaluations) == (pytest.approx(60.1), 2)
 
 
 def test_drift_is_not_evaluated_without_ranks_during_a_migration_or_with_few_accesses(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Abort and rollback over real inboxes and a real channel, and the history and log of them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -156,7 +154,7 @@ class DaemonSequence:
         return ExecutionsHarness(state, port)
 
     def crash(self, between: Callable[[], object] = lambda: None) -> None:
-        assert self.current.history.flush(SECONDS)
+        assert self.current.history.write()
         before, self._count = self._directory / str(self._count), self._count + 1
         after = self._directory / str(self._count)
         shutil.copytree(before, after, copy_function=_copied)
@@ -200,7 +198,7 @@ class DaemonSequence:
     def states(self) -> dict[str, str]:
         """Return the state of every migration in the history, by id, once the newest has its present state."""
         last = self.migration
-        until(lambda: self._states()[last.migration_id] == last.state.name, SECONDS)
+        until(lambda: self._states().get(last.migration_id) == last.state.name, SECONDS)
         return self._states()
 
 

@@ -1,10 +1,8 @@
 """The history of migrations: restarts, limits and writes that fail."""
 
-from __future__ import annotations
-
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,7 +19,6 @@ from flexd.core.placement import Placement
 from flexd.operations import history as history_module
 from flexd.operations.decisions import NAME, StateDatabase, Statement
 from flexd.operations.history import ENDED_UNSEEN, MigrationHistory
-from tests.support.until import until
 
 E = TransitionEvent
 SECONDS = 20.0
@@ -30,11 +27,9 @@ SECONDS = 20.0
 class RunningHistory:
     """A running history, and migrations that it records as the coordinator reports them."""
 
-    def __init__(self, path: Path, keep: int = 100, retry_seconds: float = 0.01, *, start: bool = True) -> None:
+    def __init__(self, path: Path, keep: int = 100) -> None:
         self.file = StateDatabase(path)
-        self.history = MigrationHistory(self.file, keep, retry_seconds)
-        if start:
-            self.history.start()
+        self.history = MigrationHistory(self.file, keep)
 
     def migration(
         self, name: str, *events: TransitionEvent, requested_by: str = "ada", settle: bool = True
@@ -68,11 +63,8 @@ class RunningHistory:
     def ids(self) -> list[str]:
         return [record.migration_id for record in self.history.newest(100)]
 
-    def wait_until_written(self) -> None:
-        until(lambda: self.history.flush(1.0), SECONDS, lambda: self.history.problem)
-
     def stop(self) -> None:
-        assert self.history.stop(SECONDS)
+        self.history.write()
         self.file.close()
 
 
@@ -161,61 +153,43 @@ def test_the_transitions_of_one_migration_are_bounded(
     assert [each.number for each in found.transitions] == [0, *range(36, 43)]
 
 
-def test_entries_wait_while_nothing_can_be_written_and_keep_their_order(keep: Callable[..., RunningHistory]) -> None:
-    kept = keep(start=False)
-    write, failed = kept.file.write, threading.Event()
+def test_entries_wait_while_nothing_can_be_written_and_keep_their_order(
+    keep: Callable[..., RunningHistory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "RETRY_SECONDS", 0.0)
+    kept = keep()
 
-    def fails_once(statements: Sequence[Statement]) -> None:
-        if failed.is_set():
-            write(statements)
-            return
-        failed.set()
+    def is_full(statements: Sequence[Statement]) -> None:
         kept.action("c")
         raise SnapshotError("the disk is full")
 
-    kept.file.write = fails_once  # type: ignore[method-assign]
     kept.action("a")
     kept.action("b")
-    kept.history.start()
-    assert failed.wait(SECONDS)
-    kept.wait_until_written()
-    assert kept.actions == ["c", "b", "a"]
-    figures = kept.history
-    assert (figures.entries, figures.lost, figures.failures, figures.problem) == (3, 0, 1, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(kept.file, "write", is_full)
+        assert not kept.history.write()
+    assert kept.history.problem == "the disk is full"
+    assert kept.history.write()
+    assert (kept.actions, kept.history.lost, kept.history.problem) == (["c", "b", "a"], 0, None)
 
 
-def test_a_stop_does_not_wait_for_a_full_disk_and_waiting_entries_are_bounded(
+def test_a_full_disk_is_left_alone_for_a_while_and_waiting_entries_are_bounded(
     keep: Callable[..., RunningHistory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history_module, "MAX_WAITING", 5)
-    kept = keep(retry_seconds=3600.0)
-
-    def full(statements: Sequence[Statement]) -> None:
-        raise SnapshotError("the disk is full")
-
-    kept.file.write = full  # type: ignore[method-assign]
+    kept = keep()
+    full = Mock(side_effect=SnapshotError("the disk is full"))
+    monkeypatch.setattr(kept.file, "write", full)
     for number in range(9):
         kept.action(str(number))
-    until(lambda: kept.history.failures, SECONDS)
-    assert kept.history.flush(SECONDS) is False
-    assert (kept.history.problem, kept.history.lost) == ("the disk is full", 4)
-    kept.stop()
+    assert not kept.history.write()
+    assert not kept.history.write()
+    assert (full.call_count, kept.history.problem, kept.history.lost) == (1, "the disk is full", 4)
 
 
 @pytest.mark.parametrize("read", ["newest", "newest_moves", "newest_actions"])
-def test_a_reader_sees_every_entry_recorded_before(
-    keep: Callable[..., RunningHistory], read: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(history_module, "FRESH_SECONDS", SECONDS)
+def test_a_reader_sees_every_entry_recorded_before(keep: Callable[..., RunningHistory], read: str) -> None:
     kept = keep()
-    write, begun, done = kept.file.write, threading.Event(), threading.Event()
-
-    def slowly(statements: Sequence[Statement]) -> None:
-        begun.wait(0.2)
-        write(statements)
-        done.set()
-
-    kept.file.write = slowly  # type: ignore[method-assign]
     kept.action("a")
     getattr(kept.history, read)(1)
-    assert done.is_set()
+    assert kept.file.read("SELECT count(*) FROM actions") == [(1,)]

@@ -1,7 +1,5 @@
 """The planner's input: the configuration, what the trainer says of itself, and prices as reports correct them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Conditions of a plan, its records, proposals that may still be carried out, and the gates that hold plans back."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Sums and averages over the reports of the ranks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, is_dataclass, replace
 from typing import Any

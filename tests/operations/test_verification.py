@@ -1,7 +1,5 @@
 """Plans that measure slower do not stay; those that measure faster do."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

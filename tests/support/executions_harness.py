@@ -71,7 +71,6 @@ class ExecutionsHarness:
         self.gate = ChunkGate()
         self.file = StateDatabase(directory / NAME)
         self.history = MigrationHistory(self.file, 100)
-        self.history.start()
         self.journal = PlacementJournal(directory / "placement")
         options = ControlOptions(
             "job", listen_port=port, secret=SECRET, timeout_seconds=timeout_seconds, tick_seconds=0.005,
@@ -102,13 +101,14 @@ class ExecutionsHarness:
             for event in iter(self.coordinator.next_event, None):
                 self.history.record_migration(event.migration.record)
                 self.executions.on_migration(event)
+            self.history.write()
 
     def stop(self) -> None:
         self.coordinator.stop(15)
         self._ended.set()
         self._recorder.join(15)
         self.journal.close()
-        assert self.history.stop(15)
+        self.history.write()
         self.file.close()
 
     def ready(self) -> bool:
