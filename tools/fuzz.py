@@ -67,7 +67,8 @@ def _seeds(target: str) -> list[bytes]:
         AccessBatch("users", rows[:7].astype(np.int32), 0, 1.7e9),
     ]
     if target == "decode":
-        return [codec.encode_arrow(batches), codec.encode_arrow(batches[:1])]
+        line = b'{"table":"items","rows":[7,8],"source_rank":0,"event_time":1.5,"sequence_lengths":[1,1],"step":3}\n'
+        return [codec.encode_arrow(batches), codec.encode_arrow(batches[:1]), line, 2 * line]
     with tempfile.TemporaryDirectory() as directory:
         store = snapshot.SnapshotStore(Path(directory), 1)
         arrays = {"a": rows, "b": lengths.astype(np.uint32), "c": np.empty(0)}

@@ -1,4 +1,4 @@
-"""Encode and decode access messages: a stream of one Arrow IPC record batch.
+"""Encode and decode access messages: an Arrow IPC stream of one record batch, or lines of JSON.
 
 ``check`` is the one place that checks a batch: ``decode`` calls it for each entry, publishers before they queue one.
 
@@ -8,6 +8,7 @@ Raises:
 
 import functools
 import itertools
+import json
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -33,6 +34,7 @@ except ImportError as error:
 # Every value that ``CodecError.reason`` takes.
 REASONS = (
     "bad_event_time",
+    "bad_json",
     "bad_lengths",
     "bad_source_rank",
     "bad_step",
@@ -40,7 +42,7 @@ REASONS = (
     "compressed",
     "corrupt",
     "empty",
-    "not_arrow",
+    "not_arrow_or_json",
     "null_value",
     "too_large",
     "too_many_entries",
@@ -67,7 +69,11 @@ _TYPES = {
     "user_ids": pa.list_(pa.int64()),
 }
 _OPTIONAL = tuple(name for name in _TYPES if name not in _REQUIRED)
-_is_list = pa.types.is_list
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
 
 _CONTINUATION = b"\xff\xff\xff\xff"
 
@@ -112,7 +118,7 @@ def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBa
     """Decode the entries of one message, in order; Arrow row ids share the payload's memory where it is aligned.
 
     A message is decoded whole or not at all. For any bytes, memory is bounded by a small multiple of
-    ``max_message_bytes``. Unknown columns are refused, so that a misspelt optional one is noticed.
+    ``max_message_bytes``. Unknown columns and JSON keys are refused, so that a misspelt optional one is noticed.
 
     Raises:
         CodecError: ``reason`` is one of ``REASONS``.
@@ -122,10 +128,10 @@ def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBa
     head = bytes(payload[:4])
     if not head:
         _fail("empty", "no bytes")
-    if head != _CONTINUATION:
-        _fail("not_arrow", f"begins with {head!r}")
+    if head != _CONTINUATION and head[:1] not in b"{ \t\r\n":
+        _fail("not_arrow_or_json", f"begins with {head!r}")
     try:
-        schema, batch = _read_batch(payload)
+        schema, batch = _read_batch(payload) if head == _CONTINUATION else _read_json(payload)
         if not 0 < batch.num_rows <= MAX_ENTRIES:
             reason = "empty" if batch.num_rows == 0 else "too_many_entries"
             _fail(reason, f"{batch.num_rows} entries, 1 to {MAX_ENTRIES} are read")
@@ -232,9 +238,7 @@ def _read_schema(payload: bytes | memoryview, stream: pa.BufferReader) -> _Schem
     # Arrow swaps the bytes of a batch of the other byte order, without a check of the offsets that it swaps.
     if not schema.equals(pa.schema(list(schema))):
         _fail("wrong_schema", "big-endian values, little-endian ones are read")
-    _check_schema(schema)
-    lists = {each.name: np.dtype(each.type.value_type.to_pandas_dtype()) for each in schema if _is_list(each.type)}
-    known = _Schema(schema, {name: at for at, name in enumerate(schema.names)}, lists)
+    known = _checked(schema)
     if len(_schemas) >= 64:
         _schemas.clear()
     if stream.tell() == len(key):
@@ -252,7 +256,35 @@ def _child(flatbuffer: memoryview, table: int, field: int) -> int | None:
     return table + offset + int(_UINT32.unpack_from(flatbuffer, table + offset)[0]) if offset else None
 
 
-def _check_schema(schema: pa.Schema) -> None:
+def _read_json(payload: bytes | memoryview) -> tuple[_Schema, pa.RecordBatch]:
+    try:
+        # Not ``splitlines``: text may hold other line separators, such as U+2028.
+        entries = [json.loads(line) for line in bytes(payload).decode().split("\n") if line.strip()]
+    except (ValueError, RecursionError) as error:
+        _fail("bad_json", str(error)[:200])
+    if not all(isinstance(entry, dict) for entry in entries):
+        _fail("wrong_type", "a line is no JSON object")
+    names = dict.fromkeys(itertools.chain.from_iterable(entries)) or _REQUIRED
+    known = _checked(pa.schema({name: _TYPES.get(name, pa.null()) for name in names}))
+    columns = [_json_column(name, [entry.get(name) for entry in entries]) for name in names]
+    return known, pa.RecordBatch.from_arrays(columns, schema=known.schema)
+
+
+def _json_column(name: str, values: list[Any]) -> pa.Array:
+    """Convert the values of a key. Arrow refuses mixed types, and casts numbers of the wrong type: they are checked."""
+    kind = _TYPES[name]
+    try:
+        array = pa.array(values)
+        found, wanted = (each.value_type if _is_list(each) else each for each in (array.type, kind))
+        is_integer = pa.types.is_integer(found) and not pa.types.is_string(wanted)
+        if not (is_integer or found in (wanted, pa.null())):
+            _fail("wrong_type", f"{name} holds {str(array.type)[:200]}, expected {kind}")
+        return array.cast(kind)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        _fail("wrong_type", f"{name}: {str(error)[:200]}")
+
+
+def _checked(schema: pa.Schema) -> _Schema:
     names = schema.names
     if len(set(names)) != len(names) or not set(_TYPES).issuperset(names) or not set(_REQUIRED).issubset(names):
         optional = " and ".join(_OPTIONAL)
@@ -260,6 +292,8 @@ def _check_schema(schema: pa.Schema) -> None:
     for name, kind in zip(names, schema.types, strict=True):
         if not _is_read(name, kind):
             _fail("wrong_type", f"column {name!r} is {str(kind)[:200]}")
+    lists = {each.name: np.dtype(each.type.value_type.to_pandas_dtype()) for each in schema if _is_list(each.type)}
+    return _Schema(schema, {name: at for at, name in enumerate(names)}, lists)
 
 
 def _is_read(name: str, kind: pa.DataType) -> bool:
@@ -267,7 +301,9 @@ def _is_read(name: str, kind: pa.DataType) -> bool:
     if _is_list(wanted):
         values = (pa.int32(), pa.int64()) if name == "rows" else (wanted.value_type,)
         return _is_list(kind) and kind.value_type in values
-    return kind == wanted or (name == "event_time" and bool(pa.types.is_timestamp(kind)))
+    return kind in (wanted, pa.large_utf8() if name == "table" else wanted) or (
+        name == "event_time" and bool(pa.types.is_timestamp(kind))
+    )
 
 
 def _entries(batch: pa.RecordBatch, schema: _Schema) -> list[AccessBatch]:
@@ -288,6 +324,8 @@ def _entries(batch: pa.RecordBatch, schema: _Schema) -> list[AccessBatch]:
 
 
 def _lists(name: str, column: pa.Array, dtype: np.dtype[Any]) -> list[Any]:
+    if pa.types.is_large_list(column.type):
+        column = column.cast(pa.list_(column.type.value_type))
     missing, offsets, missing_values, data = column.buffers()
     if missing_values is not None and column.values.null_count:
         _fail("null_value", f"column {name!r} has null values")

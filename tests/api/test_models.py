@@ -169,7 +169,7 @@ def test_counters_are_shown_as_they_are(counted: Ingestor) -> None:
     shown = stream_status(CONFIG, counted)
     assert (shown.source, shown.messages, shown.bytes) == ("tap", 24, sum(map(len, LOG["p0"] + LOG["p1"])))
     assert shown.accesses + sum(shown.rejected_accesses.values()) == 23 * 800
-    assert shown.rejected_messages["not_arrow"] == 1
+    assert shown.rejected_messages["not_arrow_or_json"] == 1
     assert set(shown.adjusted_accesses) == {"future_clamped", "late"}
     assert shown.messages_lost == {"corrupt": 2, "not_kept": 0, "retention": 0, "truncated": 0}
     assert shown.positions_lost == {"out_of_range": 0, "retention": 0, "truncated": 0}

@@ -177,7 +177,7 @@ def test_bad_input_is_counted_by_reason_and_sampled(tmp_path, monkeypatch):
     run_to_the_end(ingestor, source)
     counter = ingestor.counter
     assert (counter.messages, counter.bytes) == (9, sum(len(message) for message in log["p"]))
-    assert counter.rejected == {"internal_error": 1, "corrupt": 1, "not_arrow": 2, "too_large": 1, "empty": 1}
+    assert counter.rejected == {"internal_error": 1, "corrupt": 1, "not_arrow_or_json": 2, "too_large": 1, "empty": 1}
     assert counter.accesses == AccessCounts(accepted=4, unknown_table=5, negative_row=2, row_out_of_range=2)
     assert ingestor.sketches.query("small", np.array([3])).tolist() == pytest.approx([4.0])
     lines = [json.loads(line) for line in (tmp_path / "dead.jsonl").read_text().splitlines()]

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 import struct
 
 import numpy as np
@@ -41,6 +42,14 @@ def read_by_arrow(payload: bytes) -> list[tuple[object, ...]]:
 NAMES = ("table", "rows", "source_rank", "event_time", *OPTIONAL)
 
 
+def encode_json(sent: list[AccessBatch]) -> bytes:
+    """Write a message as people do: an object a line, without the keys that have no value."""
+    entries = [
+        {name: value for name, value in zip(NAMES, fields(batch), strict=True) if value is not None} for batch in sent
+    ]
+    return "\n".join(map(json.dumps, entries)).encode()
+
+
 @st.composite
 def batches(draw, dtype=None):
     kind = dtype or draw(st.sampled_from([np.int32, np.int64]))
@@ -66,16 +75,17 @@ def batches(draw, dtype=None):
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(batches(), min_size=1, max_size=5))
-def test_messages_round_trip(sent):
+def test_both_formats_round_trip(sent):
     expected = [fields(batch) for batch in sent]
     wide = any(batch.rows.dtype == np.int64 for batch in sent)
-    payload = encode_arrow(sent)
-    received = decode(payload, MAX)
-    assert [fields(batch) for batch in received] == expected
-    assert {batch.rows.dtype for batch in received} == {np.dtype(np.int64 if wide else np.int32)}
-    assert [fields(batch) for batch in sent] == expected, "encoding leaves the batches unchanged"
-    assert payload == encode_arrow(sent), "decoding leaves the payload unchanged"
-    assert read_by_arrow(payload) == expected
+    for encode, dtype in ((encode_arrow, np.int64 if wide else np.int32), (encode_json, np.int64)):
+        payload = encode(sent)
+        received = decode(payload, MAX)
+        assert [fields(batch) for batch in received] == expected
+        assert {batch.rows.dtype for batch in received} == {np.dtype(dtype)}
+        assert [fields(batch) for batch in sent] == expected, "encoding leaves the batches unchanged"
+        assert payload == encode(sent), "decoding leaves the payload unchanged"
+    assert read_by_arrow(encode_arrow(sent)) == expected
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -111,6 +121,8 @@ def columns(**changed) -> dict[str, pa.Array]:
     "changed",
     [
         {},
+        {"table": pa.array(["a", "b"], type=pa.large_utf8())},
+        {"rows": pa.array([[1, 2, 3], [4]], type=pa.large_list(pa.int32()))},
         {"rows": pa.array([[1, 2, 3], [4]], type=pa.list_(pa.field("element", pa.int32(), nullable=False)))},
         {"event_time": pa.array([1500, 2000], type=pa.timestamp("ms", tz="UTC"))},
         {"event_time": pa.array([1_500_000_000, 2_000_000_000], type=pa.timestamp("ns"))},
@@ -142,7 +154,6 @@ def reason_of(payload: bytes, limit: int = MAX) -> str:
         ({"rows": pa.array([[1], [2]], type=pa.list_(pa.uint64()))}, "wrong_type"),
         ({"table": pa.array([b"a", b"b"])}, "wrong_type"),
         ({"table": pa.array(["a", "b"]).dictionary_encode()}, "wrong_type"),
-        ({"rows": pa.array([[1], [2]], type=pa.large_list(pa.int64()))}, "wrong_type"),
         ({"source_rank": pa.array([0.0, 1.0])}, "wrong_type"),
         ({"event_time": pa.array([1, 2])}, "wrong_type"),
         ({"rows": pa.array([[1], None], type=pa.list_(pa.int64()))}, "null_value"),
@@ -173,6 +184,33 @@ def test_refused_arrow(changed, reason):
     assert reason_of(stream(columns(**changed))) == reason
 
 
+LINE = {"table": "a", "rows": [1, 2], "source_rank": 0, "event_time": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([LINE, {**LINE, "extra": 1}], "wrong_schema"),
+        ([{"table": "a"}], "wrong_schema"),
+        ([LINE, [1]], "wrong_type"),
+        ([{**LINE, "rows": [1.5]}], "wrong_type"),
+        ([{**LINE, "rows": ["1"]}], "wrong_type"),
+        ([{**LINE, "rows": [True]}], "wrong_type"),
+        ([{**LINE, "rows": [2**64]}], "wrong_type"),
+        ([{**LINE, "event_time": "5"}], "wrong_type"),
+        ([{**LINE, "source_rank": 2**31}], "wrong_type"),
+        ([LINE, {**LINE, "rows": None}], "null_value"),
+        ([LINE, {**LINE, "rows": [None]}], "null_value"),
+        ([{**LINE, "event_time": float("nan")}], "bad_event_time"),
+        ([{**LINE, "step": -1}], "bad_step"),
+        ([LINE] * 65_537, "too_many_entries"),
+    ],
+    ids=itertools.count(),
+)
+def test_refused_json(lines, reason):
+    assert reason_of("\n".join(map(json.dumps, lines)).encode(), 1 << 23) == reason
+
+
 GOOD = stream(columns())
 SCHEMA = pa.RecordBatch.from_pydict(columns()).schema.serialize().to_pybytes()
 
@@ -181,8 +219,11 @@ SCHEMA = pa.RecordBatch.from_pydict(columns()).schema.serialize().to_pybytes()
     ("payload", "reason"),
     [
         (b"", "empty"),
-        (b"PK\x03\x04", "not_arrow"),
-        (b"ARROW1\0\0" + GOOD, "not_arrow"),
+        (b" \n", "empty"),
+        (b"{\xff", "bad_json"),
+        (b'{"a":' * 10_000, "bad_json"),
+        (b"PK\x03\x04", "not_arrow_or_json"),
+        (b"ARROW1\0\0" + GOOD, "not_arrow_or_json"),
         (GOOD + b"x" * 20, "wrong_schema"),
         (GOOD[: len(GOOD) // 2], "corrupt"),
         (GOOD + bytes(MAX), "too_large"),
