@@ -64,7 +64,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         seed=options.seed,
     )
     if row_wise:
-        collection.engine.router.request_every_look_up()
+        collection.engine.router.lookup.deduplicates = False
     link = EmulatedLink(rank_bytes_per_second(cluster)) if cluster.has_link else None
     if link is not None:
         limit_collectives(link)

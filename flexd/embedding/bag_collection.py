@@ -144,7 +144,7 @@ class EmbeddingBagCollection(EmbeddingCollection):
         with self.engine.guard.publishing():
             pooled: dict[str, Any] = self._pooled_at_owner(routed, of_bags) if of_bags else {}
             for names, distinct, indices in zip(
-                self._features.by_group(routed.order), of_rows, routed.places(of_rows), strict=True
+                self._features.by_group(routed.order), of_rows, routed.places, strict=True
             ):
                 sizes = [routed.features[name].values.numel() for name in names]
                 # The requests after them are those of bags of any rank that are added up here.

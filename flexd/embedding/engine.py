@@ -6,9 +6,8 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -19,10 +18,10 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, homes_of
 from flexd.core.sharding_types import NO_POOLED, PooledTables
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
-from flexd.embedding.exchange.arms import AgreedArm, bag_hops, row_hops, wires_of
+from flexd.embedding.exchange.arms import AgreedArm, hops_of, wires_of
 from flexd.embedding.exchange.calls import StepGuard, in_phase
 from flexd.embedding.exchange.collectives import Traffic
-from flexd.embedding.exchange.hop import SETTINGS_BITS, Agreement, CallSignature, Hop
+from flexd.embedding.exchange.hop import BEGINS_LOOP, ENDS_LOOP, SETTINGS_BITS, Agreement, CallSignature
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.exchange.router import Router
@@ -136,13 +135,12 @@ class RowEngine:
 
     def new_exchange(self, groups: ChainGroups, traffic: Traffic) -> tuple[Router, ReplicaSync]:
         """Make a router and a replica synchronisation of these stores over other process groups."""
-        hops, of_bags = self._hops(groups)
-        make: Callable[..., Router] = Router
+        make = Router
         if self.pooling_at.at_owner:
             from flexd.embedding.exchange.bag_exchange import SummingRouter
 
-            make = partial(SummingRouter, bag_hops=of_bags)
-        router = make(self.stores, hops, traffic, comm_dtype=self.arm.wire or None)
+            make = SummingRouter
+        router = make(self.stores, hops_of(self.arm.exchange, groups), traffic, self.arm.wire or None)
         return router, ReplicaSync(self.stores, router, groups.layout, self._rows_changed)
 
     def join(self, kind: type[Joined], *arguments: object) -> Joined:
@@ -176,11 +174,6 @@ class RowEngine:
     def _rows_changed(self, parts: Sequence[tuple[int, torch.Tensor]], *, all_rows: bool = False) -> None:
         for each in self.joined:
             each.changed(parts, all_rows=all_rows)
-
-    def _hops(self, groups: ChainGroups) -> tuple[list[Hop], list[Hop]]:
-        """Return the hops of rows, and those of bags that are pooled at the owner."""
-        name = self.arm.exchange
-        return row_hops(name, groups), bag_hops(name, groups) if self.pooling_at.at_owner else []
 
     def initialise(self, scales: Sequence[float], seed: int, states: Mapping[str, float]) -> None:
         """Set the home rows of each table to its initial rows, and every number of optimizer state to its value in
@@ -230,8 +223,7 @@ class RowEngine:
             return
         self.arm.exchange, self.arm.wire = self.arm.next.exchange, self.arm.next.wire
         for groups, router in ((self.groups, self.router), *(pair for each in self.joined for pair in each.exchanges)):
-            router.change_hops(*self._hops(groups))  # also for the wire: what was made for the old one is made anew
-            router.use_wire(self.arm.wire or None)
+            router.use(hops_of(self.arm.exchange, groups), self.arm.wire or None)
 
     def find(
         self,
@@ -248,7 +240,7 @@ class RowEngine:
                 is in the route's agreement: every rank must give the pass up if it is not 0, or if ranks diverged.
         """
         self.groups.world.finish_on_device()
-        call = CallSignature.of(self.groups.rank, trains=trains, passes=len(self.passes), steps=self.steps)
+        call = CallSignature.of(self.groups.rank, steps=self.steps, passes=len(self.passes), flag=trains)
         with self._calling():
             touched = self.sync.new_touched() if trains else None
             route = self._find(found, call, self.settings_digest, fault, touched)
@@ -283,15 +275,18 @@ class RowEngine:
         Raises:
             EmbeddingError: on every rank, if another one has a further batch or its loader failed.
         """
-        call = CallSignature.of_end(self.groups.rank, steps=self.steps, failed=failed)
-        self._meet(call, self.settings_digest).check_calls()
+        self._meet(ENDS_LOOP, self.settings_digest, flag=failed)
 
-    def _meet(self, call: CallSignature, digest: int) -> Agreement:
-        """Collective. Exchange the messages of a look-up without keys."""
+    def _meet(self, passes: int, digest: int, *, flag: bool = False) -> Agreement:
+        """Collective. Exchange the messages of a look-up without keys, and raise EmbeddingError if ranks make different
+        calls."""
+        call = CallSignature.of(self.groups.rank, steps=self.steps, passes=passes, flag=flag)
         self.groups.world.finish_on_device()
         no_keys = torch.empty(0, dtype=torch.int64, device=self.stores[0].rows.device)
         with self._calling(), self.router.traffic.uncounted():
-            return self._find(FeatureKeys([], no_keys, None, [0] * len(self.stores)), call, digest).agreement
+            agreement = self._find(FeatureKeys([], no_keys, None, [0] * len(self.stores)), call, digest).agreement
+        agreement.check_calls()
+        return agreement
 
     def agree_on_loop(self, settings: str) -> None:
         """Collective. Compare the settings with which ranks begin a loop of ``flexd.prefetch``.
@@ -303,9 +298,7 @@ class RowEngine:
             EmbeddingError: on every rank, if settings differ or a rank makes another call.
         """
         digest = _digest_of(settings)
-        agreement = self._meet(CallSignature.of_loop(self.groups.rank, steps=self.steps), digest)
-        agreement.check_calls()
-        if not agreement.settings_differ:
+        if not self._meet(BEGINS_LOOP, digest).settings_differ:
             return
         with self._calling(), self.router.traffic.uncounted():
             mine = torch.tensor([digest], device=self.stores[0].rows.device)

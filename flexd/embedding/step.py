@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from flexd.embedding.replicas.replica_sync import RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.store.store import GroupStore
+
+if TYPE_CHECKING:
+    from flexd.embedding.prefetch.pipeline_job import DeferredGradients
 
 
 class GraphMark:
@@ -50,18 +53,12 @@ class ForwardPass:
         self.touched = touched
         self.grads: list[torch.Tensor] | None = None
         self.bag_grads: list[torch.Tensor] | None = None
-        self._graph: weakref.ref[GraphMark] | None = None
-
-    def mark_graph(self) -> GraphMark:
-        """Return what the graph of the pass has to keep as long as a backward pass may come."""
-        mark = GraphMark()
-        self._graph = weakref.ref(mark)
-        return mark
+        self.graph: weakref.ref[GraphMark] | None = None
 
     @property
     def is_lost(self) -> bool:
         """True if it has no gradients, and none can come."""
-        return self.grads is None and self.bag_grads is None and self._graph is not None and self._graph() is None
+        return self.grads is None and self.bag_grads is None and self.graph is not None and self.graph() is None
 
     def add(self, grads: list[torch.Tensor], wide: Sequence[torch.dtype]) -> None:
         """Add the gradients of a backward pass, in dtype ``wide`` of each dim-group if there are some already."""
@@ -104,16 +101,13 @@ class RoutedInput:
         self.features, self.order, self.forward_pass = other.features, other.order, other.forward_pass
         self.given = self.changed = None
 
-    def places(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return int64 [ids] for each dim-group: the place in its distinct ``rows`` of each id of ``order``.
+    @property
+    def places(self) -> list[torch.Tensor]:
+        """int64 [ids] for each dim-group: the place in its distinct rows of each id of ``order``.
 
         Ids of bags that are added up here, for any rank, may follow.
         """
-        first = self.forward_pass.route.stations[0]
-        return [
-            torch.arange(stop.rows, device=distinct.device) if stop.expand is None else stop.expand
-            for distinct, stop in zip(rows, first, strict=False)  # sums of bags follow
-        ]
+        return [of_group.row_of_request for of_group in self.forward_pass.route.stations[0]]
 
 
 class LookupFunction(torch.autograd.Function):
@@ -125,7 +119,8 @@ class LookupFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         del anchor
         ctx.engine, ctx.forward_pass, ctx.expand = engine, forward_pass, expand
-        ctx.mark = forward_pass.mark_graph()
+        ctx.mark = GraphMark()
+        forward_pass.graph = weakref.ref(ctx.mark)
         return tuple(engine.fetch(forward_pass, expand=expand))
 
     @staticmethod
@@ -134,40 +129,28 @@ class LookupFunction(torch.autograd.Function):
         return None, None, None, None
 
 
-class GradientSplit(Protocol):
-    """The part of a step's gradients that is pushed in the step; the rest is pushed later.
-
-    Attributes:
-        touched: replicated rows with gradients in this part, on any rank.
-    """
-
-    touched: TouchedRows | None
-
-    def split(self, number: int, grads: Sequence[torch.Tensor]) -> tuple[Route, list[torch.Tensor]]:
-        """Return the route of the part and its gradients, of the step's pass ``number``."""
-        ...
-
-
 class StepMoments:
     """Moments of a step, and of its rows between two steps. These do nothing; what joins a step (``RowEngine.joined``)
     overrides those that it needs, and a job that has not switched it on neither imports nor asks it.
 
     Called at the same points on every rank, by the training thread unless a method says otherwise. Those that exchange
     rows earlier or later than the step are collective.
+
+    Attributes:
+        working: objects whose tensors stay between steps, for the memory of the rank.
+        held: objects whose tensors stay until a later step.
+        fetches_early: rows of a pass may be fetched before it: its fetch carries no rows of a chunk.
+        holds_route: a route is held that no forward pass has used: no chunk may be applied.
+        deferred: gradients that are pushed later: with some, on all ranks, ``settle`` is collective.
+        exchanges: further routers, with their groups, that use the exchange of the engine.
     """
 
     working: object = None
-    """Objects whose tensors stay between steps, for the memory of the rank."""
     held: object = None
-    """Objects whose tensors stay until a later step."""
     fetches_early = False
-    """True if rows of a pass may be fetched before it: its fetch carries no rows of a chunk."""
     holds_route = False
-    """True while a route is held that no forward pass has used: no chunk may be applied."""
     deferred: object = None
-    """Gradients that are pushed later: with some, on all ranks, ``settle`` is collective."""
     exchanges: tuple[tuple[ChainGroups, Router], ...] = ()
-    """Further routers, with their groups, that use the exchange of the engine."""
 
     def claim(self, given: object, *, usable: bool) -> RoutedInput | None:
         """Return the input of a forward pass if it was located before; not if it is not ``usable``."""
@@ -188,7 +171,7 @@ class StepMoments:
     def fetched(self) -> None:
         """Run when a forward pass has its rows."""
 
-    def split_gradients(self, *, defer: bool) -> GradientSplit | None:
+    def split_gradients(self, *, defer: bool) -> DeferredGradients | None:
         """Run before the gradients of all open passes are pushed; None: push all of them.
 
         Args:

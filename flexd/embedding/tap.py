@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from flexd.control.agent.tap_outbox import TapOutbox
@@ -45,22 +44,6 @@ def max_values(world_size: int) -> int:
     return max(2**16, 2**22 // world_size)
 
 
-@dataclass(frozen=True)
-class KeptPass:
-    """The look-ups of one pass on the training device, by table."""
-
-    number: int
-    ids: tuple[tuple[torch.Tensor, ...], ...]
-
-    def read(self) -> PassRows:
-        """Return the distinct rows on the host. Waits for the device."""
-        rows = tuple(
-            torch.unique(torch.cat(parts)).cpu().to(torch.int64).numpy() if parts else torch.empty(0).long().numpy()
-            for parts in self.ids
-        )
-        return PassRows(self.number, rows, tuple(sum(part.shape[0] for part in parts) for parts in self.ids))
-
-
 class PassSample:
     """The kept passes of one interval.
 
@@ -72,30 +55,34 @@ class PassSample:
 
     def __init__(self, every: int, tables: int, limit: int) -> None:
         self._asked = self._every = every
-        self._tables = tables
+        self._most_passes = max(1, MAX_PARTS // tables)
         self._limit = limit
-        self._ids = 0
-        self._kept: list[KeptPass] = []
+        self._kept: list[tuple[int, list[torch.Tensor], int]] = []
+        """Number of each pass, its ids by table, and how many they are."""
 
     def wants(self, number: int) -> bool:
         return self._every > 0 and is_sampled(number, self._every)
 
     def add(self, number: int, ids: Sequence[Sequence[torch.Tensor]]) -> None:
         """Keep copies of a pass's ids, by table: the caller may write into its own."""
-        kept = KeptPass(number, tuple(tuple(part.clone() for part in parts) for parts in ids))
-        self._kept.append(kept)
-        self._ids += _ids(kept)
-        while self._ids > self._limit or len(self._kept) * self._tables > max(MAX_PARTS, self._tables):
+        none = torch.empty(0, dtype=torch.int64)
+        copies = [torch.cat(list(parts)) if parts else none for parts in ids]
+        self._kept.append((number, copies, sum(map(len, copies))))
+        while sum(each[2] for each in self._kept) > self._limit or len(self._kept) > self._most_passes:
             self._every = sparser(self._every)
-            if self._every == 0:
-                self._kept = []
-            self._kept = [each for each in self._kept if is_sampled(each.number, self._every)]
-            self._ids = sum(map(_ids, self._kept))
+            self._kept = [each for each in self._kept if self.wants(each[0])]
 
     def drain(self) -> list[PassRows]:
         """Return the kept passes and start again with the sample that was asked for. Waits for the device."""
-        kept, self._kept, self._ids, self._every = self._kept, [], 0, self._asked
-        return [each.read() for each in kept]
+        kept, self._kept, self._every = self._kept, [], self._asked
+        return [
+            PassRows(
+                number,
+                tuple(torch.unique(part).cpu().to(torch.int64).numpy() for part in ids),
+                tuple(part.shape[0] for part in ids),
+            )
+            for number, ids, _ in kept
+        ]
 
 
 def sparser(every: int) -> int:
@@ -115,56 +102,18 @@ def thinned(passes: list[PassRows], limit: int) -> list[PassRows]:
     return passes
 
 
-def _ids(kept: KeptPass) -> int:
-    return sum(part.shape[0] for parts in kept.ids for part in parts)
-
-
-_BUFFERS = 2
-
-
-def counter_bytes(rows: int) -> int:
-    """Return the device memory of both buffers of a table's counters."""
-    return _BUFFERS * 4 * rows
-
-
-def check_memory(tables: Sequence[TableSpec], max_bytes: int) -> None:
-    """Refuse tables whose counters need more than ``max_bytes`` of device memory.
-
-    Raises:
-        ConfigError: names the first table that does not fit, smallest first, and the bytes that all tables need.
-    """
-    needed = sum(counter_bytes(spec.rows) for spec in tables)
-    if needed <= max_bytes:
-        return
-    spent = 0
-    for spec in sorted(tables, key=lambda spec: spec.rows):
-        spent += counter_bytes(spec.rows)
-        if spent > max_bytes:
-            raise ConfigError(
-                f"tap: table {spec.name!r} ({spec.rows} rows) needs {counter_bytes(spec.rows)} bytes of counters; all "
-                f"{len(tables)} tables together need {needed}, max_bytes is {max_bytes}",
-                remedy=f"give max_bytes={needed} or more (8 bytes a row of device memory), or publish accesses to a "
-                "log and set stream.source to it instead of a tap",
-            )
-
-
 class TableCounter:
     """One int32 for each row of a table."""
 
     def __init__(self, spec: TableSpec, device: torch.device) -> None:
         self._table = spec.name
         self._counts = torch.zeros(spec.rows, dtype=torch.int32, device=device)
-        self._host = self._counts.numpy() if device.type == "cpu" else None
         self._one = torch.ones(1, dtype=torch.int32, device=device)
 
     def add(self, ids: torch.Tensor) -> None:
         """Count int[n] ids of the table (checked by the caller)."""
-        if self._host is not None:
-            # Twice as fast as scatter_add_ on one CPU thread.
-            np.add.at(self._host, ids.numpy(), np.int32(1))
-        else:
-            ids = ids.to(torch.int64)
-            self._counts.scatter_add_(0, ids, self._one.expand(ids.shape[0]))
+        ids = ids.to(torch.int64)
+        self._counts.scatter_add_(0, ids, self._one.expand(ids.shape[0]))
 
     def drain(self) -> TableCounts:
         """Return the counts on the host and start from zero again. Waits for the device."""
@@ -261,7 +210,15 @@ class Tap:
             raise ConfigError(f"tap: touch_steps of {touch_steps}", remedy="give 0 (none) or more")
         if collection.after_lookup is not None:
             raise ConfigError("the collection has a tap already", remedy="give each collection one tap")
-        check_memory(collection.keyspace.tables, max_bytes)
+        needed = sum(8 * spec.rows for spec in collection.keyspace.tables)
+        if needed > max_bytes:
+            largest = max(collection.keyspace.tables, key=lambda spec: spec.rows)
+            raise ConfigError(
+                f"tap: counters of all tables need {needed} bytes, the largest part of them table {largest.name!r} "
+                f"({largest.rows} rows); max_bytes is {max_bytes}",
+                remedy=f"give max_bytes={needed} or more (8 bytes a row of device memory), or publish accesses to a "
+                "log and set stream.source to it instead of a tap",
+            )
         self.collection = collection
         self.outbox = TapOutbox()
         self._interval_seconds = interval_seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,10 +16,10 @@ from flexd.core.placement import RankLayout
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.engine import MAX_PENDING_PASSES
+from flexd.embedding.exchange.arms import wires_of
 from flexd.embedding.features import Jagged
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 IDS = torch.tensor([3, 7, 7, 11])
 
 
@@ -37,6 +37,12 @@ def train(collection: EmbeddingCollection, batches: Iterable[dict[str, Jagged]])
         collection(features)["item"].values.square().sum().backward()
         collection.optimizer.step()
     return collection.gather_table("item")
+
+
+@pytest.mark.parametrize("given", [(), "float8", ("float32", "int8"), (None, None), ["bfloat16"] * 2])
+def test_what_is_no_choice_of_wires_is_refused(given: Any) -> None:
+    with pytest.raises(EmbeddingError, match="one of float32, float16, bfloat16"):
+        wires_of(given)
 
 
 def late_backward(rank: int, between: str) -> str:

@@ -19,7 +19,6 @@ import flexd
 from flexd.core.placement import Delta, RankLayout, Tier
 from flexd.embedding.checkpoint import sharded_state, table_rows
 from flexd.embedding.checkpoint.sharded_state import ShardedState
-from flexd.embedding.prefetch.pipeline_job import WorkerThread
 from flexd.embedding.row_optimizers import RowOptimizer
 from tests.support.collection_jobs import whole_state_dict
 from tests.support.pretended_cuda import DEVICE, LookupWithoutAutograd, PretendedCuda
@@ -111,8 +110,8 @@ def test_a_step_mixes_no_devices_and_waits_within_the_budget(layout: RankLayout,
 def test_prefetch_pipeline_mixes_no_devices_and_waits_within_the_budget(
     layout: RankLayout, pooled: bool, comm_dtype: str | None
 ) -> None:
-    """A job waits as often as a step. Jobs run where their results are read; a chunk arrives in the middle."""
-    with job(layout, pooled=pooled, comm_dtype=comm_dtype) as made, _jobs_in_this_thread():
+    """A job waits as often as a step; a chunk arrives in the middle."""
+    with job(layout, pooled=pooled, comm_dtype=comm_dtype) as made:
         collection = made.collection
         listed = placement(made.case, collection.keyspace)
         delta = Delta(listed.keys[:8], listed.new_tiers[:8], np.full(8, int(Tier.HOME), np.uint8))
@@ -193,21 +192,6 @@ def test_checkpoints_communicate_on_the_device_of_the_tables_alone(in_blocks: bo
     assert set(weights) == {"cuda"}
     assert {value.device.type for value in state.values()} == {"cpu"}
     assert set(devices) == {"all_to_all cuda", "all_reduce cuda"}, devices
-
-
-@contextmanager
-def _jobs_in_this_thread() -> Iterator[None]:
-    def submit(thread: Any, work: Any) -> None:
-        thread._current = work
-
-    def result(thread: Any, timeout_seconds: float) -> Any:
-        del timeout_seconds
-        work, thread._current = thread._current, None
-        with torch.no_grad():
-            return work()
-
-    with mock.patch.object(WorkerThread, "submit", submit), mock.patch.object(WorkerThread, "result", result):
-        yield
 
 
 def test_chunks_are_prepared_on_a_stream_of_their_own_and_training_waits_for_their_event() -> None:

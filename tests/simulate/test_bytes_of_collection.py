@@ -78,7 +78,7 @@ def record(
         slots = [group.rows for group in keyspace_of(kind, optimizer).groups]
         collection = EmbeddingCollection(tables, replica_slots=slots, **more)
     if exchange == "every look-up":
-        collection.engine.router.request_every_look_up()
+        collection.engine.router.lookup.deduplicates = False
     traffic = []
     for step, chunk in enumerate(chunks):
         if chunk is not None:

@@ -18,7 +18,7 @@ from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, DenseAdam, RowOpt
 
 @dataclass(frozen=True)
 class Scenario:
-    """One training.
+    """A training of two tables.
 
     Attributes:
         second_dtype: dtype of the second table, if it differs.

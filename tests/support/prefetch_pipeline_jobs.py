@@ -57,10 +57,6 @@ def _more_ids(name: str, jagged: Jagged) -> Jagged:
     return Jagged(torch.cat([_other_ids(name, jagged).values, jagged.values.new_zeros(1)]), lengths)
 
 
-def _other_lengths(name: str, jagged: Jagged) -> Jagged:
-    return Jagged(jagged.values.clone(), jagged.lengths.flip(0))
-
-
 def _impossible(name: str, jagged: Jagged) -> Jagged:
     return Jagged(torch.full_like(jagged.values, ROWS[name]), jagged.lengths.clone())
 
@@ -69,44 +65,18 @@ def _in_place(features: Features, name: str, true: Jagged) -> None:
     features[name].values.copy_(true.values)
 
 
-def _by_numpy(features: Features, name: str, true: Jagged) -> None:
-    features[name].values.numpy()[:] = true.values.numpy()
-
-
 def _entry(features: Features, name: str, true: Jagged) -> None:
     features[name] = true
 
 
-def _resized(features: Features, name: str, true: Jagged) -> None:
-    features[name].values.resize_(true.values.shape).copy_(true.values)
-    features[name].lengths.copy_(true.lengths)
-
-
-def _set(features: Features, name: str, true: Jagged) -> None:
-    features[name].values.set_(true.values)
-    features[name].lengths.set_(true.lengths)
-
-
-def _lengths_in_place(features: Features, name: str, true: Jagged) -> None:
-    features[name].lengths.copy_(true.lengths)
-
-
-def _lengths_replaced(features: Features, name: str, true: Jagged) -> None:
-    features[name] = Jagged(features[name].values, true.lengths)
-
-
 _WAYS: dict[str, tuple[Callable[[str, Jagged], Jagged], Callable[[Features, str, Jagged], None]]] = {
     "in place": (_other_ids, _in_place),
-    "numpy": (_other_ids, _by_numpy),
     "replaced": (_other_ids, _entry),
     "more replaced": (_more_ids, _entry),
-    "resize_": (_more_ids, _resized),
-    "set_": (_more_ids, _set),
-    "lengths in place": (_other_lengths, _lengths_in_place),
-    "lengths replaced": (_other_lengths, _lengths_replaced),
     "out of range before": (_impossible, _in_place),
 }
-"""Inputs that are announced instead of a feature, and how the trainer makes them the right one."""
+"""Inputs that are announced instead of a feature, and how the trainer makes them the right one. Which changes are seen
+is tested with ``AnnouncedInput``."""
 WAYS = (*_WAYS, "new mapping")
 
 
@@ -135,15 +105,6 @@ def on_accelerator(rank: int, function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function(rank, *args)`` as if no tensor were in host memory."""
     with mock.patch.object(devices, "in_host_memory", return_value=False):
         return function(rank, *args)
-
-
-def in_units(rank: int, function: Callable[..., Any], *args: Any) -> Any:
-    """As ``on_accelerator``, and every message is packed and taken apart in units, however few parts it has."""
-    with (
-        mock.patch("flexd.embedding.exchange.unit_message.MAX_JOINED_PARTS", 0),
-        mock.patch("flexd.embedding.exchange.hop.MAX_JOINED_PARTS", 0),
-    ):
-        return on_accelerator(rank, function, *args)
 
 
 @dataclass(frozen=True)
@@ -244,7 +205,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     rng = np.random.default_rng([scenario.seed, 7, rank])
     losses: list[float] = []
     trained: list[float] = []
-    versions, errors, unequal, deferred, most_moved = [], [], 0, 0, 0
+    versions, errors, unequal, deferred = [], [], 0, 0
     saved: list[dict[str, Any]] = []
     exchanges: list[str] = []
     prefetched: list[bool] = []
@@ -256,7 +217,6 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     every = [
         (index, announced_as(features, ways[index]) if index in changed else features) for index, features in every
     ]
-    built = collection.traffic.totals()
     drawn = np.random.default_rng([scenario.seed, 11, rank])
 
     class RandomDivision(StepMoments):
@@ -292,7 +252,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         return what > 0 and (index + 1) % scenario.passes == 0 and step % what == 0
 
     def on(batches: Any) -> None:
-        nonlocal losses, trained, unequal, deferred, most_moved
+        nonlocal losses, trained, unequal, deferred
         for index, features in batches:
             step, number = divmod(index, scenario.passes)
             if index in changed:
@@ -323,7 +283,6 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             versions.append(collection.placement_version)
             prefetched.append(collection.engine.arm.prefetches > 0)
             unequal += not collection.replicas_bit_equal()
-            most_moved = max(most_moved, collection.engine.migrator.rehomed_rows)
             pipeline = pipeline_of(collection)
             deferred += pipeline is not None and pipeline.deferred is not None
             if each(index, step, loop.between_every):
@@ -358,16 +317,12 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             restart()
     if loop.break_at >= 0:
         on(every[loop.break_at + 1 :])
-    totals = collection.traffic.totals()
     tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
-    pipeline = pipeline_of(collection)
     return {
         "exchanges": exchanges, "prefetched": prefetched, "losses": losses, "trained": trained, "versions": versions,
         "unequal": unequal,
         "tables": tables, "deferred": deferred, "errors": errors,
-        "traffic": {name: totals[name] - built[name] for name in totals},
-        "overlapped": {} if pipeline is None else pipeline.overlapped.totals(),
-        "digest": collection.engine.migrator.digest, "threads": threads(), "most_moved": most_moved,
+        "digest": collection.engine.migrator.digest, "threads": threads(),
         "unused": collection.engine.unused_batches,
     }  # fmt: skip
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -240,8 +241,7 @@ class RecordedStreams:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, str, str]] = []
-        self._streams = 0
-        self._events = 0
+        self._numbers = count(1)
         self._current = threading.local()
 
     def record(self, operation: str, on: object, argument: object = "") -> None:
@@ -251,73 +251,48 @@ class RecordedStreams:
         """Return (thread, stream or event, argument) of the calls of one operation."""
         return [(thread, on, argument) for thread, name, on, argument in self.calls if name == operation]
 
-    def current(self, device: object = None) -> RecordedStream:
+    def current(self, device: object = None) -> Recorded:
         del device
-        return getattr(self._current, "stream", None) or self.default()
-
-    def default(self, device: object = None) -> RecordedStream:
-        del device
-        return RecordedStream(self, "default")
+        return getattr(self._current, "stream", None) or Recorded(self, "default")
 
     @contextmanager
-    def use(self, stream: RecordedStream | None) -> Iterator[None]:
-        if stream is None:
-            yield
-            return
+    def use(self, stream: Recorded | None) -> Iterator[None]:
         before = self.current()
-        self._current.stream = stream
+        self._current.stream = stream or before
         yield
         self._current.stream = before
 
-    def new_stream(self, device: object = None) -> RecordedStream:
-        del device
-        self._streams += 1
-        return RecordedStream(self, f"stream {self._streams}")
-
-    def new_event(self, **_: Any) -> RecordedEvent:
-        self._events += 1
-        return RecordedEvent(self, f"event {self._events}")
+    def new(self, kind: str) -> Callable[..., Recorded]:
+        """Return the constructor of streams or events, which are numbered."""
+        return lambda *_, **__: Recorded(self, f"{kind} {next(self._numbers)}")
 
     @contextmanager
     def running(self) -> Iterator[RecordedStreams]:
+        def record_stream(tensor: torch.Tensor, stream: object) -> None:
+            self.record("record_stream", tuple(tensor.shape), stream)
+
         with ExitStack() as stack:
             for name, function in (
-                ("Stream", self.new_stream), ("Event", self.new_event), ("stream", self.use),
-                ("current_stream", self.current), ("default_stream", self.default),
+                ("Stream", self.new("stream")), ("Event", self.new("event")), ("stream", self.use),
+                ("current_stream", self.current),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(torch.cuda, name, function))
-            streams = self
-
-            def record_stream(tensor: torch.Tensor, stream: object) -> None:
-                streams.record("record_stream", tuple(tensor.shape), stream)
-
             stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
             yield self
 
 
-class _Recorded:
+class Recorded:
+    """A stream or an event: calls of its methods are recorded, by default of the current stream; all return True."""
+
     def __init__(self, streams: RecordedStreams, name: str) -> None:
         self._streams, self._name = streams, name
 
     def __str__(self) -> str:
         return self._name
 
-    def synchronize(self) -> None:
-        self._streams.record("synchronize", self)
+    def __getattr__(self, operation: str) -> Callable[..., bool]:
+        def recorded(argument: object = None) -> bool:
+            self._streams.record(operation, self, argument or self._streams.current())
+            return True
 
-
-class RecordedStream(_Recorded):
-    def wait_event(self, event: object) -> None:
-        self._streams.record("wait_event", self, event)
-
-    def wait_stream(self, stream: object) -> None:
-        self._streams.record("wait_stream", self, stream)
-
-
-class RecordedEvent(_Recorded):
-    def record(self, stream: object = None) -> None:
-        self._streams.record("record", self, stream or self._streams.current())
-
-    def query(self) -> bool:
-        self._streams.record("query", self)
-        return True
+        return recorded

@@ -21,7 +21,7 @@ from flexd.core.placement import RankLayout
 from flexd.embedding.exchange import hop as hop_module
 from flexd.embedding.exchange.bag_exchange import SummingRouter
 from flexd.embedding.exchange.calls import FaultNotices
-from flexd.embedding.exchange.collectives import Peers, Traffic
+from flexd.embedding.exchange.collectives import DEFAULT_TIMEOUT, DeviceWait, Peers, Traffic
 from flexd.embedding.exchange.route import COUNT_SHIFT, BagIds, BagRoute
 from flexd.embedding.replicas import touched_rows as row_bits
 from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows
@@ -49,8 +49,8 @@ def _outside() -> Iterator[None]:
 class MirrorPeers(Peers):
     """Peers that send back what they receive."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, layout: RankLayout, traffic: Traffic) -> None:
-        super().__init__(None, ranks, rank, layout, traffic)
+    def __init__(self, ranks: Sequence[int], layout: RankLayout, traffic: Traffic, notices: FaultNotices) -> None:
+        super().__init__(None, ranks, 0, layout, traffic, notices, DeviceWait(DEFAULT_TIMEOUT, notices))
         self.modulus = 0
         """Requested keys become multiples of it; 0: they stay as they are."""
 
@@ -59,15 +59,13 @@ class MirrorPeers(Peers):
         send: torch.Tensor,
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
-        sync_counts: Sequence[int] | None = None,
-        migration_counts: Sequence[int] | None = None,
-        room: int = 0,
+        of_kinds: Any = None,
     ) -> torch.Tensor:
         if self.size == 1:
             return send
         COLLECTIVES.append("all_to_all")
         with _outside():
-            received = torch.cat([send, send.new_zeros(1)])[_mirrored(send_counts, receive_counts, room)]
+            received = torch.cat([send, send.new_zeros(1)])[_mirrored(send_counts, receive_counts)]
         width = send.element_size()
         self._count([count * width for count in send_counts])
         return received
@@ -86,14 +84,14 @@ class MirrorPeers(Peers):
         pass
 
 
-def _mirrored(sent: Sequence[int], received: Sequence[int], room: int) -> torch.Tensor:
-    """Return int64 [received and room]: for each number of a peer, one that was sent to it, again and again, or the
-    place after all if none was."""
+def _mirrored(sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    """Return int64 [received]: for each number of a peer, one that was sent to it, again and again, or the place after
+    all if none was."""
     out, back = np.array(sent, dtype=np.int64), np.array(received, dtype=np.int64)
     within = np.arange(back.sum()) - np.repeat(np.cumsum(back) - back, back)
     places = np.repeat(np.cumsum(out) - out, back) + within % np.repeat(np.maximum(out, 1), back)
     places[np.repeat(out == 0, back)] = out.sum()
-    return torch.from_numpy(np.concatenate([places, np.full(room, out.sum())]))
+    return torch.from_numpy(places)
 
 
 class MirrorGroups:
@@ -107,9 +105,9 @@ class MirrorGroups:
         self.notices = notices or FaultNotices()
         self.rank = 0
         self.timeout_seconds = 60.0
-        self.world = MirrorPeers(range(layout.world_size), 0, layout, traffic)
-        self.node = MirrorPeers(list(layout.node_ranks(0)), 0, layout, traffic)
-        self.rail = MirrorPeers(list(layout.rail_ranks(0)), 0, layout, traffic)
+        self.world = MirrorPeers(range(layout.world_size), layout, traffic, self.notices)
+        self.node = MirrorPeers(layout.node_ranks(0), layout, traffic, self.notices)
+        self.rail = MirrorPeers(layout.rail_ranks(0), layout, traffic, self.notices)
         self.node.modulus = layout.local_ranks
         self.rail.modulus = self.world.modulus = layout.world_size
 

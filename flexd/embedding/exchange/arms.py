@@ -111,8 +111,9 @@ class AgreedArm:
         return self.arms[self._agreed % len(self.arms)] if self._agreed else self._start
 
 
-def row_hops(exchange: str, groups: ChainGroups) -> list[Hop]:
-    """Return the hops of requests for rows: with "chain" inside the node to the node owner, then over the rail.
+def hops_of(exchange: str, groups: ChainGroups) -> list[Hop]:
+    """Return the hops of requests for rows: with "chain" inside the node to the node owner, then over the rail. Bags
+    that are pooled at the owner take them from the last to the first.
 
     Raises:
         EmbeddingError: an unknown exchange.
@@ -127,18 +128,4 @@ def row_hops(exchange: str, groups: ChainGroups) -> list[Hop]:
         hops = [Hop(groups.world, lambda homes: homes)]
     else:
         raise EmbeddingError(f"exchange {exchange!r}", remedy="one of auto, chain, direct")
-    return [hop for hop in hops if hop.peers.size > 1]
-
-
-def bag_hops(exchange: str, groups: ChainGroups) -> list[Hop]:
-    """Return the hops of bags pooled at the owner: with "chain" over the rail first, so that the sums of a node
-    are added before they leave it, then inside the node of the homes."""
-    local_ranks = groups.layout.local_ranks
-    if exchange == "chain":
-        hops = [
-            Hop(groups.rail, lambda homes: homes // local_ranks),
-            Hop(groups.node, lambda homes: homes % local_ranks),
-        ]
-    else:
-        hops = [Hop(groups.world, lambda homes: homes)]
     return [hop for hop in hops if hop.peers.size > 1]

@@ -1,7 +1,8 @@
 """Pools features at the owner: ids travel to the homes of their rows bag by bag, and one vector per bag comes back.
 
 A home looks the ids up that arrive as if they were its own, so that tiers, prefetch pipeline, tiered storage,
-accumulation and optimizers are those of every other look-up. Over two hops the first one leaves the node::
+accumulation and optimizers are those of every other look-up. Bags take the hops of rows from the last to the first, so
+that the sums of a node are added before they leave it::
 
     rail   every rank sends the ids of each bag to the rank of equal local rank in the node of their homes
     node   that rank sends them on to the homes, which add up the rows of each bag
@@ -25,7 +26,7 @@ from flexd.control.protocol.report import StepPhase
 from flexd.embedding import devices
 from flexd.embedding.exchange.calls import in_phase
 from flexd.embedding.exchange.collectives import Traffic
-from flexd.embedding.exchange.column import Column, add_columns, whole_columns
+from flexd.embedding.exchange.column import Column, add_columns, joined_columns
 from flexd.embedding.exchange.hop import Agreement, Counts, Hop, host_numbers, with_parts_transposed
 from flexd.embedding.exchange.route import BagIds, BagLeg, BagRoute, FeatureKeys, Route, StationRows, counts_of_group
 from flexd.embedding.exchange.router import Router
@@ -39,35 +40,19 @@ class SummingRouter(Router):
     """Sends the ids of bags to the homes of their rows before a look-up, and looks up the ids that arrive with it.
 
     Every look-up exchanges sizes and ids of bags, also on ranks that have none, so that
-    look-ups of all ranks meet.
-
-    Args:
-        hops: of rows.
-        bag_hops: of bags, from the rank that has them to the home.
-        comm_dtype: as in ``Router``. Sums of bags travel in it too, and are added in ``wide``.
+    look-ups of all ranks meet. Sums of bags travel in the dtype of rows, and are added in ``wide``.
     """
 
     def __init__(
-        self,
-        stores: Sequence[GroupStore],
-        hops: Sequence[Hop],
-        traffic: Traffic,
-        *,
-        bag_hops: Sequence[Hop],
-        comm_dtype: str | None = None,
+        self, stores: Sequence[GroupStore], hops: Sequence[Hop], traffic: Traffic, comm_dtype: str | None = None
     ) -> None:
-        super().__init__(stores, hops, traffic, comm_dtype=comm_dtype)
-        self._bag_hops = list(bag_hops)
+        super().__init__(stores, hops, traffic, comm_dtype)
         self._groups = len(self.wire)
         self._world_size = stores[0].world_size
         # Keys below 2^31 travel in 4 bytes.
         self._word = torch.int32 if stores[-1].group.end_key <= _NARROW_KEYS else torch.int64
         none = torch.empty(0, dtype=torch.int64, device=stores[0].rows.device)
         self._no_ids = BagIds(none, none, [0] * self._groups, [0] * self._groups)
-
-    def change_hops(self, hops: Sequence[Hop], bag_hops: Sequence[Hop] = ()) -> None:
-        super().change_hops(hops)
-        self._bag_hops = list(bag_hops)
 
     def find(
         self,
@@ -97,7 +82,7 @@ class SummingRouter(Router):
         """
         ids = ids or self._no_ids
         legs = []
-        for hop in self._bag_hops:
+        for hop in reversed(self.hops):
             leg, ids = self._over(hop, ids)
             legs.append(leg)
         return ids.keys, BagRoute(tuple(legs), ids.bag, ids.numbers, ids.bags)
@@ -166,9 +151,9 @@ class SummingRouter(Router):
                 _requests_of_bags(bags, route.stations[0]), rows, self.wide, offsets, strict=True
             )
         ]
-        for leg, hop in zip(reversed(bags.legs), reversed(self._bag_hops), strict=True):
+        for leg, hop in zip(reversed(bags.legs), self.hops, strict=True):
             columns = [
-                Column(total, None, counts_of_group(g, leg.received), counts_of_group(g, leg.sent), wire, added=True)
+                Column(total, None, counts_of_group(g, leg.received), counts_of_group(g, leg.sent), wire)
                 for g, (total, wire) in enumerate(zip(totals, self.wire, strict=True))
             ]
             arrived = hop.exchange(columns)
@@ -188,15 +173,13 @@ class SummingRouter(Router):
             Of each pass per dim-group [rows of its first station, dim] gradients of the rows that it added up.
         """
         routes = [route.bags for route, _ in passes if route.bags is not None]
-        if len(routes) < len(passes):
-            raise AssertionError("a route without bags")
         grads = [
             self._zeros(bags.legs[0].bags if bags.legs else bags.bags)
             if of_pass is None
             else [grad.to(wide) for grad, wide in zip(of_pass, self.wide, strict=True)]
             for bags, (_, of_pass) in zip(routes, passes, strict=True)
         ]
-        for number, hop in enumerate(self._bag_hops):
+        for number, hop in enumerate(reversed(self.hops)):
             columns = []
             for bags, of_pass in zip(routes, grads, strict=True):
                 leg = bags.legs[number]
@@ -204,7 +187,8 @@ class SummingRouter(Router):
                     Column(grad, at, counts_of_group(g, leg.sent), counts_of_group(g, leg.received), wire)
                     for g, (grad, at, wire) in enumerate(zip(of_pass, leg.places, self.wire, strict=True))
                 ]
-            arrived = whole_columns(hop.exchange(columns), self.wide * len(passes))
+            joined = joined_columns(hop.exchange(columns))
+            arrived = [rows.to(wide) for rows, wide in zip(joined, self.wide * len(passes), strict=True)]
             grads = [arrived[at : at + self._groups] for at in range(0, len(arrived), self._groups)]
         return [
             self._of_rows(bags, route.stations[0], of_pass)
@@ -240,13 +224,8 @@ def _starts(numbers: Sequence[int]) -> list[int]:
 
 def _requests_of_bags(route: BagRoute, first: Sequence[StationRows]) -> list[torch.Tensor]:
     """Return per dim-group int64 [ids that arrived] rows of the first station."""
-    found = []
-    for rows, number in zip(first, route.numbers, strict=True):
-        if rows.expand is None:  # every row was requested once, in this order
-            found.append(torch.arange(rows.rows - number, rows.rows, device=rows.slots.device))
-        else:
-            found.append(rows.expand[rows.expand.shape[0] - number :])
-    return found
+    requests = [rows.row_of_request for rows in first]
+    return [each[each.shape[0] - number :] for each, number in zip(requests, route.numbers, strict=True)]
 
 
 def _of_groups(numbers: Sequence[Sequence[int]], sizes: Sequence[int], device: torch.device) -> torch.Tensor:

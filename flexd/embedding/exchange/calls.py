@@ -130,33 +130,28 @@ class PhaseMeter:
     def drain(self) -> tuple[tuple[PhaseReport, ...], float]:
         """Return what was measured since the last call, by phase, and the seconds that could cover the prefetch
         pipeline."""
-        seconds, counts = self._since()
+        own, counts = self._since()
         ahead, ahead_counts = ([0.0] * _BUCKETS, [0] * len(counts)) if self.beside is None else self.beside._since()
         overlaps = self.beside is not None and self.beside.overlaps
-        phases = len(_PHASES)
-        total_ahead = sum(ahead[_INTRA:_JOB])
-        reports = []
-        for number, phase in enumerate(_PHASES):
-            at = _COUNTS * number
-            of_ahead = ahead[_INTRA + number] + ahead[_INTER + number]
-            waited = seconds[_JOB] * of_ahead / total_ahead if overlaps and total_ahead > 0 else of_ahead
-            numbers = [a + b for a, b in zip(counts[at : at + _COUNTS], ahead_counts[at : at + _COUNTS], strict=True)]
-            reports.append(
-                PhaseReport(
-                    phase.value,
-                    computed_seconds=seconds[number] + (0.0 if overlaps else ahead[number]),
-                    exposed_seconds=seconds[_INTRA + number] + seconds[_INTER + number] + waited,
-                    intra_seconds=seconds[_INTRA + number] + ahead[_INTRA + number],
-                    inter_seconds=seconds[_INTER + number] + ahead[_INTER + number],
-                    overlapped_seconds=of_ahead if overlaps else 0.0,
-                    intra_bytes=numbers[0],
-                    inter_bytes=numbers[1],
-                    intra_collectives=numbers[2],
-                    inter_collectives=numbers[3],
-                )
+        of_jobs = sum(ahead[_INTRA:_JOB])
+        exposed = own[_JOB] / of_jobs if overlaps and of_jobs > 0 else 1.0
+        both = [a + b for a, b in zip(own, ahead, strict=True)]
+        numbers = [a + b for a, b in zip(counts, ahead_counts, strict=True)]
+        reports = [
+            PhaseReport(
+                phase.value,
+                own[computed] if overlaps else both[computed],
+                own[intra] + own[inter] + (ahead[intra] + ahead[inter]) * exposed,
+                both[intra],
+                both[inter],
+                ahead[intra] + ahead[inter] if overlaps else 0.0,
+                *numbers[_COUNTS * computed : _COUNTS * (computed + 1)],
             )
-        cover = max(0.0, seconds[_COVER] - sum(ahead[:phases])) if overlaps else 0.0
-        return tuple(reports), cover
+            for phase, computed, intra, inter in zip(
+                _PHASES, range(_INTRA), range(_INTRA, _INTER), range(_INTER, _JOB), strict=True
+            )
+        ]
+        return tuple(reports), max(0.0, own[_COVER] - sum(ahead[:_INTRA])) if overlaps else 0.0
 
     def _lap(self, bucket: int) -> None:
         covers = self._covering and bucket < _INTRA

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -85,13 +86,6 @@ _LOOK_SECONDS = 1.0
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
-@dataclass(frozen=True)
-class _Started:
-    work: dist.Work
-    what: str
-    started: float
-
-
 class DeviceWait:
     """The last collective that was queued on the device, and the deadline for it.
 
@@ -105,14 +99,14 @@ class DeviceWait:
 
     def __init__(
         self,
-        timeout: timedelta | None = None,
-        notices: FaultNotices | None = None,
+        timeout: timedelta,
+        notices: FaultNotices,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._seconds = _SHARE * (timeout or DEFAULT_TIMEOUT).total_seconds()
+        self._seconds = _SHARE * timeout.total_seconds()
         self._notices = notices
         self._clock = clock
-        self._last: _Started | None = None
+        self._last: tuple[dist.Work, str, float] | None = None
 
     def started(self, work: dist.Work, what: str) -> None:
         """Record a collective that the device runs.
@@ -120,7 +114,7 @@ class DeviceWait:
         Args:
             what: rank, collective and other ranks, for the error.
         """
-        self._last = _Started(work, what, self._clock())
+        self._last = work, what, self._clock()
 
     def finish(self) -> None:
         """Wait until the device has run every collective; the host may read its results then.
@@ -128,23 +122,22 @@ class DeviceWait:
         Raises:
             CollectiveError: it takes longer than the group's timeout allows, or another rank had an error.
         """
-        last, self._last = self._last, None
-        if last is None or last.work.is_completed():
+        if self._last is None:
             return
+        (work, what, started), self._last = self._last, None
         since = look = self._clock()
-        while not last.work.is_completed():
+        while not work.is_completed():
             now = self._clock()
             if now - look >= _LOOK_SECONDS:
                 look = now
-                notice = None if self._notices is None else self._notices.find()
-                if notice is not None:
+                if (notice := self._notices.find()) is not None:
                     raise CollectiveError(
-                        f"{last.what}: {notice}",
+                        f"{what}: {notice}",
                         remedy="see the log of the rank named last, then restart the job from a checkpoint",
                     )
-            if now - last.started >= self._seconds:
+            if now - started >= self._seconds:
                 raise CollectiveError(
-                    f"{last.what}: not done on the device after {now - last.started:.1f} s",
+                    f"{what}: not done on the device after {now - started:.1f} s",
                     remedy="one of them has died, hangs, or makes other calls than this one: see its log, then restart "
                     "the job from a checkpoint; if they are only slow, give init_process_group a longer timeout",
                 )
@@ -172,8 +165,8 @@ class Peers:
         rank: int,
         layout: RankLayout,
         traffic: Traffic,
-        notices: FaultNotices | None = None,
-        device_wait: DeviceWait | None = None,
+        notices: FaultNotices,
+        device_wait: DeviceWait,
     ) -> None:
         self.group = group
         self.rank = rank
@@ -185,29 +178,23 @@ class Peers:
         self._leaves_node = any(self.far)
         self._traffic = traffic
         self._notices = notices
-        self._device_wait = device_wait or DeviceWait(notices=notices)
+        self._device_wait = device_wait
 
     def all_to_all(
         self,
         send: torch.Tensor,
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
-        sync_counts: Sequence[int] | None = None,
-        migration_counts: Sequence[int] | None = None,
-        room: int = 0,
+        of_kinds: Mapping[TrafficKind, Sequence[int]] = MappingProxyType({}),
     ) -> torch.Tensor:
         """Flat ``send`` split by peer -> flat received, split by ``receive_counts``.
 
         Args:
-            room: further numbers behind the received ones, undefined.
-            sync_counts: the part of each peer's ``send_counts`` that is counted as replica synchronisation.
-            migration_counts: the part that is counted as migration.
+            of_kinds: the part of each peer's ``send_counts`` that is counted as synchronisation or migration.
         """
         if self.size == 1:
             return send
-        total = sum(receive_counts)
-        whole = send.new_empty(total + room)
-        received = whole[:total]
+        received = send.new_empty(sum(receive_counts))
         with self._measured("all_to_all"):
             self._wait(
                 dist.all_to_all_single(
@@ -218,12 +205,11 @@ class Peers:
             )
         width = send.element_size()
         others = list(send_counts)
-        for kind, counts in ((TrafficKind.SYNC, sync_counts), (TrafficKind.MIGRATION, migration_counts)):
-            if counts is not None:
-                others = [count - part for count, part in zip(others, counts, strict=True)]
-                self._count([part * width for part in counts], kind)
+        for kind, counts in of_kinds.items():
+            others = [count - part for count, part in zip(others, counts, strict=True)]
+            self._count([part * width for part in counts], kind)
         self._count([count * width for count in others])
-        return whole
+        return received
 
     def all_reduce(
         self,
@@ -268,17 +254,14 @@ class Peers:
             yield
             phases.end_collective(leaves_node=self._leaves_node)
         except RuntimeError as error:
-            notice = None if self._notices is None else self._notices.find()
-            if notice is not None:  # why the collective fails or does not return
-                raise CollectiveError(
-                    f"rank {self.rank}: {collective} with ranks {self._named_others()}: {notice}",
-                    remedy="see the log of the rank named last, then restart the job from a checkpoint",
-                ) from error
-            cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            notice = self._notices.find()  # why the collective fails or does not return
+            cause = notice or str(error).strip().partition("\n")[0] or type(error).__name__
             raise CollectiveError(
-                f"rank {self.rank}: {collective} with ranks {self._named_others()} ({TrafficKind.ALL_TO_ALL}): {cause}",
+                f"rank {self.rank}: {collective} with ranks {self._named_others()}: {cause}",
                 remedy="one of them has died, hangs, or makes other calls than this one: see its log, then restart the "
-                "job from a checkpoint",
+                "job from a checkpoint"
+                if notice is None
+                else "see the log of the rank named last, then restart the job from a checkpoint",
             ) from error
 
     def finish_on_device(self) -> None:
@@ -289,19 +272,14 @@ class Peers:
         """
         self._device_wait.finish()
 
-    def _wait(self, work: dist.Work | None, sent: torch.Tensor, collective: str) -> None:
+    def _wait(self, work: dist.Work, sent: torch.Tensor, collective: str) -> None:
         """Wait for a collective. A rank that waits for long looks for the error of another one meanwhile."""
-        if work is None:
-            return
         if sent.device.type != "cpu":
             work.wait()  # the device waits, not the host
             self._device_wait.started(work, f"rank {self.rank}: {collective} with ranks {self._named_others()}")
             if not sent.is_floating_point() and sent.dtype != torch.uint8:
                 # Ids and sizes: the host reads them, or how many are distinct, next. Rows are read by the device alone.
                 self._device_wait.finish()
-            return
-        if self._notices is None:
-            work.wait()
             return
         while True:
             try:

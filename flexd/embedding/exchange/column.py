@@ -1,7 +1,7 @@
 """Rows of several kinds in one message to each peer: packed before a collective and unpacked after it.
 
 One kernel gathers the rows of a column, and one more joins the parts of all columns and peers, before the collective
-and after it. On an accelerator a message of many parts is made in units instead (``unit_message.UnitColumns``).
+and after it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from flexd.embedding.exchange.collectives import TrafficKind
-
-MAX_JOINED_PARTS = 128
-"""Parts that ``torch.cat`` joins with one kernel on a GPU; with fewer an index does not pay."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +25,6 @@ class Column:
         sent, received: number of rows to and from each peer.
         wire: dtype in which they travel. Rows that a rank sends to itself do not travel and are not rounded.
         kind: traffic kind that the bytes are counted as.
-        added: the received rows are added up, with ``add_columns``.
-        ahead: number of rows of this rank that ``joined_columns`` puts before the received ones.
     """
 
     source: torch.Tensor
@@ -38,29 +33,11 @@ class Column:
     received: Sequence[int]
     wire: torch.dtype
     kind: TrafficKind = TrafficKind.ALL_TO_ALL
-    added: bool = False
-    ahead: int = 0
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row on the wire."""
-        return self.width * self.wire.itemsize
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row."""
-        return self.source.shape[1]
-
-    def write(self, first: int, end: int, out: torch.Tensor) -> None:
-        """Write the rows sent from place ``first`` to ``end`` into ``out`` [end - first, width] of dtype ``wire``."""
-        if self.index is None or self.source.dtype != self.wire:
-            out.copy_(self.rows(first, end))
-        else:
-            torch.index_select(self.source, 0, self.index[first:end], out=out)
-
-    def rows(self, first: int, end: int) -> torch.Tensor:
-        """Return the rows sent from place ``first`` to ``end``, in the dtype of ``source``."""
-        return self.source[first:end] if self.index is None else self.source.index_select(0, self.index[first:end])
+        return self.source.shape[1] * self.wire.itemsize
 
 
 @dataclass(frozen=True)
@@ -87,35 +64,6 @@ class ReceivedRows:
         """Return [n, width] rows of all peers, in their order."""
         return joined_columns([self])[0].to(dtype)
 
-    @property
-    def rows_ahead(self) -> torch.Tensor | None:
-        """[ahead, width] rows to be filled before the column is joined; None: they are given to ``joined_columns``."""
-        return None
-
-    @staticmethod
-    def join(arrived: Sequence[ReceivedRows], *, own_last: bool, ahead: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As ``joined_columns``, of the columns of one message."""
-        joined: dict[int, torch.Tensor] = {}
-        together: dict[torch.dtype, list[int]] = {}
-        for number, rows in enumerate(arrived):
-            mine = rows.by_peer[rows.me]
-            if mine.dtype != rows.wire:
-                joined[number] = torch.cat([*ahead[number : number + 1], *rows.as_rows(own_last=own_last)])
-            elif not ahead and mine.shape[0] == sum(rows.counts):
-                joined[number] = mine
-            else:
-                together.setdefault(rows.wire, []).append(number)
-        for wire, numbers in together.items():
-            parts: list[torch.Tensor] = []
-            sizes = []
-            for number in numbers:
-                rows, before = arrived[number], ahead[number : number + 1]
-                parts += [*map(bytes_of, before), *rows.as_bytes(own_last=own_last)]
-                sizes.append((sum(len(some) for some in before) + sum(rows.counts)) * rows.width)
-            for number, part in zip(numbers, torch.cat(parts).view(wire).split_with_sizes(sizes), strict=True):
-                joined[number] = part.view(-1, arrived[number].width)
-        return [joined[number] for number in range(len(arrived))]
-
     def as_bytes(self, *, own_last: bool) -> list[torch.Tensor]:
         """Return the bytes of each peer, in their order. This rank's own rows have the dtype of the wire."""
         before, after = self.by_peer[: self.me], self.by_peer[self.me + 1 :]
@@ -131,11 +79,6 @@ class ReceivedRows:
             for some in (self.by_peer[: self.me], self.by_peer[self.me + 1 :])
         )
         return [before, after, mine] if own_last else [before, mine, after]
-
-
-def whole_columns(arrived: Sequence[ReceivedRows], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-    """Return the rows of all peers of each column, in their order, as ``ReceivedRows.whole``."""
-    return [rows.to(dtype) for rows, dtype in zip(joined_columns(arrived), dtypes, strict=True)]
 
 
 def add_columns(
@@ -178,10 +121,28 @@ def joined_columns(
 
     Args:
         own_last: this rank's rows after those of all other peers.
-        ahead: of each column rows that are put before them, in the dtype of the wire; not of columns
-            that have ``rows_ahead``.
+        ahead: of each column rows that are put before them, in the dtype of the wire.
     """
-    return arrived[0].join(arrived, own_last=own_last, ahead=ahead) if arrived else []
+    joined: dict[int, torch.Tensor] = {}
+    together: dict[torch.dtype, list[int]] = {}
+    for number, rows in enumerate(arrived):
+        mine = rows.by_peer[rows.me]
+        if mine.dtype != rows.wire:
+            joined[number] = torch.cat([*ahead[number : number + 1], *rows.as_rows(own_last=own_last)])
+        elif not ahead and mine.shape[0] == sum(rows.counts):
+            joined[number] = mine
+        else:
+            together.setdefault(rows.wire, []).append(number)
+    for wire, numbers in together.items():
+        parts: list[torch.Tensor] = []
+        sizes = []
+        for number in numbers:
+            rows, before = arrived[number], ahead[number : number + 1]
+            parts += [*map(bytes_of, before), *rows.as_bytes(own_last=own_last)]
+            sizes.append((sum(len(some) for some in before) + sum(rows.counts)) * rows.width)
+        for number, part in zip(numbers, torch.cat(parts).view(wire).split_with_sizes(sizes), strict=True):
+            joined[number] = part.view(-1, arrived[number].width)
+    return [joined[number] for number in range(len(arrived))]
 
 
 def bytes_of(rows: torch.Tensor) -> torch.Tensor:
@@ -194,7 +155,8 @@ def pack(columns: Sequence[Column], me: int) -> tuple[torch.Tensor, list[torch.T
     device = columns[0].source.device
     own, parts = [], []
     for column in columns:
-        rows, first = column.rows(0, sum(column.sent)), sum(column.sent[:me])
+        rows = column.source if column.index is None else column.source.index_select(0, column.index)
+        first = sum(column.sent[:me])
         own.append(rows[first : first + column.sent[me]])
         width = column.row_bytes
         flat = bytes_of(rows.to(column.wire).contiguous())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import torch
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers, TrafficKind
-from flexd.embedding.exchange.column import MAX_JOINED_PARTS, Column, ReceivedRows, pack, unpack
+from flexd.embedding.exchange.column import Column, ReceivedRows, pack, unpack
 
 Counts = npt.NDArray[np.int64]
 """int64 [peers, groups] numbers of rows."""
@@ -21,7 +21,7 @@ Counts = npt.NDArray[np.int64]
 _RANK_BITS, _CALL_BITS = 20, 11
 _MAX_RANK = 2**_RANK_BITS - 1
 _PASSES = 128
-_BEGINS_LOOP, _ENDS_LOOP = _PASSES - 1, _PASSES - 2
+BEGINS_LOOP, ENDS_LOOP = _PASSES - 1, _PASSES - 2
 """In place of the number of passes: the call is no look-up, but begins or ends a loop of ``flexd.prefetch``."""
 SETTINGS_BITS = 22
 _CHANGED = 2 ** (_RANK_BITS + 2)
@@ -35,34 +35,24 @@ class CallSignature:
     """The state of a rank at a look-up. ``code`` must be equal on all ranks.
 
     Attributes:
-        code: passes that wait for a step, ``_BEGINS_LOOP`` or ``_ENDS_LOOP``, steps so far (modulo 8), and whether the
-            look-up is for training, or the loader that ended a loop has failed.
+        code: passes that wait for a step, ``BEGINS_LOOP`` or ``ENDS_LOOP``, steps so far (modulo 8), and whether the
+            look-up is for training, or the loader that ended a loop has failed (``flag``).
     """
 
     code: int
     rank: int
 
     @staticmethod
-    def of(rank: int, *, trains: bool, passes: int, steps: int) -> CallSignature:
-        return CallSignature((steps % 8 * _PASSES + min(passes, _ENDS_LOOP - 1)) * 2 + trains, rank)
-
-    @staticmethod
-    def of_loop(rank: int, *, steps: int) -> CallSignature:
-        """Return the signature of a call that begins a loop of ``flexd.prefetch``."""
-        return CallSignature((steps % 8 * _PASSES + _BEGINS_LOOP) * 2, rank)
-
-    @staticmethod
-    def of_end(rank: int, *, steps: int, failed: bool) -> CallSignature:
-        """Return the signature of a call that ends a loop of ``flexd.prefetch``."""
-        return CallSignature((steps % 8 * _PASSES + _ENDS_LOOP) * 2 + failed, rank)
+    def of(rank: int, *, steps: int, passes: int, flag: bool = False) -> CallSignature:
+        return CallSignature((steps % 8 * _PASSES + passes) * 2 + flag, rank)
 
     @property
     def ends_loop(self) -> bool:
-        return self.code // 2 % _PASSES == _ENDS_LOOP
+        return self.code // 2 % _PASSES == ENDS_LOOP
 
     def __str__(self) -> str:
         passes, steps = self.code // 2 % _PASSES, self.code // 2 // _PASSES
-        if passes == _BEGINS_LOOP:
+        if passes == BEGINS_LOOP:
             return f"rank {self.rank} begins a loop of flexd.prefetch, after {steps} steps (modulo 8)"
         purpose = "looks rows up for training" if self.code % 2 else "only looks rows up"
         return f"rank {self.rank} {purpose}, with {passes} passes since its last step ({steps} modulo 8)"
@@ -197,7 +187,6 @@ class Hop:
         self.peers = peers
         self.destination = destination
         self.all_reduces = all_reduces
-        self._numbers: devices.Numbers | None = None
 
     def exchange_sizes(
         self,
@@ -218,20 +207,12 @@ class Hop:
             (rows requested from each peer, rows requested by each peer, combined agreement of the peers, ``local``).
         """
         size, groups = sizes.shape
-        faulty = None if agreement.fault else faulty
-        variants = [agreement, replace(agreement, fault=self.peers.rank + 1)][: 1 + (faulty is not None)]
+        words = devices.uploaded(agreement.pack(), sizes.device)
+        if faulty is not None and not agreement.fault:
+            words[1].add_(faulty, alpha=self.peers.rank + 1 << _RANK_BITS + _CALL_BITS)
         if changed is not None:
-            variants += [replace(each, changed=True) for each in variants]
-        packed = [each.pack() for each in variants]
-        words = devices.uploaded(packed if len(packed) > 1 else packed[0], sizes.device)
-        if changed is not None:
-            unchanged, with_change = words.chunk(2)
-            words = torch.where(changed, with_change, unchanged)
-        if faulty is None:
-            extra = words if changed is None else words[0]
-        else:
-            extra = torch.where(faulty, words[1], words[0])
-        sent = torch.cat([sizes, extra.expand(size, AGREEMENT_NUMBERS)], dim=1).view(-1)
+            words[1].add_(changed, alpha=_CHANGED << _RANK_BITS + _CALL_BITS)
+        sent = torch.cat([sizes, words.expand(size, AGREEMENT_NUMBERS)], dim=1).view(-1)
         width = groups + AGREEMENT_NUMBERS
         received = self.peers.all_to_all(sent, [width] * size, [width] * size)
         numbers = host_numbers(torch.cat([sent, received] if local is None else [sent, received, local]))
@@ -254,63 +235,28 @@ class Hop:
         if words is not None:
             out, back = (np.column_stack(both) for both in ((out, words.sent), (back, words.received)))
             ids = torch.cat([ids, words.words])
-        to_send = to_keep = None
-        if max(out.size, back.size) > MAX_JOINED_PARTS:
-            from flexd.embedding.exchange.unit_message import transpositions
-
-            to_send, to_keep = transpositions([out.T, back], self._numbers_on(ids.device))
         arrived = self.peers.all_to_all(
-            with_parts_transposed(ids, out.T, to_send),
+            with_parts_transposed(ids, out.T),
             out.sum(axis=1).tolist(),
             back.sum(axis=1).tolist(),
-            sync_counts=None if words is None else words.sent,
+            {} if words is None else {TrafficKind.SYNC: words.sent},
         )
-        ordered = with_parts_transposed(arrived, back, to_keep)
+        ordered = with_parts_transposed(arrived, back)
         total = int(served.sum())
         return (ordered, None) if words is None else (ordered[:total], ordered[total:])
 
     def exchange(self, columns: Sequence[Column]) -> list[ReceivedRows]:
         """Exchange all columns in one collective; return the received rows of each."""
-        me = self.peers.index
-        parts = len(columns) * self.peers.size
-        if parts > MAX_JOINED_PARTS and not devices.in_host_memory(columns[0].source):
-            return self._exchange_units(columns)
         sent = self._bytes([(column.sent, column.row_bytes) for column in columns])
         received = self._bytes([(column.received, column.row_bytes) for column in columns])
-        synced, migrated = self._of_kinds(columns)
-        buffer, own = pack(columns, me)
-        arrived = self.peers.all_to_all(buffer, sent, received, sync_counts=synced, migration_counts=migrated)
-        return unpack(columns, own, arrived, me)
-
-    def _exchange_units(self, columns: Sequence[Column]) -> list[ReceivedRows]:
-        """As ``exchange``, with a constant number of kernels and of the host's steps. Rows of this rank for itself
-        take part in the collective, where they are copied, unless the wire would round them."""
-        from flexd.embedding.exchange.unit_message import UnitColumns
-
-        packed = UnitColumns(columns, self.peers.index, self._numbers_on(columns[0].source.device))
-        synced, migrated = self._of_kinds(columns)
-        arrived = self.peers.all_to_all(
-            packed.pack(),
-            packed.sent,
-            packed.received,
-            sync_counts=synced,
-            migration_counts=migrated,
-            room=packed.room,
-        )
-        return packed.unpack(arrived)
-
-    def _of_kinds(self, columns: Sequence[Column]) -> tuple[list[int] | None, list[int] | None]:
-        """Return the bytes sent to each peer by replica synchronisation, and by migration; None without a column."""
-        synced, migrated = (
-            self._bytes(some) if (some := [(c.sent, c.row_bytes) for c in columns if c.kind == kind]) else None
+        of_kinds = {
+            kind: self._bytes(some)
             for kind in (TrafficKind.SYNC, TrafficKind.MIGRATION)
-        )
-        return synced, migrated
-
-    def _numbers_on(self, device: torch.device) -> devices.Numbers:
-        if self._numbers is None:
-            self._numbers = devices.Numbers(device)
-        return self._numbers
+            if (some := [(column.sent, column.row_bytes) for column in columns if column.kind == kind])
+        }
+        buffer, own = pack(columns, self.peers.index)
+        arrived = self.peers.all_to_all(buffer, sent, received, of_kinds)
+        return unpack(columns, own, arrived, self.peers.index)
 
     def _bytes(self, columns: Sequence[tuple[Sequence[int], int]]) -> list[int]:
         """Return the bytes exchanged with each peer, of the numbers of rows of columns and the bytes of a row."""
@@ -325,14 +271,8 @@ def host_numbers(numbers: torch.Tensor) -> npt.NDArray[np.int64]:
     return np.array(numbers.tolist(), dtype=np.int64)
 
 
-def with_parts_transposed(flat: torch.Tensor, sizes: Counts, places: torch.Tensor | None = None) -> torch.Tensor:
-    """Transpose the order of the parts of a flat tensor: those of ``sizes`` [a, b], a by a, become b by b.
-
-    Args:
-        places: those of ``unit_message.transpositions``; None: the parts are joined one by one.
-    """
-    if places is not None:
-        return flat.index_select(0, places)
+def with_parts_transposed(flat: torch.Tensor, sizes: Counts) -> torch.Tensor:
+    """Transpose the order of the parts of a flat tensor: those of ``sizes`` [a, b], a by a, become b by b."""
     if min(sizes.shape) == 1:
         return flat
     parts = flat.split_with_sizes(sizes.ravel().tolist())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,6 +76,11 @@ class StationRows:
     slots: torch.Tensor
     entries: torch.Tensor
     plain: int
+
+    @property
+    def row_of_request(self) -> torch.Tensor:
+        """int64 [requests] -> row."""
+        return torch.arange(self.rows, device=self.slots.device) if self.expand is None else self.expand
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,7 @@ class StationLookup:
         self.listed = self.stores[0].directory
         """The rows that this rank lists."""
         self.deduplicates = True
-        """True if each row is requested once."""
+        """True if each row is requested once; False as sharded modules without dedup do, for comparisons."""
         first, end = stores[0].group.first_key, stores[-1].group.end_key
         device = stores[0].rows.device
         self._numbers = devices.Numbers(device)
@@ -356,7 +360,7 @@ MAX_TABLE_ROWS = 2**23
 
 
 class Dedup:
-    """Finds the distinct keys of a range, without sorting where a table of its rows is small enough. Thread-safe.
+    """Finds the distinct keys of a range, without sorting where a table of its rows is small enough.
 
     Args:
         first, rows: keys lie in [first, first + rows).
@@ -366,7 +370,6 @@ class Dedup:
     def __init__(self, first: int, rows: int, device: torch.device, numbers: devices.Numbers) -> None:
         self._first = first
         self._numbers = numbers
-        self._lock = threading.Lock()
         # Its content between calls is irrelevant: every place is written before it is read.
         self._table = torch.empty(rows, dtype=torch.int64, device=device) if rows <= MAX_TABLE_ROWS else None
 
@@ -380,14 +383,11 @@ class Dedup:
             return (keys, None) if len(distinct) == len(keys) else (distinct, places)
         at = keys - self._first if self._first else keys
         number = self._numbers.first(len(keys))
-        with self._lock:
-            table = self._table
-            # The last writer among equal keys represents them all.
-            table.scatter_(0, at, number)
-            chosen = (table.index_select(0, at) == number).nonzero().view(-1)
-            if len(chosen) == len(keys):
-                return keys, None
-            distinct = keys.index_select(0, chosen)
-            of_distinct = distinct if at is keys else at.index_select(0, chosen)
-            table.scatter_(0, of_distinct, number[: len(chosen)])
-            return distinct, table.index_select(0, at)
+        # The last writer among equal keys represents them all.
+        self._table.scatter_(0, at, number)
+        chosen = (self._table.index_select(0, at) == number).nonzero().view(-1)
+        if len(chosen) == len(keys):
+            return keys, None
+        distinct = keys.index_select(0, chosen)
+        self._table.scatter_(0, distinct - self._first if self._first else distinct, number[: len(chosen)])
+        return distinct, self._table.index_select(0, at)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from flexd.control.protocol.report import StepPhase
@@ -25,13 +26,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
 from flexd.embedding.exchange.calls import in_phase
 from flexd.embedding.exchange.collectives import Traffic
-from flexd.embedding.exchange.column import (
-    Column,
-    ReceivedRows,
-    add_columns,
-    joined_columns,
-    whole_columns,
-)
+from flexd.embedding.exchange.column import Column, ReceivedRows, add_columns, joined_columns
 from flexd.embedding.exchange.hop import Agreement, Hop, host_numbers
 from flexd.embedding.exchange.route import COUNT_SHIFT, FeatureKeys, Route, StationLookup, StationRows, counts_of_group
 from flexd.embedding.replicas.touched_rows import TouchedRows
@@ -69,35 +64,27 @@ class Router:
         stores: Sequence[GroupStore],
         hops: Sequence[Hop],
         traffic: Traffic,
-        *,
         comm_dtype: str | None = None,
     ) -> None:
         self._stores = list(stores)
-        self.hops = list(hops)
         self.traffic, self.phases = traffic, traffic.phases
         self.lookup = StationLookup(stores)
         self.wire: list[torch.dtype] = []
         """Dtype of each dim-group on the wire."""
         self.wide: list[torch.dtype] = []
         """Dtype of each dim-group in which gradients are added."""
-        self.use_wire(comm_dtype)
+        self.use(hops, comm_dtype)
 
-    def use_wire(self, comm_dtype: str | None) -> None:
-        """Send rows and gradients of later look-ups in this dtype. No route of an earlier one may be used any more."""
+    def use(self, hops: Sequence[Hop], comm_dtype: str | None) -> None:
+        """Let rows and gradients of later look-ups go over these hops, in this dtype. No route of an earlier one may be
+        used any more."""
+        self.hops = list(hops)
+        self.lookup.forget_hops()
         self.wire[:] = [store.dtype if comm_dtype is None else TORCH_DTYPES[comm_dtype] for store in self._stores]
         self.wide[:] = [
             torch.promote_types(torch.promote_types(store.dtype, wire), torch.float32)
             for store, wire in zip(self._stores, self.wire, strict=True)
         ]
-
-    def request_every_look_up(self) -> None:
-        """Request a row as often as it is looked up, as sharded modules without dedup do: for comparisons."""
-        self.lookup.deduplicates = False
-
-    def change_hops(self, hops: Sequence[Hop], bag_hops: Sequence[Hop] = ()) -> None:
-        """Let later look-ups go over other hops. No route of an earlier one may be used any more."""
-        self.hops = list(hops)
-        self.lookup.forget_hops()
 
     @in_phase(StepPhase.IDS)
     def find(
@@ -126,35 +113,30 @@ class Router:
             if touched is not None:
                 touched.add(located.entries)
             if hop is None:
-                given = () if self.hops else (faulty, changed)
-                flags = [flag.to(ids.dtype).view(1) for flag in given if flag is not None]
+                flags = [flag.to(ids.dtype).view(1) for flag in (faulty, changed) if flag is not None]
                 own = host_numbers(torch.cat([located.sections, *by_tier, *flags]))
-                sizes, rest = own[: len(located.sections)], own[len(located.sections) :]
-                accesses = rest[: len(rest) - len(flags)]
+                sizes, accesses, read = np.split(own, [len(located.sections), len(own) - len(flags)])
                 home, node, device = accesses.reshape(-1, 3).sum(axis=0).tolist()
                 if away := int(lookup.split_sections(sizes, 1)[1].sum()):
                     raise EmbeddingError(f"{away} rows were requested from a rank that is not their home")
-                stations.append(lookup.stations(located, sizes, 1, numbers))
-                all_keys.append(
-                    lookup.numbered_keys(located, stations[0]) if station == 0 else ids.split_with_sizes(numbers)
+                if changed is not None and read[-1]:
+                    agreement = replace(agreement, changed=True)
+                if faulty is not None and read[0]:
+                    agreement = replace(agreement, fault=1)
+            else:
+                away_sizes = lookup.away_sizes(located, hop)
+                if agreement.diverged:
+                    away_sizes = torch.zeros_like(away_sizes)
+                sent, received, agreement, sizes = hop.exchange_sizes(
+                    away_sizes, agreement, faulty, located.sections, changed
                 )
-                read = iter(rest[len(accesses) :].tolist())
-                fault, differs = (0 if flag is None else next(read) for flag in given) if given else (0, 0)
-                if fault or differs:
-                    agreement = replace(agreement, fault=fault or agreement.fault, changed=differs > 0)
-                break
-            peers = hop.peers.size
-            away_sizes = lookup.away_sizes(located, hop)
-            if agreement.diverged:
-                away_sizes = torch.zeros_like(away_sizes)
-            sent, received, agreement, sizes = hop.exchange_sizes(
-                away_sizes, agreement, faulty if station == 0 else None, located.sections,
-                changed if station == 0 else None,
-            )  # fmt: skip
-            stations.append(lookup.stations(located, sizes, peers, numbers))
+                faulty = changed = None  # they are in the agreement
+            stations.append(lookup.stations(located, sizes, 1 if hop is None else hop.peers.size, numbers))
             all_keys.append(
                 lookup.numbered_keys(located, stations[0]) if station == 0 else ids.split_with_sizes(numbers)
             )
+            if hop is None:
+                break
             if agreement.diverged:  # the peers of the next hop must detect it too
                 ids, numbers, weights, touched = ids[:0], [0] * lookup.groups, None, None
                 continue
@@ -195,14 +177,9 @@ class Router:
             if station < len(self.hops):
                 requested, served = route.requested[station], route.served[station]
                 columns = [
-                    Column(
-                        rows, index, counts_of_group(g, served), counts_of_group(g, requested), wire,
-                        ahead=at.held if at.held < at.rows else 0,
-                    )
-                    for g, ((rows, index), wire, at) in enumerate(
-                        zip(found, self.wire, route.stations[station], strict=True)
-                    )
-                ]  # fmt: skip
+                    Column(rows, index, counts_of_group(g, served), counts_of_group(g, requested), wire)
+                    for g, ((rows, index), wire) in enumerate(zip(found, self.wire, strict=True))
+                ]
                 words = None if touched is None else touched.down(station)
                 if words is not None and not words.empty:
                     columns.append(words.as_column())
@@ -237,18 +214,10 @@ class Router:
                 # Expanded when they are read: the distinct rows are not made.
                 found.append((source, slots if index is None else slots.index_select(0, index)))
                 continue
-            received = arrived[group] if arrived is not None and rows.held < rows.rows else None
-            ahead = None if received is None else received.rows_ahead
-            if ahead is None:
-                ahead = source.index_select(0, slots).to(wire)
-            elif source.dtype == wire:
-                torch.index_select(source, 0, slots, out=ahead)
-            else:
-                ahead.copy_(source.index_select(0, slots))
-            found.append((ahead, index))
-            if received is not None:
+            found.append((source.index_select(0, slots).to(wire), index))
+            if rows.held < rows.rows:
                 joined.append(group)
-        if joined and arrived is not None:
+        if arrived is not None:
             of_groups = [arrived[group] for group in joined]
             for group, whole in zip(
                 joined, joined_columns(of_groups, ahead=[found[g][0] for g in joined]), strict=True
@@ -294,14 +263,9 @@ class Router:
                 break
             sent, received = route.requested[station], route.served[station]
             columns = [
-                Column(
-                    grad[rows.held :], None, counts_of_group(g, sent), counts_of_group(g, received), wire,
-                    added=above.expand is not None,
-                )
-                for g, (grad, rows, wire, above) in enumerate(
-                    zip(grads, at_station, self.wire, route.stations[station + 1], strict=True)
-                )
-            ]  # fmt: skip
+                Column(grad[rows.held :], None, counts_of_group(g, sent), counts_of_group(g, received), wire)
+                for g, (grad, rows, wire) in enumerate(zip(grads, at_station, self.wire, strict=True))
+            ]
             if replicas is not None:
                 columns += replicas.up(station)
             hop = self.hops[station]
@@ -325,9 +289,8 @@ class Router:
             [rows.expand for rows in station if rows.expand is not None],
         )
         kept = [group for group, rows in enumerate(station) if rows.expand is None]
-        wholes = whole_columns([arrived[group] for group in kept], [self.wide[group] for group in kept])
-        for group, whole in zip(kept, wholes, strict=True):
-            totals[group] = whole
+        for group, whole in zip(kept, joined_columns([arrived[group] for group in kept]), strict=True):
+            totals[group] = whole.to(self.wide[group])
         return totals
 
     def sums(self, route: Route, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -122,12 +122,8 @@ class NextPlacement:
     @property
     def nbytes(self) -> int:
         """Bytes beside the chunk."""
-        slots = sum(
-            column.nbytes for block in self.blocks for hop in (block.over_rail, block.in_node) for of in hop
-            for column in of
-        )  # fmt: skip
-        columns = (self.addresses, self.was_listed, self.tiers, self.slots)
-        return slots + sum(column.nbytes for column in columns) + sum(free.nbytes for free in self.free)
+        columns = (self.addresses, self.was_listed, self.tiers, self.slots, *self.free)
+        return sum(column.nbytes for column in columns) + sum(slots.nbytes for slots in self.tensors())
 
     def slots_of(self, addresses: Int64Array) -> Int32Array:
         """int64 [m] addresses of the chunk -> int32 [m] slots after it."""
@@ -247,13 +243,8 @@ class Migrator:
             one.applied, one.after = True, None
         for one in prepared:
             receive(one.finished, one.tensors())
-        for store, free in zip(self._stores, last.free, strict=True):
-            store.free = free
         deltas = [one.delta for one in prepared]
-        for store in self._stores:
-            if len(store.replica_addresses):
-                changed = np.concatenate([delta.keys[self._in_group(store, delta.keys)] for delta in deltas])
-                store.record_addresses(torch.from_numpy(changed).to(self._device))
+        self._fill_slots(last.free, changed_rows)
         blocks = last.blocks
         if len(prepared) > 1:
             blocks = tuple(self._blocks(merge_deltas([_of_copies(delta) for delta in deltas]), self._applied_slots))
@@ -287,19 +278,19 @@ class Migrator:
         addresses = np.sort(self._homes.addresses(self._homes.copied_keys))
         if self._layout.world_size == 1 or len(addresses) == 0:
             return False
-        tiers = np.full(len(addresses), Tier.DEVICE, dtype=np.uint8)
-        slots = np.empty(len(addresses), dtype=np.int32)
-        at_home = self._layout.home_rank(addresses) == self._groups.rank
-        for store in self._stores:
-            mine = self._in_group(store, addresses)
-            home, fresh = mine & at_home, mine & ~at_home
-            slots[home] = (addresses[home] - store.first_home_address) // store.world_size
-            store.free, slots[fresh] = np.split(store.free, [len(store.free) - int(fresh.sum())])
-        self._directory.change(np.empty(0, np.int64), addresses, slots, tiers)
-        for store in self._stores:
-            listed = addresses[self._in_group(store, addresses)]
-            store.record_addresses(torch.from_numpy(listed).to(self._device))
+        delta = Delta(addresses, np.zeros_like(addresses, np.uint8), np.full_like(addresses, Tier.DEVICE, np.uint8))
+        made = self._next(delta, delta, None)
+        self._directory.change(np.empty(0, np.int64), addresses, made.slots, made.tiers)
+        self._fill_slots(made.free, addresses)
         return True
+
+    def _fill_slots(self, free: Sequence[Int32Array], addresses: Int64Array) -> None:
+        """Set the free slots of each dim-group, and record the addresses of rows whose slots have changed."""
+        for store, of_group in zip(self._stores, free, strict=True):
+            store.free = of_group
+            if len(store.replica_addresses):
+                changed = addresses[self._in_group(store, addresses)]
+                store.record_addresses(torch.from_numpy(changed).to(self._device))
 
     def complete(self) -> None:
         """Collective. Copy the promoted rows that no fetch has carried."""
@@ -347,16 +338,13 @@ class Migrator:
             cost[promoted & self._in_group(store, delta.keys)] = store.row_bytes
         return cost
 
-    def _listed(self, addresses: Int64Array, tiers: UInt8Array) -> BoolArray:
-        """Return bool [n]: rows that this rank's directory lists. With one node NODE rows have no copies."""
+    def _listed_tiers(self, addresses: Int64Array, tiers: UInt8Array) -> UInt8Array:
+        """Return uint8 [n]: the tiers of the rows that this rank's directory lists, HOME for the others. With one node
+        NODE rows have no copies."""
         on_rail = (tiers == Tier.NODE) & (addresses % self._layout.local_ranks == self._local)
         on_rail = (on_rail | is_rehomed(tiers)) & (self._layout.nodes > 1)
-        listed: BoolArray = on_rail | ((tiers == Tier.DEVICE) & (self._layout.world_size > 1))
-        return listed
-
-    def _listed_tiers(self, addresses: Int64Array, tiers: UInt8Array) -> UInt8Array:
-        """Return uint8 [n]: the tiers of the rows that this rank's directory lists, HOME for the others."""
-        return np.where(self._listed(addresses, tiers), tiers, np.uint8(Tier.HOME)).astype(np.uint8)
+        listed = on_rail | ((tiers == Tier.DEVICE) & (self._layout.world_size > 1))
+        return np.where(listed, tiers, np.uint8(Tier.HOME)).astype(np.uint8)
 
     def _applied_slots(self, addresses: Int64Array) -> Int32Array:
         return self._directory.read(addresses)[1]

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -229,7 +230,7 @@ class PrefetchPipelineJob:
         version, fault = self._engine.inbox.begin_exchange(), 0 if error is None else 1 + self._rank
         if isinstance(batch, LoaderEnd):
             version, fault = -1 - self._rank - (0 if batch.error is None else _MAX_RANKS), -1
-        call = CallSignature.of(self._rank, trains=True, passes=0, steps=0)
+        call = CallSignature.of(self._rank, steps=0, passes=0, flag=True)
         return Agreement(version, fault, call, call, (settings_digest,) * 2, self._engine.arm.proposed)
 
     def _fetch_unchanged(self, result: PrefetchPipelineResult, forward_pass: ForwardPass) -> PrefetchPipelineResult:
@@ -279,13 +280,6 @@ class PrefetchPipelineJob:
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class _Job(Generic[Result]):
-    work: Callable[[], Result]
-    ready: torch.cuda.Event | None
-    future: Future[Result]
-
-
 class WorkerThread(Generic[Result]):
     """Runs jobs: ``submit`` starts one, ``result`` waits for it; at most one is under way.
 
@@ -302,9 +296,9 @@ class WorkerThread(Generic[Result]):
         self._name = name
         self._inline = inline
         self._device = device
-        self._jobs: queue.SimpleQueue[_Job[Result] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._current: _Job[Result] | None = None
+        self._current: Future[Result] | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._finished: torch.cuda.Event | None = None
 
@@ -321,10 +315,12 @@ class WorkerThread(Generic[Result]):
         if self._stream is not None:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(self._device))
-        self._current = job = _Job(work, ready, Future())
+        future: Future[Result] = Future()
+        self._current = future
+        job = partial(self._run_job, work, ready, future)
         if self._inline:
-            self._do(job)
-            error = job.future.exception()
+            job()
+            error = future.exception()
             if not isinstance(error, Exception | None):
                 raise error  # an interrupt is the caller's
             return
@@ -339,9 +335,9 @@ class WorkerThread(Generic[Result]):
         Raises:
             EmbeddingError: it did not end within the deadline. It stays under way.
         """
-        job = self._current
-        assert job is not None  # noqa: S101
-        if not wait([job.future], timeout_seconds).done:
+        future = self._current
+        assert future is not None  # noqa: S101
+        if not wait([future], timeout_seconds).done:
             raise EmbeddingError(
                 f"{self._name}: not done after {timeout_seconds:g} s",
                 remedy="look for a rank that has stopped or runs other code; give init_process_group a longer timeout",
@@ -349,7 +345,7 @@ class WorkerThread(Generic[Result]):
         self._current = None
         if self._finished is not None:
             torch.cuda.current_stream(self._device).wait_event(self._finished)
-        return job.future.result()
+        return future.result()
 
     def stop(self, timeout_seconds: float) -> bool:
         """End the thread after the job under way. Returns whether it ended within the deadline."""
@@ -364,25 +360,23 @@ class WorkerThread(Generic[Result]):
     def _run(self) -> None:
         jobs = self._jobs
         while (job := jobs.get()) is not None:
-            self._do(job)
+            job()
             del job
 
-    def _do(self, job: _Job[Result]) -> None:
+    def _run_job(self, work: Callable[[], Result], ready: torch.cuda.Event | None, future: Future[Result]) -> None:
         try:
-            result = self._on_stream(job)
+            future.set_result(self._on_stream(work, ready))
         except BaseException as error:  # raised again by ``result``
-            job.future.set_exception(error)
-        else:
-            job.future.set_result(result)
+            future.set_exception(error)
 
-    def _on_stream(self, job: _Job[Result]) -> Result:
+    def _on_stream(self, work: Callable[[], Result], ready: torch.cuda.Event | None) -> Result:
         with torch.no_grad():
             if self._stream is None:
-                return job.work()
+                return work()
             with torch.cuda.stream(self._stream):
-                if job.ready is not None:
-                    self._stream.wait_event(job.ready)
-                result = job.work()
+                if ready is not None:
+                    self._stream.wait_event(ready)
+                result = work()
                 finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 finished.record(self._stream)
                 self._finished = finished

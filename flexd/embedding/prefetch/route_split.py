@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers
-from flexd.embedding.exchange.hop import Counts, Hop
+from flexd.embedding.exchange.hop import Counts, Hop, with_parts_transposed
 from flexd.embedding.exchange.route import Route, StationRows, counts_of_group
 
 Marks = list[list[torch.Tensor]]
@@ -206,26 +206,13 @@ def _exchange_bits(
     peers: Peers, columns: Sequence[torch.Tensor], to_send: Counts, to_receive: Counts
 ) -> list[torch.Tensor]:
     """Exchange bool [n] columns ordered by peer, eight rows per byte; return the received columns."""
-    parts = [column.split_with_sizes(counts_of_group(index, to_send)) for index, column in enumerate(columns)]
-    ordered = torch.cat([part[peer] for peer in range(peers.size) for part in parts])
-    sent, received = (counts.sum(axis=1).tolist() for counts in (to_send, to_receive))
-    bytes_sent, bytes_received = ([-(-bits // 8) for bits in sizes] for sizes in (sent, received))
-    device = ordered.device
+    # With a further column: what fills the last byte of each peer.
+    sent, received = (np.column_stack([counts, -counts.sum(axis=1) % 8]) for counts in (to_send, to_receive))
+    device = columns[0].device
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=device)
-    padded = torch.zeros(8 * sum(bytes_sent), dtype=torch.uint8, device=device)
-    padded[_without_padding(sent, device)] = ordered.to(torch.uint8)
-    packed = (padded.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8)
-    arrived = peers.all_to_all(packed, bytes_sent, bytes_received)
-    bits = (arrived.unsqueeze(1) & weights).ne(0).view(-1)[_without_padding(received, device)]
-    pieces = bits.split_with_sizes(to_receive.ravel().tolist())
-    width = len(columns)
-    return [torch.cat(pieces[index::width]) for index in range(width)]
-
-
-def _without_padding(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return int64 [sum of sizes] places of the bits of each peer when every peer's part begins at a whole byte."""
-    starts = [0, *accumulate(8 * -(-size // 8) for size in sizes)][:-1]
-    ends = [0, *accumulate(sizes)]
-    shift = devices.uploaded([start - end for start, end in zip(starts, ends, strict=False)], device)
-    lengths = devices.uploaded([b - a for a, b in pairwise(ends)], device)
-    return torch.arange(ends[-1], device=device) + shift.repeat_interleave(lengths, output_size=ends[-1])
+    fill = torch.zeros(int(sent[:, -1].sum()), dtype=torch.bool, device=device)
+    ordered = with_parts_transposed(torch.cat([*columns, fill]), sent.T)
+    packed = (ordered.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8)
+    arrived = peers.all_to_all(packed, *((counts.sum(axis=1) // 8).tolist() for counts in (sent, received)))
+    bits = (arrived.unsqueeze(1) & weights).ne(0).view(-1)
+    return list(with_parts_transposed(bits, received).split_with_sizes(received.sum(axis=0).tolist())[:-1])

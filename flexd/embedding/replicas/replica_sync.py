@@ -175,7 +175,7 @@ class ReplicaSync:
         if not touched.lists.used[hop]:
             return words.words
         peers = self._router.hops[hop].peers
-        return peers.all_to_all(words.words, words.sent, words.received, sync_counts=words.sent)
+        return peers.all_to_all(words.words, words.sent, words.received, {TrafficKind.SYNC: words.sent})
 
     def _lists_of_sums(self, lists: SyncLists, all_reduced: Sequence[bool]) -> SumLists:
         if self._sum_lists is None or self._sum_lists[0] is not lists:
@@ -215,34 +215,15 @@ class ReplicaSync:
             for number, store in zip(numbers_distinct, self._stores, strict=True)
         ]
         totals = devices.zeros(shapes, self._router.wide, slots.device)
-        joined = [] if places is None else self._joined(held, sizes)
         summed = []
         for g, own_slots in enumerate(distinct.split_with_sizes(numbers_distinct)):
             grads = [grad[:size] for (_, grad), size in zip(held[g], sizes[g], strict=True)]
-            at = of_places[g]
-            if at is None:
-                total = torch.cat(grads) if len(grads) > 1 else grads[0]
-            else:
-                total = totals[g].index_add_(0, at, joined[g])
+            total, at = torch.cat(grads) if len(grads) > 1 else grads[0], of_places[g]
+            if at is not None:
+                total = totals[g].index_add_(0, at, total)
             # Rounded like the sum that copies of a replicated row receive: training must not depend on the placement.
             summed.append(RowGradients(g, own_slots, total.to(self._router.wire[g]).to(total.dtype), sole=True))
         return summed
-
-    def _joined(
-        self, held: Sequence[Sequence[tuple[StationRows, torch.Tensor]]], sizes: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]:
-        """Join the gradients of plain home rows of each dim-group, with one kernel for all of a dtype."""
-        parts = [
-            [grad[:size].view(-1) for (_, grad), size in zip(of_group, of_sizes, strict=True)]
-            for of_group, of_sizes in zip(held, sizes, strict=True)
-        ]
-        joined: dict[int, torch.Tensor] = {}
-        for dtype in dict.fromkeys(self._router.wide):
-            chosen = [g for g, wide in enumerate(self._router.wide) if wide == dtype]
-            flat = torch.cat([part for g in chosen for part in parts[g]])
-            numbers = [sum(part.shape[0] for part in parts[g]) for g in chosen]
-            joined |= dict(zip(chosen, flat.split_with_sizes(numbers), strict=True))
-        return [joined[g].view(-1, store.rows.shape[1]) for g, store in enumerate(self._stores)]
 
 
 def _update_tier(
@@ -501,7 +482,7 @@ class ReplicaSums:
     def _columns(self, hop: int, sent: int, received: int) -> list[Column]:
         sent_parts, received_parts = self._parts[_LISTS * hop + sent], self._parts[_LISTS * hop + received]
         return [
-            Column(sums, rows, counts, back, wire, TrafficKind.SYNC, added=received == _UP_RECEIVED)
+            Column(sums, rows, counts, back, wire, TrafficKind.SYNC)
             for sums, wire, (rows, counts), (_, back) in zip(
                 self.sums, self._wire, sent_parts, received_parts, strict=True
             )

@@ -37,10 +37,11 @@ class _Notices:
         return self.found
 
 
-def _peers(seconds: float, notices: Any = None) -> Peers:
+def _peers(seconds: float, found: str | None = None) -> Peers:
+    notices: Any = _Notices(found)
     clock = iter(range(10**6))
     wait = DeviceWait(timedelta(seconds=seconds), notices, clock=lambda: float(next(clock)))
-    return Peers(None, [0, 1, 3], 1, RankLayout(2, 2), Traffic(), None, wait)
+    return Peers(None, [0, 1, 3], 1, RankLayout(2, 2), Traffic(), notices, wait)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
@@ -63,7 +64,7 @@ def test_the_error_of_another_rank_is_raised_while_the_device_waits() -> None:
     hung = _Work(lambda: False)
     with PretendedCuda().running(), mock.patch.object(dist, "all_reduce", return_value=hung):
         numbers = torch.ones(2, dtype=torch.int64, device=DEVICE)
-        peers = _peers(10**6, _Notices("rank 3 has no memory"))
+        peers = _peers(10**6, "rank 3 has no memory")
         with pytest.raises(CollectiveError, match="rank 3 has no memory"):
             peers.all_reduce(numbers)
 

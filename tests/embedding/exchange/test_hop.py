@@ -16,7 +16,7 @@ from flexd.embedding.exchange.hop import Agreement, CallSignature
 def test_packed_agreements_combine_to_minimum_and_maximum(
     version: int, fault: int, passes: int, ranks_of: list[int], steps: int, arm: int
 ) -> None:
-    calls = [CallSignature.of(rank, trains=rank % 2 == 0, passes=passes, steps=steps) for rank in ranks_of]
+    calls = [CallSignature.of(rank, steps=steps, passes=passes, flag=rank % 2 == 0) for rank in ranks_of]
     settings = [(2**22 - 1 - n, 2**22 - 1 - n) for n in range(len(calls))]
     packed = [
         Agreement(version + n, fault - n, call, call, of_rank, max(0, arm - n)).pack()

@@ -17,7 +17,7 @@ import torch
 import flexd
 from flexd.core import tap_counts
 from flexd.core.keyspace import TableSpec
-from flexd.embedding.tap import TableCounter, counter_bytes
+from flexd.embedding.tap import TableCounter
 from flexd.stream.codec import encode_arrow
 from flexd.stream.types import AccessBatch
 from tools.bench.harness import Outcome, check, in_turns, timed
@@ -36,7 +36,7 @@ def _step_seconds(rows: int, dim: int, batches: list[torch.Tensor], steps: int) 
     """Return median seconds of a step "without" and with a "tap". Both take turns in one collection, step by step: a
     collection each would differ in where its memory lies, which is more than a tap costs."""
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", rows, dim)])
-    flexd.Tap(collection, interval_seconds=1e9, touch_steps=0, max_bytes=counter_bytes(rows))
+    flexd.Tap(collection, interval_seconds=1e9, touch_steps=0, max_bytes=8 * rows)
     hooks = {"without": None, "tap": collection.after_lookup}
     lengths = torch.full((len(batches[0]) // SEQUENCE,), SEQUENCE)
     numbers = iter(range(10**9))
