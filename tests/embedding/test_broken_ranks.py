@@ -103,9 +103,10 @@ def other_settings(rank: int, layout: RankLayout, odd: int, ahead: bool) -> tupl
 
 def fails_in_a_step(rank: int, layout: RankLayout, odd: int, where: str, ahead: bool, exchange: str) -> tuple[str, int]:
     """Run out of memory on one rank at a point of step 2, which then stays alive; return the error and steps done."""
-    summed = where in ("sums", "spread")
-    make = EmbeddingBagCollection if summed or where == "pooling" else EmbeddingCollection
-    table = EmbeddingBagTable("item", 50, 4, pooling_at="owner") if summed else EmbeddingTable("item", 50, 4)
+    pooled = where in ("sums", "spread", "pooling")
+    make = EmbeddingBagCollection if pooled else EmbeddingCollection
+    place = "requester" if where == "pooling" else "owner"
+    table = EmbeddingBagTable("item", 50, 4, pooling_at=place) if pooled else EmbeddingTable("item", 50, 4)
     collection = make([table], layout=layout, exchange=exchange)
 
     def out_of_memory(*_: Any, **__: Any) -> Any:

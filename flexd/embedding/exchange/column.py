@@ -1,7 +1,7 @@
 """Rows of several kinds in one message to each peer: packed before a collective and unpacked after it.
 
 One kernel gathers the rows of a column, and one more joins the parts of all columns and peers, before the collective
-and after it.
+and after it. On an accelerator messages of many parts are made by an index instead (``window_message``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from flexd.embedding.exchange.collectives import TrafficKind
+
+MAX_JOINED_PARTS = 128
+"""Parts that ``torch.cat`` joins with one kernel on a GPU; with fewer an index does not pay."""
 
 
 @dataclass(frozen=True)

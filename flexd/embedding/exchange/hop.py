@@ -12,7 +12,7 @@ import torch
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers, TrafficKind
-from flexd.embedding.exchange.column import Column, ReceivedRows, pack, unpack
+from flexd.embedding.exchange.column import MAX_JOINED_PARTS, Column, ReceivedRows, pack, unpack
 
 Counts = npt.NDArray[np.int64]
 """int64 [peers, groups] numbers of rows."""
@@ -254,9 +254,14 @@ class Hop:
             for kind in (TrafficKind.SYNC, TrafficKind.MIGRATION)
             if (some := [(column.sent, column.row_bytes) for column in columns if column.kind == kind])
         }
-        buffer, own = pack(columns, self.peers.index)
+        message, me = None, self.peers.index
+        if len(columns) * self.peers.size > MAX_JOINED_PARTS and not devices.in_host_memory(columns[0].source):
+            from flexd.embedding.exchange.window_message import WindowMessage  # loaded where peers are many
+
+            message = WindowMessage(columns, me)
+        buffer, own = pack(columns, me) if message is None else message.pack()
         arrived = self.peers.all_to_all(buffer, sent, received, of_kinds)
-        return unpack(columns, own, arrived, self.peers.index)
+        return unpack(columns, own, arrived, me) if message is None else message.unpack(arrived, own)
 
     def _bytes(self, columns: Sequence[tuple[Sequence[int], int]]) -> list[int]:
         """Return the bytes exchanged with each peer, of the numbers of rows of columns and the bytes of a row."""
@@ -275,5 +280,9 @@ def with_parts_transposed(flat: torch.Tensor, sizes: Counts) -> torch.Tensor:
     """Transpose the order of the parts of a flat tensor: those of ``sizes`` [a, b], a by a, become b by b."""
     if min(sizes.shape) == 1:
         return flat
+    if sizes.size > MAX_JOINED_PARTS and not devices.in_host_memory(flat):
+        from flexd.embedding.exchange.window_message import transposed
+
+        return transposed(flat, sizes)
     parts = flat.split_with_sizes(sizes.ravel().tolist())
     return torch.cat([part for b in range(sizes.shape[1]) for part in parts[b :: sizes.shape[1]]])

@@ -424,7 +424,7 @@ class ReplicaSums:
         if not arrived:
             return
         received = self._parts[_LISTS * hop + _UP_RECEIVED]
-        several = [sum(count > 0 for count in rows.counts) > 1 for rows in arrived]
+        several = [sum(count > 0 for count in counts) > 1 for _, counts in received]
         shapes = [(len(s) if many else 0, s.shape[1]) for s, many in zip(self.sums, several, strict=True)]
         totals = devices.zeros(shapes, self._wide, self._rows.device)
         # Received gradients are added up before they join those of this rank: as ``Router`` adds them.

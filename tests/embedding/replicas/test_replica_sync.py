@@ -15,6 +15,7 @@ from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD
 from flexd.embedding.tuning import StepTuner
 from tests.support.exchange_jobs import ROWS, make, step
+from tests.support.prefetch_pipeline_jobs import in_windows
 from tests.support.rank_pool import Ranks
 
 
@@ -113,3 +114,14 @@ def test_gradients_are_added_in_the_same_order_at_every_tier(
         for table, equal in results:
             assert equal, "a replica differed from its home copy"
             np.testing.assert_array_equal(table, sums)
+
+
+def test_messages_of_an_accelerator_round_in_the_same_places_at_every_tier(ranks: Ranks) -> None:
+    """Gradients that a rank sends to itself on their way are rounded nowhere, as those of host memory."""
+    layout = RankLayout(2, 2)
+    pool = ranks(4)
+    home = pool.run(summed_gradients, layout, 0, "float32", "float16")
+    for tier in (0, 1, 2, None):
+        for table, equal in pool.run(in_windows, summed_gradients, layout, tier, "float32", "float16"):
+            assert equal, "a replica differed from its home copy"
+            np.testing.assert_array_equal(table, home[0][0])
