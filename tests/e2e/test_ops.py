@@ -222,3 +222,11 @@ def test_a_daemon_that_is_gone_is_noticed(job: Monitored) -> None:
     until(lambda: job.value('up{job="flexd"}') == 0, 30)
     pending = 'ALERTS{alertname="FlexdDown", alertstate="pending"}'
     until(lambda: job.query(pending), 30, lambda: job.get("/api/v1/alerts"))
+
+
+def test_promtool_takes_the_page(job: Monitored) -> None:
+    done = subprocess.run(
+        [tool("promtool"), "check", "metrics"], input=job.page(), capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode in (0, 3), done.stdout, done.stderr) == (True, "", "")
