@@ -242,13 +242,12 @@ def add(
                 candidate_count += 1
         for j in range(heavies):
             i = heavy[j]
-            lowest = _MOST
-            for row in range(DEPTH):
-                lowest = min(lowest, _value(cells, np.uint64(position[row, i])))
+            a, b, c, d = np.uint64(p0[i]), np.uint64(p1[i]), np.uint64(p2[i]), np.uint64(p3[i])
+            xa, xb, xc, xd = _value(cells, a), _value(cells, b), _value(cells, c), _value(cells, d)
+            lowest = min(min(xa, xb), min(xc, xd))
             goal = lowest + units
-            for row in range(DEPTH):
-                at = np.uint64(position[row, i])
-                if _value(cells, at) < goal:
+            for at, value in ((a, xa), (b, xb), (c, xc), (d, xd)):
+                if value < goal:
                     joined += _set(cells, at, goal)
             if lowest < band and goal >= threshold:
                 candidates[candidate_count] = kept[i]
@@ -269,9 +268,10 @@ def query(rows: Any, cells: Any, log2_width: int, out: Any) -> None:
         count = min(BLOCK_IDS, rows.size - start)
         cell_positions(rows[start:], count, log2_width, position)
         for i in range(count):
-            out[start + i] = _MOST
+            least = _MOST
             for d in range(DEPTH):
-                out[start + i] = min(out[start + i], _value(cells, np.uint64(position[d, i])))
+                least = min(least, _value(cells, np.uint64(position[d, i])))
+            out[start + i] = least
 
 
 @numba.njit(cache=True, nogil=True)
