@@ -7,12 +7,11 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from flexd.control.daemon.migration import MigrationState
 from flexd.control.protocol.handshake import MAGIC, NONCE_BYTES, OWN, PROOF_BYTES, Versions, encode_hello
 from flexd.control.protocol.wire import HEAD, MAX_BODY_BYTES
 from flexd.core.placement import RankLayout
 from tests.support.channel import RawPeer, raw_connection
-from tests.support.ranks_in_threads import SECRET, migrate, same_content, target
+from tests.support.ranks_in_threads import SECRET, committed, same_content, target
 from tests.support.until import until
 
 HELLO = encode_hello(OWN, bytes(NONCE_BYTES))
@@ -96,9 +95,7 @@ def test_no_step_waits_and_migrations_go_on(job: Callable[..., Any]) -> None:
                 part()
             attack.slow(100)
             steps = ranks.steps
-            migration = migrate(hosted.coordinator, f"p{number}", target(number), 50)
-            assert migration.wait(30) is MigrationState.COMMITTED, (migration.record, ranks.state())
-            assert ranks.all_at(target(number))
+            committed(hosted.coordinator, ranks, f"p{number}", target(number), 50)
             assert ranks.steps > steps
         assert same_content(ranks.history)
         refused, closed = {"garbage", "oversized", "version", "wrong_secret"}, {"forged", "oversized", "malformed"}

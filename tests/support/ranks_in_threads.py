@@ -13,7 +13,7 @@ from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox, Prepare, Prepared
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.membership import Topology
-from flexd.control.daemon.migration import Migration, MigrationRecord
+from flexd.control.daemon.migration import Migration, MigrationRecord, MigrationState
 from flexd.control.protocol.handshake import TlsFiles
 from flexd.control.protocol.messages import Hello, RankIdentity
 from flexd.control.protocol.report import PlacementState, SentBytes, StepReport
@@ -191,3 +191,10 @@ def same_content(history: list[list[tuple[int, bytes]]]) -> bool:
     """Return whether all ranks applied the same content for every version that more than one has applied."""
     merged: dict[int, bytes] = {}
     return all(merged.setdefault(version, content) == content for rank in history for version, content in rank)
+
+
+def committed(coordinator: Coordinator, ranks: Ranks, name: str, planned: Placement, rows: int) -> None:
+    """Migrate in chunks of ``rows``, and check that every rank has the placement."""
+    migration = migrate(coordinator, name, planned, rows)
+    assert migration.wait(30) is MigrationState.COMMITTED, (migration.record, ranks.state())
+    assert ranks.all_at(planned)

@@ -26,6 +26,7 @@ from tests.support.ranks_in_threads import (
     SECRET,
     TABLES,
     Ranks,
+    committed,
     identity,
     migrate,
     no_rows,
@@ -87,8 +88,7 @@ def test_an_unexpected_error_in_the_coordinator_ends_the_epoch_and_the_next_one_
         supervision.arm({supervision.VARIABLE: "thread.coordinator:1:raise"})
         until(lambda: hosted.coordinator.status().epochs > epochs and hosted.ready(), what=ranks.state())
         supervision.arm({})
-        migration = migrate(hosted.coordinator, "p", target(1), 500)
-        assert migration.wait(20) is MigrationState.COMMITTED, (migration.record, ranks.state())
+        committed(hosted.coordinator, ranks, "p", target(1), 500)
 
 
 @pytest.mark.parametrize(
@@ -160,16 +160,13 @@ def test_messages_that_cannot_be_read_end_the_connection_and_unknown_kinds_do_no
         assert hosted.coordinator.status().epochs == 1
         hosted.coordinator._server.send(peers, b"rubbish")
         until(lambda: hosted.coordinator.status().epochs > 1 and hosted.ready(), what=ranks.state())
-        migration = migrate(hosted.coordinator, "p1", target(1, 50), 10)
-        assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
+        committed(hosted.coordinator, ranks, "p1", target(1, 50), 10)
 
 
 def test_a_chunk_of_several_pieces_arrives(job: Callable[..., Any], monkeypatch: Any) -> None:
     monkeypatch.setattr(messages, "PIECE_BYTES", 64)
     with job(PAIR) as (hosted, ranks):
-        migration = migrate(hosted.coordinator, "p1", target(1), 100)
-        assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
-        assert ranks.all_at(target(1))
+        committed(hosted.coordinator, ranks, "p1", target(1), 100)
         assert same_content(ranks.history)
         assert hosted.coordinator.status().epochs == 1
 

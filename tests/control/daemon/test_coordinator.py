@@ -14,7 +14,7 @@ from flexd.control.daemon.migration import MigrationRecord, MigrationState
 from flexd.control.daemon.pusher import ChunkLimits
 from flexd.core.placement import Placement, RankLayout
 from tests.support.certificates import Authority
-from tests.support.ranks_in_threads import Ranks, migrate, same_content, target
+from tests.support.ranks_in_threads import Ranks, committed, migrate, same_content, target
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
@@ -76,9 +76,7 @@ def test_a_migration_that_cannot_be_made_fails_alone(
         migration = hosted.coordinator.migrate(record, Placement.empty(), plan)
         assert migration.wait(15) is MigrationState.FAILED
         assert reason in migration.record.problem
-        good = migrate(hosted.coordinator, "good", target(9, 50), 1000)
-        assert good.wait(15) is MigrationState.COMMITTED
-        assert ranks.all_at(target(9, 50))
+        committed(hosted.coordinator, ranks, "good", target(9, 50), 1000)
 
 
 def test_a_migration_over_certificates_alone(host: Callable[..., Any], tmp_path: Path) -> None:
@@ -86,9 +84,7 @@ def test_a_migration_over_certificates_alone(host: Callable[..., Any], tmp_path:
     hosted = host(secret=None, tls=authority.issue("daemon", "127.0.0.1"))
     with Ranks(hosted.port, RankLayout(2, 1), secret=None, tls=authority.issue("rank")) as ranks:
         until(hosted.ready, what=ranks.state)
-        migration = migrate(hosted.coordinator, "p1", target(1), 100)
-        assert migration.wait(30) is MigrationState.COMMITTED
-        assert ranks.all_at(target(1))
+        committed(hosted.coordinator, ranks, "p1", target(1), 100)
     with Ranks(hosted.port, RankLayout(1, 1), attempt="a2", secret=None) as ranks:
         until(lambda: ranks.ranks[0].agent.state.startswith(("connecting:", "refused:")), what=ranks.state)
         until(lambda: hosted.coordinator.channel_counters().refused.get("tls", 0) >= 1)

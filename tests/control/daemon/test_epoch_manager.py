@@ -17,7 +17,7 @@ from flexd.control.daemon.pusher import MAX_TRIES, ChunkLimits
 from flexd.control.protocol.messages import RowsAssembly
 from flexd.core.errors import ControlError
 from flexd.core.placement import Delta, RankLayout
-from tests.support.ranks_in_threads import Ranks, migrate, prepare_nothing, same_content, target
+from tests.support.ranks_in_threads import Ranks, committed, migrate, prepare_nothing, same_content, target
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
@@ -55,8 +55,7 @@ def test_a_journal_is_continued_and_a_lost_one_replaced_by_listings_of_the_ranks
     host: Callable[..., Any], job: Callable[..., Any], tmp_path: Path
 ) -> None:
     with job(RankLayout(2, 3)) as (hosted, ranks):
-        first = migrate(hosted.coordinator, "p1", target(1), 100)
-        assert first.wait(20) is MigrationState.COMMITTED
+        committed(hosted.coordinator, ranks, "p1", target(1), 100)
         hosted.close()
         kept = host(port=hosted.port)
         until(kept.ready, what=ranks.state())
@@ -68,15 +67,12 @@ def test_a_journal_is_continued_and_a_lost_one_replaced_by_listings_of_the_ranks
         assert "placement_listed" in again.names()
         assert again.coordinator.placement().digest() == target(1).digest()
         assert again.coordinator.placement().version == 6
-        second = migrate(again.coordinator, "p2", target(2), 100)
-        assert second.wait(20) is MigrationState.COMMITTED
-        assert ranks.all_at(target(2))
+        committed(again.coordinator, ranks, "p2", target(2), 100)
 
 
 def test_one_rank_restarted_in_the_same_attempt_receives_no_chunks(job: Callable[..., Any]) -> None:
     with job(RankLayout(2, 1), timeout_seconds=2.0) as (hosted, ranks):
-        first = migrate(hosted.coordinator, "p1", target(1, 50), 10)
-        assert first.wait(20) is MigrationState.COMMITTED
+        committed(hosted.coordinator, ranks, "p1", target(1, 50), 10)
         ranks.ranks[1].agent.stop(10)
         with Ranks(hosted.port, RankLayout(2, 1)) as fresh:
             fresh.ranks[0].agent.stop(10)
@@ -91,8 +87,7 @@ def mismatches(hosted: Any) -> int:
 
 def test_a_wrong_record_of_the_daemon_is_replaced_by_what_the_ranks_list(job: Callable[..., Any]) -> None:
     with job(RankLayout(2, 2)) as (hosted, ranks):
-        first = migrate(hosted.coordinator, "p1", target(1), 200)
-        assert first.wait(20) is MigrationState.COMMITTED
+        committed(hosted.coordinator, ranks, "p1", target(1), 200)
         running = migrate(hosted.coordinator, "p2", target(2), 5)
         until(lambda: running.record.chunks_applied > 2)
         pusher = hosted.coordinator.pusher
@@ -102,9 +97,7 @@ def test_a_wrong_record_of_the_daemon_is_replaced_by_what_the_ranks_list(job: Ca
         assert running.wait(20) is MigrationState.FAILED
         assert "reports another placement at version" in running.record.problem
         until(lambda: "placement_listed" in hosted.names() and hosted.ready(), what=lambda: hosted.events)
-        again = migrate(hosted.coordinator, "p3", target(3), 100)
-        assert again.wait(20) is MigrationState.COMMITTED, hosted.events
-        assert ranks.all_at(target(3))
+        committed(hosted.coordinator, ranks, "p3", target(3), 100)
         assert same_content(ranks.history)
         assert hosted.coordinator.placement().digest() == target(3).digest()
         assert mismatches(hosted) == 1
@@ -134,9 +127,7 @@ def test_pushing_pauses_after_a_repeat_until_an_operator_resumes(job: Callable[.
         ranks.false_digests.clear()
         seen = mismatches(hosted)
         hosted.coordinator.resume()
-        good = migrate(hosted.coordinator, "p2", target(2, 50), 10)
-        assert good.wait(20) is MigrationState.COMMITTED, hosted.events
-        assert ranks.all_at(target(2, 50))
+        committed(hosted.coordinator, ranks, "p2", target(2, 50), 10)
 
 
 PAIR = RankLayout(2, 1)
@@ -173,9 +164,7 @@ def test_a_chunk_that_a_rank_cannot_prepare_is_refused_by_name(
         assert [rank.agent.counters["connects"] for rank in ranks.ranks] == [1, 1, 1, 1]
         assert hosted.coordinator.status().refused_chunks == 1
         faults.clear()
-        good = migrate(hosted.coordinator, "p2", target(2), 100)
-        assert good.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
-        assert ranks.all_at(target(2))
+        committed(hosted.coordinator, ranks, "p2", target(2), 100)
         assert same_content(ranks.history)
 
 
@@ -203,6 +192,4 @@ def test_chunks_that_never_arrive_fail_their_migration_after_bounded_tries(
         assert f"chunk 1 was pushed {MAX_TRIES} times and not all ranks have agreed on it" in failed.record.problem
         assert re.search("rank 1 (left|registered again)", failed.record.problem), failed.record.problem
         broken.clear()
-        good = migrate(hosted.coordinator, "p2", target(1, 50), 10)
-        assert good.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
-        assert ranks.all_at(target(1, 50))
+        committed(hosted.coordinator, ranks, "p2", target(1, 50), 10)

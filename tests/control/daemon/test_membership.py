@@ -28,9 +28,12 @@ def new_membership() -> Membership:
     return Membership("job", TABLES, silent_seconds=10.0, replace_seconds=3.0)
 
 
-def full(ranks: Membership, attempt: str = "a1", now: float = 0.0) -> None:
+def full(ranks: Membership | None = None, attempt: str = "a1", now: float = 0.0) -> Membership:
+    """Register all ranks of an attempt, with a new membership if none is given."""
+    ranks = ranks or new_membership()
     for rank in range(4):
-        ranks.accept(hello(rank, attempt), now)
+        assert ranks.accept(hello(rank, attempt), now)
+    return ranks
 
 
 def test_a_topology_is_complete_when_all_ranks_are_registered() -> None:
@@ -84,8 +87,7 @@ def test_contradictions_are_refused_with_the_reason(change: dict[str, object], r
 
 
 def test_a_new_process_takes_a_silent_ranks_place() -> None:
-    ranks = new_membership()
-    full(ranks)
+    ranks = full()
     before = ranks.complete()
     ranks.mark_heard("a1", 0, 5.0)
     assert "TopologyError" in error_of(ranks.accept, hello(0, session="new"), 7.0)
@@ -95,8 +97,7 @@ def test_a_new_process_takes_a_silent_ranks_place() -> None:
 
 
 def test_silent_ranks_expire_unless_the_daemon_was_stopped() -> None:
-    ranks = new_membership()
-    full(ranks)
+    ranks = full()
     ranks.mark_heard("a1", 1, 9.0)
     ranks.excuse_silence(5.0)
     assert ranks.expire(14.0) == []
@@ -147,8 +148,7 @@ def test_a_run_of_one_process_does_not_evict_an_attempt_whose_ranks_are_alive() 
 
 
 def test_the_next_attempt_gets_the_job_once_no_rank_is_heard() -> None:
-    ranks = new_membership()
-    full(ranks)
+    ranks = full()
     assert attempt_of(ranks) == "a1"
     with pytest.raises(TopologyError):
         full(ranks, "a2", 1.0)
@@ -186,8 +186,7 @@ def test_after_a_restart_of_the_daemon_the_attempt_before_has_time_to_come_back(
 
 def test_a_live_attempt_with_one_silent_rank_outlives_incomplete_attempts() -> None:
     """An attempt is silent since its latest message from any rank, not from the first or the quietest rank."""
-    ranks = new_membership()
-    full(ranks, "live", 0.0)
+    ranks = full(attempt="live")
     for second in range(1, 10):
         for rank in (0, 1, 3):
             ranks.mark_heard("live", rank, float(second))
@@ -230,8 +229,7 @@ def test_stored_refusals_are_bounded() -> None:
 
 
 def test_a_disconnected_rank_is_absent_until_it_registers_again_and_soon_lost() -> None:
-    ranks = new_membership()
-    full(ranks)
+    ranks = full()
     assert ranks.complete() is not None
     for rank in (1, 2):
         assert ranks.mark_disconnected(hello(rank), 1.0)

@@ -54,10 +54,15 @@ class PusherHarness:
         return versions
 
 
-def test_chunks_are_numbered_journalled_and_bounded(tmp_path: Path) -> None:
-    harness = PusherHarness(tmp_path)
-    migration = planned("p", target(1, 50))
+def submitted(directory: Path, rows: int, window: int = 3) -> tuple[PusherHarness, Migration]:
+    """Submit a migration of so many rows."""
+    harness, migration = PusherHarness(directory, window), planned("p", target(1, rows))
     harness.pusher.submit(migration)
+    return harness, migration
+
+
+def test_chunks_are_numbered_journalled_and_bounded(tmp_path: Path) -> None:
+    harness, migration = submitted(tmp_path, rows=50)
     assert harness.push_all() == [1, 2, 3]
     harness.pusher.acknowledge(3, 0)
     assert harness.push_all() == []
@@ -80,9 +85,7 @@ def test_chunks_are_numbered_journalled_and_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("agreed", range(4))
 def test_an_ended_epoch_voids_unagreed_chunks(tmp_path: Path, agreed: int) -> None:
-    harness = PusherHarness(tmp_path)
-    migration = planned("p", target(1, 30))
-    harness.pusher.submit(migration)
+    harness, migration = submitted(tmp_path, rows=30)
     assert harness.push_all() == [1, 2, 3]
     assert migration.delta is not None
     chunks = list(migration.delta.chunks(10))
@@ -104,9 +107,7 @@ def test_an_ended_epoch_voids_unagreed_chunks(tmp_path: Path, agreed: int) -> No
 
 
 def test_a_completely_pushed_migration_returns_to_pushing_when_chunks_are_void(tmp_path: Path) -> None:
-    harness = PusherHarness(tmp_path, window=4)
-    migration = planned("p", target(1, 30))
-    harness.pusher.submit(migration)
+    harness, migration = submitted(tmp_path, window=4, rows=30)
     harness.push_all()
     assert migration.state is MigrationState.APPLYING
     harness.begin_epoch(1)
@@ -141,10 +142,8 @@ def test_an_illegal_transition_is_counted_and_the_next_migration_runs(tmp_path: 
 
 
 def test_an_abort_waits_for_pushed_chunks_and_pushes_no_more(tmp_path: Path) -> None:
-    harness = PusherHarness(tmp_path, window=2)
-    migration = planned("p", target(1, 50))
+    harness, migration = submitted(tmp_path, window=2, rows=50)
     newer = planned("q", target(2, 30))
-    harness.pusher.submit(migration)
     assert harness.push_all() == [1, 2]
     migration.abort("enough")
     harness.pusher.submit(newer)
@@ -163,9 +162,7 @@ def test_an_abort_waits_for_pushed_chunks_and_pushes_no_more(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("agreed", range(3))
 def test_void_chunks_of_an_aborted_migration_are_not_pushed_again(tmp_path: Path, agreed: int) -> None:
-    harness = PusherHarness(tmp_path, window=2)
-    migration = planned("p", target(1, 50))
-    harness.pusher.submit(migration)
+    harness, migration = submitted(tmp_path, window=2, rows=50)
     assert harness.push_all() == [1, 2]
     migration.abort("enough")
     harness.pusher.end_early()

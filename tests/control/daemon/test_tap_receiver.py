@@ -46,11 +46,12 @@ class Daemon:
         self.source.commit(positions)
         return positions
 
-    def kill(self) -> None:
-        """Stop without saving anything and free the port."""
+    def kill(self) -> int:
+        """Stop without saving anything, free the port and return it."""
         self._stop.set()
         self._thread.join(10)
         self.hosted.close()
+        return self.hosted.port
 
 
 @pytest.fixture
@@ -103,8 +104,7 @@ def test_a_payload_is_sent_again_only_if_the_daemon_dies_before_its_snapshot(dae
         saved = first.source.positions()  # durable, and not reported to the ranks: the daemon dies in between
         one.put(b"in no snapshot")
         until(lambda: len(first.counted) == 2)
-        port = first.hosted.port
-        first.kill()
+        port = first.kill()
         second = daemon(saved, port=port)
         until(lambda: zero.free, what=ranks.state())
         until(lambda: len(second.counted) == 1)
@@ -128,8 +128,7 @@ def test_counts_of_a_format_that_the_daemon_does_not_read_stay_in_the_outbox(dae
         until(lambda: "upgrade the daemon" in outbox.problem, what=ranks.state())
         assert f"format {FORMAT + 1}, this daemon reads {FORMAT} to {FORMAT}" in outbox.problem
         assert first.counted == []
-        port = first.hosted.port
-        first.kill()
+        port = first.kill()
         monkeypatch.setattr(tap_receiver, "NEWEST_FORMAT", FORMAT + 1)
         second = daemon(port=port)
         until(lambda: second.counted == [(ranks.partition(0), 0, b"of a newer trainer")], what=ranks.state())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import ssl
 from pathlib import Path
 
@@ -106,10 +107,8 @@ def meet(client: Steps, server: Steps) -> tuple[End, End]:
 def test_both_ends_agree(client_keys: tuple[bytes, ...], server_keys: tuple[bytes, ...], proven: bytes) -> None:
     client, server = meet(client_steps(OWN, client_keys), server_steps(OWN, server_keys))
     assert client.session is not None
-    assert server.session is not None
-    assert client.session.key == server.session.key == proven
-    assert client.session.binding == server.session.binding
-    assert (client.session.to_daemon, client.session.to_client) == (server.session.to_daemon, server.session.to_client)
+    assert client.session.key == proven
+    assert vars(client.session) == vars(server.session)
     assert client.session.to_daemon != client.session.to_client
     assert sum(map(len, client.sent)) <= MAX_CLIENT_BYTES
     assert proven.hex() not in repr(client.session) or not proven
@@ -127,13 +126,10 @@ def test_another_secret_is_refused_at_both_ends(client_keys: tuple[bytes, ...], 
 
 def test_the_versions_are_negotiated_and_told() -> None:
     client, server = meet(client_steps(Versions(1, 3), (OLD,)), server_steps(Versions(2, 4), (OLD,)))
-    for end in (client, server):
-        assert end.session is not None
-        assert end.session.version == 3
+    assert [end.session and end.session.version for end in (client, server)] == [3, 3]
     client, server = meet(client_steps(Versions(1, 1), (OLD,)), server_steps(Versions(3, 4), (OLD,)))
     assert isinstance(client.error, IncompatibleError)
-    assert "version 1" in str(client.error)
-    assert "versions 3 to 4" in str(client.error)
+    assert re.search("version 1 .* versions 3 to 4", str(client.error))
     assert isinstance(server.error, HandshakeRefusedError)
     assert server.error.reason == "version"
 

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from flexd.control.protocol.wire import (
     MAX_BODY_BYTES,
     MAX_MESSAGE_BYTES,
-    FrameError,
     FrameKey,
     FrameReader,
     SealedPayload,
 )
-from flexd.core.errors import AuthenticationError, ControlError
+from flexd.core.errors import ControlError
 
 KEY = bytes(range(32))
 FRAMES = st.lists(
@@ -56,22 +55,6 @@ def read(data: bytes, cuts: list[int], key: bytes = KEY) -> list[tuple[int, byte
 @given(FRAMES, st.lists(st.integers(0, 20_000), min_size=1, max_size=8))
 def test_frames_arrive_as_they_were_sent(frames: list[tuple[bytes, bytes]], cuts: list[int]) -> None:
     assert read(b"".join(wire(frames)), cuts) == [(0, *frame) for frame in frames]
-
-
-@settings(max_examples=60, deadline=None)
-@given(FRAMES, st.data())
-def test_one_flipped_bit_is_refused(frames: list[tuple[bytes, bytes]], data: st.DataObject) -> None:
-    whole = bytearray(b"".join(wire(frames)))
-    bit = data.draw(st.integers(0, 8 * len(whole) - 1))
-    whole[bit // 8] ^= 1 << bit % 8
-    genuine = [(0, *frame) for frame in frames]
-    try:
-        found = read(bytes(whole), [8192])
-    except (AuthenticationError, FrameError):
-        return
-    # A longer length is waited for; nothing false was returned meanwhile.
-    assert found == genuine[: len(found)]
-    assert len(found) < len(genuine)
 
 
 def test_the_largest_frame_fits() -> None:
