@@ -307,8 +307,7 @@ def messages(config: Config, name: str, payloads: Sequence[bytes]) -> Iterator[F
             if batch.table not in known:
                 unknown[batch.table] += len(batch.rows)
             elif len(batch.rows):
-                wrong = int(((batch.rows < 0) | (batch.rows >= known[batch.table])).sum())
-                outside[batch.table] += wrong
+                outside[batch.table] += int(((batch.rows < 0) | (batch.rows >= known[batch.table])).sum())
     looked = f"of {len(payloads)} messages"
     if refused:
         yield fault(
@@ -335,7 +334,6 @@ def messages(config: Config, name: str, payloads: Sequence[bytes]) -> Iterator[F
 
 
 def _listed(counts: Counter[str]) -> str:
-    """Return the most frequent names with their counts."""
     text = ", ".join(f"{name[:80]!r} {count}" for name, count in counts.most_common(5))
     return f"{text} and {len(counts) - 5} more" if len(counts) > 5 else text
 

@@ -227,7 +227,6 @@ def _strip_union_tags(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def _sibling_keys(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """Return the keys of the section that contains a fault's location."""
     schema = model.model_json_schema()
     node: dict[str, Any] = schema
     for part in location[:-1]:

@@ -200,10 +200,9 @@ def merge(running: Config, wanted: Config) -> Merged:
         pydantic.ValidationError: the hot keys contradict the keys that stay.
     """
     changed: list[str] = []
-    mixed = _mixed(running, wanted, "", changed)
-    effective = Config.model_validate(mixed.model_dump())
-    hot = tuple(path for path in changed if is_hot(path))
-    return Merged(effective, hot, tuple(path for path in changed if not is_hot(path)))
+    effective = Config.model_validate(_mixed(running, wanted, "", changed).model_dump())
+    applied, pending = ([path for path in changed if is_hot(path) is hot] for hot in (True, False))
+    return Merged(effective, tuple(applied), tuple(pending))
 
 
 def _mixed(running: Any, wanted: Any, path: str, changed: list[str]) -> Any:
@@ -213,11 +212,10 @@ def _mixed(running: Any, wanted: Any, path: str, changed: list[str]) -> Any:
             return running
         changed.append(path)
         return wanted if is_hot(path) else running
-    fields = type(running).model_fields
     return running.model_copy(
         update={
             name: _mixed(getattr(running, name), getattr(wanted, name), f"{path}.{name}" if path else name, changed)
-            for name in fields
+            for name in type(running).model_fields
         }
     )
 
@@ -338,7 +336,6 @@ def _topology_faults(config: Config) -> Iterator[str]:
 
 
 def _port_faults(config: Config) -> Iterator[str]:
-    """Yield pairs of listeners that cannot have one port."""
     server, control = config.server, config.control
     listeners = [("control.listen_port", control.listen_host, control.listen_port)]
     if server.unix_socket is None:

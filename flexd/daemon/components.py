@@ -197,7 +197,6 @@ class DaemonComponents:
         self._verifier.add(rank, report)
 
     def _record_migrations(self) -> None:
-        """Record what has become of migrations since the last call."""
         with self._recording:
             while (event := self.coordinator.next_event()) is not None:
                 self._history.record_migration(event.migration.record)

@@ -231,7 +231,6 @@ class Daemon:
             self._learn()
 
     def _look(self) -> None:
-        """Try again if the files of the state have changed."""
         if _files(self._config.state.dir) == self._seen:
             return
         try:
@@ -392,7 +391,6 @@ class Daemon:
         return ProbeResult(ok=status.ready, reasons=() if status.ready else status.reasons)
 
     def _reason(self) -> str:
-        """Return why there are no parts."""
         if self._seen is not None:
             return f"state: {self._problem}"
         learner = self._learner

@@ -185,7 +185,6 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def _upgrade(connection: sqlite3.Connection, version: int) -> None:
-    """Make a file of an older format one of ``FORMAT``."""
     if version not in _UPGRADES:
         raise _UnusableFileError(f"it is of format {version}, not {FORMAT}")
     steps = "; ".join(_UPGRADES[older] for older in range(version, FORMAT))

@@ -270,7 +270,6 @@ class Executions:
         return self._recorded(interrupted.migration_id) or lost
 
     def _was_requested(self, interrupted: MigrationRecord) -> bool:
-        """Return whether a user requested the rollback of this migration."""
         return interrupted.migration_id in self._decisions.current.rollback
 
     def _unused_id(self, interrupted: MigrationRecord) -> str:
@@ -290,8 +289,7 @@ class Executions:
 
 def stopped_of(unfinished: list[Migration]) -> Migration:
     """Return the running one of migrations, or else the newest waiting one."""
-    started = [migration for migration in unfinished if migration.base is not None]
-    return (started or unfinished)[-1]
+    return ([migration for migration in unfinished if migration.base is not None] or unfinished)[-1]
 
 
 def no_migration_running() -> ApiError:

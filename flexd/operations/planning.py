@@ -259,8 +259,7 @@ class Planning:
         with self._making:
             started = time.monotonic()
             try:
-                checked = not (dry_run or force)
-                plan, basis, affinity = self._make(trigger.reason, checked=checked, moves=True)
+                plan, basis, affinity = self._make(trigger.reason, checked=not (dry_run or force), moves=True)
             except PlanError:
                 self.outcomes["refused"] += not dry_run
                 raise

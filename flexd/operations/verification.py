@@ -267,7 +267,6 @@ class Verifier:
         return run
 
     def _is_due(self, migration: Migration, live: LiveTopology) -> bool:
-        """Return whether a plan has been carried out that is to be measured."""
         unseen = migration is not self._seen and migration.state is MigrationState.COMMITTED
         measured = self.budget_steps > 0 and not self._maker.settings.pins and migration.base is not None
         return unseen and measured and migration.record.generation == live.generation
@@ -372,7 +371,6 @@ class Verifier:
         return None
 
     def _close_unfinished(self) -> None:
-        """Record the end of a verification that an earlier daemon left."""
         left = self.decisions.current.verification
         if left:
             message = f"the daemon ended; {_NO_VERDICT}"
