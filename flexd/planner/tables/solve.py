@@ -26,6 +26,8 @@ _WHOLE = 0.999
 _MEMORY_WEIGHT = 0.1
 """Of memory against the average axis, so that it fills evenly before it binds."""
 _ROUNDINGS = 4
+_SETTLED = 1 - 1e-6
+"""A placement whose bound is this share of its seconds is the best there is: HiGHS is no more exact."""
 EVALUATIONS = 6000
 """Of the local search around the rounded relaxation."""
 
@@ -122,14 +124,18 @@ class _Solver:
             even_pieces = _pieces_of(self.tables, even)
             candidates += [even_pieces, self._search(even_pieces, self.tables, self.evaluations // _ROUNDINGS)]
         priced = [self.seconds(pieces) for pieces in candidates]
-        relaxed = [(relax(t, self.layout, self.capacity), t, fixed) for t, fixed in self._restricted()]
+        relaxed = [
+            (found, tables, fixed)
+            for tables, fixed in self._restricted()
+            if (found := relax(tables, self.layout, self.capacity)) is not None
+        ]
         relaxed.sort(key=lambda one: one[0].bound_seconds + one[2])
         # Where the first option has several places, tables that have it must be placed still.
         placed = self.tables.options[0].places(self.layout) > 1
         for number, (found, tables, fixed) in enumerate(relaxed):
-            if found.bound_seconds + fixed >= min(priced):
+            if found.bound_seconds + fixed >= min(priced) * _SETTLED:
                 break
-            if found.shares.any() and (placed or (found.shares[:, 0] < 1 - 1e-9).any()):
+            if placed or (found.shares[:, 0] < 1 - 1e-9).any():
                 candidates.append(self._rounded(tables, found, thorough=number == 0))
                 priced.append(self.seconds(candidates[-1]))
         best = int(np.argmin(priced))
@@ -141,6 +147,7 @@ class _Solver:
                 f"{self.layout.world_size} ranks, {float(self.capacity.sum()) / 1e9:.1f} GB",
                 remedy="give more memory or more ranks, or allow tables to be spread over all ranks",
             )
+        bound = min((found.bound_seconds + fixed for found, _, fixed in relaxed), default=np.inf)
         loads = RankLoads.of(self.tables, self.layout, self.capacity, candidates[best]).total
         flat = loads.reshape(len(loads), -1)
         return TablePlacement(
@@ -148,7 +155,7 @@ class _Solver:
             self.layout,
             candidates[best],
             priced[best],
-            min(relaxed[0][0].bound_seconds + relaxed[0][2], priced[best]),
+            priced[best] if bound >= priced[best] * _SETTLED else bound,
             self.seconds(spread, check_memory=False),
             flat[:-1],
             flat[-1],
