@@ -17,83 +17,46 @@ from tests.support.until import until
 HELLO = encode_hello(OWN, bytes(NONCE_BYTES))
 
 
-class Attack:
-    """Hostile connections; they stay open until ``close``."""
+UNPROVEN = (
+    b"GET / HTTP/1.1\r\n\r\n",
+    bytes(2**20),
+    (2).to_bytes(8, "little") + bytes(64),
+    b"\x16\x03\x01" * 99,
+    MAGIC + b"\0\xff\xff",
+    encode_hello(Versions(900, 901), bytes(NONCE_BYTES)),
+    HELLO + bytes(PROOF_BYTES),
+    *([HELLO[:20]] * 100),
+)
+PROVEN: tuple[Callable[[RawPeer], bytes], ...] = (
+    lambda peer: HEAD.pack(2**32 - 1, 0, 5),
+    lambda peer: HEAD.pack(3, 0, 4),
+    lambda peer: HEAD.pack(10, 0, 10) + bytes(26),
+    lambda peer: b"".join(reversed([peer.frame(b"0"), peer.frame(b"1")])),
+    lambda peer: b"".join(map(peer.frame, [b"{}", b"\xff" * 1000, b'{"kind":"hello"}', b"[" * 60_000])),
+    lambda peer: b"".join(map(peer.frame, [b"x"] * 5000)),
+    lambda peer: b"".join(map(peer.frame, [b"y" * 2**16] * 160)),
+    lambda peer: peer.frame(b"half", bytes(MAX_BODY_BYTES))[:500_000],
+)
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._socks: list[socket.socket] = []
 
-    def send(self, data: bytes) -> None:
-        """Send to a new connection; the daemon may close it before all is sent."""
+def attack(port: int) -> list[socket.socket]:
+    """Send each of these on a connection of its own, and a recorded handshake; read nothing and leave all open."""
+    peers = [RawPeer(port, SECRET) for _ in range(1 + len(PROVEN))]
+    sent = [*UNPROVEN, b"".join(peers[0].sent), *(make(peer) for make, peer in zip(PROVEN, peers[1:], strict=True))]
+    sockets = [*(raw_connection(port) for _ in range(1 + len(UNPROVEN))), *(peer.sock for peer in peers[1:])]
+    for sock, data in zip(sockets, sent, strict=True):
+        sock.settimeout(0.1)
+        # The daemon may close it before all is sent.
         with contextlib.suppress(OSError):
-            sock = raw_connection(self._port)
-            self._socks.append(sock)
-            sock.settimeout(0.05)
             sock.sendall(data)
-
-    def prove(self) -> RawPeer:
-        peer = RawPeer(self._port, SECRET)
-        self._socks.append(peer.sock)
-        peer.sock.settimeout(0.05)
-        return peer
-
-    def garbage(self) -> None:
-        for data in (
-            b"GET / HTTP/1.1\r\n\r\n",
-            bytes(2**20),
-            (2).to_bytes(8, "little") + bytes(64),
-            b"\x16\x03\x01" * 99,
-        ):
-            self.send(data)
-        self.send(MAGIC + b"\0\xff\xff")
-        self.send(encode_hello(Versions(900, 901), bytes(NONCE_BYTES)))
-        self.send(HELLO + bytes(PROOF_BYTES))
-
-    def recorded(self) -> None:
-        self.send(b"".join(self.prove().sent))
-
-    def slow(self, connections: int) -> None:
-        for _ in range(connections):
-            self.send(HELLO[:20])
-
-    def broken_frames(self) -> None:
-        for data in (HEAD.pack(2**32 - 1, 0, 5), HEAD.pack(3, 0, 4), HEAD.pack(10, 0, 10) + bytes(26)):
-            peer = self.prove()
-            with contextlib.suppress(OSError):
-                peer.send(data)
-        peer = self.prove()
-        frames = [peer.frame(b"%d" % at) for at in range(2)]
-        with contextlib.suppress(OSError):
-            peer.send(frames[1] + frames[0])
-
-    def hostile_ranks(self) -> None:
-        """Send false messages, floods and half frames with the secret, and read nothing."""
-        for messages in (
-            [b"{}", b"\xff" * 1000, b'{"kind":"hello"}', b"[" * 60_000],
-            [b"x"] * 5000,
-            [b"y" * 2**16] * 160,
-        ):
-            peer = self.prove()
-            with contextlib.suppress(OSError):
-                for message in messages:
-                    peer.send(peer.frame(message))
-        peer = self.prove()
-        with contextlib.suppress(OSError):
-            peer.send(peer.frame(b"half", bytes(MAX_BODY_BYTES))[:500_000])
-
-    def close(self) -> None:
-        for sock in self._socks:
-            sock.close()
+    return [*sockets, peers[0].sock]
 
 
 def test_no_step_waits_and_migrations_go_on(job: Callable[..., Any]) -> None:
     with job(RankLayout(2, 1)) as (hosted, ranks):
-        attack = Attack(hosted.port)
+        opened: list[socket.socket] = []
         for number in range(2):
-            for part in (attack.garbage, attack.recorded, attack.broken_frames, attack.hostile_ranks):
-                part()
-            attack.slow(100)
+            opened += attack(hosted.port)
             steps = ranks.steps
             committed(hosted.coordinator, ranks, f"p{number}", target(number), 50)
             assert ranks.steps > steps
@@ -104,4 +67,5 @@ def test_no_step_waits_and_migrations_go_on(job: Callable[..., Any]) -> None:
         until(lambda: hosted.coordinator.status().refused_messages["malformed"])
         status = hosted.coordinator.status()
         assert (status.epochs, status.digest_mismatches) == (1, 0), "no rank was disturbed"
-        attack.close()
+        for sock in opened:
+            sock.close()

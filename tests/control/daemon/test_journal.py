@@ -194,24 +194,20 @@ def test_many_voided_chunks_leave_a_small_file(tmp_path: Path, monkeypatch: pyte
 
 
 def watch_disk(patch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that records later operations: ``sync NAME``, ``name NAME`` (a file renamed or linked to it)."""
+    """Return a list that records later operations: ``sync NAME``, ``name NAME`` (a file is renamed to it)."""
     operations: list[str] = []
-    sync, link, rename, replace = os.fsync, os.link, os.rename, os.replace
+    sync, replace = os.fsync, os.replace
 
-    def fsync(descriptor: int) -> None:
+    def synced(descriptor: int) -> None:
         sync(descriptor)
         operations.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
 
-    def naming(call: Any) -> Any:
-        def named(source: Any, target: Any, **options: Any) -> None:
-            call(source, target, **options)
-            operations.append(f"name {Path(target).name}")
+    def renamed(source: Path, target: Path) -> None:
+        replace(source, target)
+        operations.append(f"name {target.name}")
 
-        return named
-
-    patch.setattr(os, "fsync", fsync)
-    for name, call in (("link", link), ("rename", rename), ("replace", replace)):
-        patch.setattr(os, name, naming(call))
+    patch.setattr(os, "fsync", synced)
+    patch.setattr(os, "replace", renamed)
     return operations
 
 
