@@ -4,8 +4,6 @@ sampler = flexd.affinity.NodeSampler(features, collection, batch_size=256)
 node = flexd.affinity.NodeMap.load("nodes.npz").node_of(user_ids)
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from flexd.core.node_map import NodeMap

@@ -11,8 +11,6 @@ the requester or at the owner of its rows:
 Migrations, prefetch pipeline, clipping and optimizers are those of un-pooled rows in both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Connect a collection to the daemon: chunks arrive in its inbox, step reports are sent."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """``flexd.Embedding``: one table of a collection with the interface of ``nn.Embedding``."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any, Self
 

@@ -11,8 +11,6 @@ random bits are a hash of (key of the row, number of the step, column): no gener
 of a row nor the rows beside it matter.
 """
 
-from __future__ import annotations
-
 import zlib
 
 import torch

@@ -4,8 +4,6 @@ All are *lazy*, like the sparse optimizers of torch and FBGEMM: rows that a step
 There is no SGD with momentum: momentum moves every row at every step, so a lazy version would differ from torch's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

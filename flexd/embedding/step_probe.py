@@ -1,8 +1,6 @@
 """Measure what a step takes beside its links: with tables pooled at the owner, with copies on every rank, and per
 byte of rows."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

@@ -6,8 +6,6 @@ agreement: the touches of a row by a node and by anyone are counted from the pas
 limit forces a rank to keep fewer, it goes over to a sample that is part of the others'.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

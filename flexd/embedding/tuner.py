@@ -7,8 +7,6 @@ blocks vary leaves after two rounds. A trial decides after ``TRIAL_STEPS`` by wh
 with its rounds if nothing has changed. Exploring is bounded by a share of all steps.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import deque

@@ -1,7 +1,5 @@
 """Drift: the live placement against the plan that would be made now."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ row. Rows depend on each other only through the price of a replica slot: the gai
 slots ran out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum

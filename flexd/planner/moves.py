@@ -1,7 +1,5 @@
 """Rows of a plan that live in other nodes than their homes: which of those wanted fit, and the plan with them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Make a plan: the target placement, its cost against the live one and other strategies, and the delta to it; order the
 delta and split it into chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property

@@ -3,8 +3,6 @@
 A strategy is an exchange, a planner, and the accesses that the planner knows.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Summarise a simulation: figures with units in the names, and sentences."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Read and write cluster descriptions as YAML, load the presets that ship with flexd, and scale them for replays."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 from importlib import resources

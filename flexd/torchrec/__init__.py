@@ -9,8 +9,6 @@ Raises:
     MissingExtraError: at import, if TorchRec is not installed.
 """
 
-from __future__ import annotations
-
 from flexd.core.errors import MissingExtraError
 
 try:

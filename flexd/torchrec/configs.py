@@ -1,7 +1,5 @@
 """Convert TorchRec's table configurations and their optimizers to flexd's, and set the initial values of tables."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Convert ``KeyedJaggedTensor`` to features by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

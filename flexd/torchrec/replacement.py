@@ -1,7 +1,5 @@
 """``flexd.torchrec.replace``: put flexd in the place of all TorchRec collections of a model."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """TorchRec's ``ShardingPlan`` from the document that ``flexd shard`` writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

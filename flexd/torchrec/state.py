@@ -5,8 +5,6 @@ fused optimizer, sharded in any way. ``torch.distributed.checkpoint`` reads from
 for, so no rank has a whole table. A save and a load need the memory of one more copy of this rank's share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

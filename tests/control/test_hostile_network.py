@@ -1,7 +1,5 @@
 """Everything that can be sent to the control port, at a live job: ranks step and take migrations meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A full disk and a broker that does not answer for a while are faults of ``make chaos``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -5,8 +5,6 @@ rows and by sums, factors of rows, optimizers and rates by table, and the kernel
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Pooled features: bags that are refused, and gradients that are dropped or add up. Training: test_any_training.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A fault of one rank is an error on all ranks that names it, within the process group's timeout."""
 
-from __future__ import annotations
-
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The collection in one process against plain torch: gradients in every order that torch allows, evaluation, limits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``flexd.connect``: arguments, step reports, counts of tiered storage, ranks under a real coordinator."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,8 +1,6 @@
 """``flexd.Embedding`` in the place of ``nn.Embedding``, alone and by ``flexd.embed_all``: equal training, ``.weight``,
 padding, errors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Invariants 1-3: migrations change neither losses nor tables, replicas are bit-equal, versions agree."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

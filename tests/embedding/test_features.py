@@ -1,7 +1,5 @@
 """Jagged features to keys, and rows back to features."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Clipping by norm and torch's GradScaler over sharded rows, compared with one process."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Uses that torch allows train as in torch, or are refused or warned of by name: nothing is silent."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from typing import Any

@@ -1,8 +1,6 @@
 """A loader that deals: the same global batches, equal numbers per rank, fewer bytes; dealing never costs more and is
 near the best on small batches."""
 
-from __future__ import annotations
-
 from itertools import chain, combinations
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Every mode of a step on pretended CUDA tensors: no tensors of two devices meet, no ``numpy()`` of a device's tensor,
 and the host waits for the device at most as often as the budget of ``tools.bench step`` allows."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator

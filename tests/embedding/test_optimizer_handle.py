@@ -1,7 +1,5 @@
 """``FusedOptimizer``: settings, schedules, rates by table, state, ``step`` like a torch optimizer; joined ones."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A collection among other parts of PyTorch: DDP, FSDP2, checkpointing, compile, whole models."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Initial rows are a function of seed, table, row and column; rounding at random is one of row, step and column."""
 
-from __future__ import annotations
-
 import zlib
 from unittest import mock
 

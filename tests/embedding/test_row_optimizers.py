@@ -1,7 +1,5 @@
 """Each row optimizer against its counterpart in torch and FBGEMM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

@@ -1,8 +1,6 @@
 """Tables of every sharding type train as one process does, with copies, sums, tiered storage and the prefetch
 pipeline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

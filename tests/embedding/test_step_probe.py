@@ -1,7 +1,5 @@
 """The cost of a step beside its links: differences within turns, real ranks, budgets."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """``flexd.TableRules``: planned sharding types and pooling places in a collection."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The tap counts every look-up of training, keeps the same passes without agreement, and no step waits or fails."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

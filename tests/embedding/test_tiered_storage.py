@@ -1,7 +1,5 @@
 """Rows in tiered storage: training, migrations, checkpoints and errors are those of rows that are all fast."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The tuner finds the fastest arm, follows changes and explores little. ``tools.bench auto`` prints the whole table."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The tuner of a job: its choice reaches all ranks and changes nothing that is learned."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Drift: two placements under one profile."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

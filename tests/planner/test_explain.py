@@ -1,7 +1,5 @@
 """Explanations agree with the plan: thresholds part its tiers, prices add up, reasons are true."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows that move to other nodes beside copies: within the slots at every prefix, the most useful first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

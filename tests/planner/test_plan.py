@@ -1,7 +1,5 @@
 """make_plan from a profile to a plan and its summary."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Accesses of a trace, a Zipf distribution or a profile, and profiles counted exactly from them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

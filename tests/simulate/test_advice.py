@@ -1,8 +1,6 @@
 """Advice: predicted steps follow from the measured step, the prices and the bytes; it says "no gain expected" where
 it must."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The simulator's bytes are those that real gloo ranks count on the same batches: to the byte, rank by rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Replays: what they show of drift, that they repeat, and what they refuse; their figures and sentences name savings
 and costs as what they are."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Cluster descriptions: curves, validation, YAML and presets; curves fitted to synthetic and to disturbed times."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The probe on real gloo ranks: measurements, files, deadlines and errors."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

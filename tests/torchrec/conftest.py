@@ -1,7 +1,5 @@
 """Without TorchRec there is nothing to test here: ``make torchrec``."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

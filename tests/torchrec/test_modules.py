@@ -1,8 +1,6 @@
 """``FlexEmbeddingCollection`` and its pooled twin against TorchRec's own modules: outputs, names, inputs, weights,
 configurations."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from functools import partial

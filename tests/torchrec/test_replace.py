@@ -1,7 +1,5 @@
 """``flexd.torchrec.replace``: all collections of a model in place, as one collection, with equal training."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

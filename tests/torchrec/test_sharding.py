@@ -1,7 +1,5 @@
 """``flexd.torchrec.sharding_plan``: DistributedModelParallel trains with plans of ``flexd shard``."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterator

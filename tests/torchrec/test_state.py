@@ -1,7 +1,5 @@
 """Checkpoints of ``DistributedModelParallel``: to flexd and back, with equal losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ It holds the lock that ``report`` acquires only to swap a pointer, so no call fr
 network.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -19,8 +19,6 @@ The peers may have agreed on any announced version, so nothing announced is drop
 agreed version and nothing beyond it, so the daemon may number new chunks from there.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """Options, events and counters of the daemon's end of the control channel, and the queues to and from its thread."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The connections of the control channel: unproven, read as far as the handshake needs, then with frames both ways."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import time

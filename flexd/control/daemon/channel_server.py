@@ -3,8 +3,6 @@
 The thread accepts, proves, reads, writes and closes, and never waits for one of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

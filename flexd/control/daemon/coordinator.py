@@ -5,8 +5,6 @@ connections (``ChannelServer``), and received from it. The address is bound befo
 connect meanwhile wait in the socket's queue.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping

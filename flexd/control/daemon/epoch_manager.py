@@ -9,8 +9,6 @@ An epoch goes through::
 Chunks are pushed in LIVE only: then every rank has settled, and all agreed versions are equal (see ``inbox``).
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

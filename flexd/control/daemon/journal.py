@@ -7,8 +7,6 @@ File format: magic, then frames of ``u32 payload bytes, u32 crc32, payload``; a 
 endian arrays. The first frame is a *segment* (a whole placement, of one job attempt), the rest are *chunks*.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -8,8 +8,6 @@
 No attempt is excluded for good: one whose ranks are heard again gets the job once no other holds it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time

@@ -4,8 +4,6 @@ The exchange of messages is drawn in ``flexd.control.agent.tap_outbox``. Everyth
 thread.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -15,8 +15,6 @@ that it needs next. ``docs/upgrading.md`` states the policy of versions.
 Addresses and TLS, from which a connection begins, and the errors that end it are here too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

@@ -7,8 +7,6 @@ A digest shows that table lists differ, and not where. So a rank whose digest is
 before its hello. The daemon names the tables and fields that differ, or takes the tables over.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Sequence

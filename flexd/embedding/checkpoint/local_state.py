@@ -10,8 +10,6 @@ of the program has done so. The store is used by ranks that call ``state_dict()`
 except in a loop of ``flexd.prefetch``, where the call is collective.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from typing import Any

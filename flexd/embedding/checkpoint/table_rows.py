@@ -4,8 +4,6 @@ Homes are cyclic, so that popular rows spread; a checkpoint has consecutive rows
 ranks and any sharding type. Arithmetic determines which rows a rank sends to another, so only values are sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

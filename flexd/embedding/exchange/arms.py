@@ -1,7 +1,5 @@
 """Arms: settings of a step that leave training exact, or that the user allows; how ranks agree on another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ itself last. A message has one word per id: its key, or the complement of its ke
 travel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate

@@ -4,8 +4,6 @@ One kernel gathers the rows of a column, and one more joins the parts of all col
 and after it. On an accelerator messages of many parts are made by an index instead (``window_message``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

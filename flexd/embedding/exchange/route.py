@@ -1,7 +1,5 @@
 """Routes of look-ups: the rows that each station on the way holds, and the rows that it requests from the next."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

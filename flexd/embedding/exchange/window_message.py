@@ -5,8 +5,6 @@ of them, twice, and the device a kernel for 128 of them. Here the index of a col
 each row begins; it is made on the device from two numbers a part. The number of kernels does not depend on the peers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import gcd
 

@@ -1,7 +1,5 @@
 """``flexd.prefetch``: iterate over batches and look up each one's rows during the step before."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar

@@ -1,7 +1,5 @@
 """Splits routes in two by a mark that the holders of the rows set: one bit a row travels back along the route."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -5,8 +5,6 @@ takes the same kernels for every key; the host reads nothing from the device. Ch
 and the host does read the device then.
 """
 
-from __future__ import annotations
-
 import torch
 
 from flexd.embedding import devices

@@ -1,7 +1,5 @@
 """Lists the rows of a rank that have replicas. A chunk changes it in time proportional to the chunk."""
 
-from __future__ import annotations
-
 import threading
 from array import array
 from collections.abc import Sequence

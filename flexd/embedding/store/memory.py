@@ -1,7 +1,5 @@
 """Memory of a rank, by part: current bytes counted on the live tensors, and upper bounds by arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 

@@ -8,8 +8,6 @@ all rows in the core the choice is optimal, the bound tight. Quotas say how many
 ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

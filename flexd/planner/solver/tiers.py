@@ -10,8 +10,6 @@ Which tiers exist: with one node the node owner is the home, so NODE would be HO
 hold the same copies, and NODE is used.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

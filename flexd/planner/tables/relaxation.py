@@ -5,8 +5,6 @@ the others give theirs least. With shares of each table's options instead of a c
 whose value no placement can beat. Rows of single tables are added as far as they bind.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -3,8 +3,6 @@
 Lists are CSV (the columns of TorchRec's published sharding example) or JSON.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,8 +1,6 @@
 """Decide sharding type and pooling place of every table: relaxation, rounding, local search, and what the result may
 miss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise

@@ -1,7 +1,5 @@
 """Agents of absent, unresponsive and forged daemons, and misdirected messages: a rank acts on none and goes on."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """A rank's end of the channel: every wait has a deadline or is woken, and every failure is named."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

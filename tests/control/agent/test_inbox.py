@@ -1,7 +1,5 @@
 """The contract of ``ChunkInbox``: no two ranks ever apply different content for one version."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Peers and connections that prove nothing: what misbehaves is bounded or closed, counted, and the others go on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tracemalloc

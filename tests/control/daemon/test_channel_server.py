@@ -1,7 +1,5 @@
 """Unread events are received in turns, and the memory of all connections stays within its bounds."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

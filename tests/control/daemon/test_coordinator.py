@@ -1,7 +1,5 @@
 """The whole channel with real connections, also with certificates; ranks are threads of this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Garbled and misdirected messages are counted by kind, none of them acts, and none is a sign of life.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace

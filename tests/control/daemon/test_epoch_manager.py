@@ -1,7 +1,5 @@
 """Beginning, settling, listing, healing and ending of epochs with real connections."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable

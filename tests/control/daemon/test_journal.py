@@ -1,7 +1,5 @@
 """The placement journal: torn, changed and failed writes, voided versions, retention, compaction and refusals."""
 
-from __future__ import annotations
-
 import os
 import stat
 import tracemalloc

@@ -1,7 +1,5 @@
 """Registrations of ranks: attempts, sessions, silence and refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

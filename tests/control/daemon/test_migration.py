@@ -1,7 +1,5 @@
 """The progress of a migration, its events and its state table."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

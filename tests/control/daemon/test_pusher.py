@@ -1,7 +1,5 @@
 """Numbering and voiding of chunks and ends of migrations, without network."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Counted accesses from outbox to source: real agents and connections, one coordinator after another."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Addresses, versions, keys and certificates: both ends agree if they share a secret, and in no other case."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import ssl

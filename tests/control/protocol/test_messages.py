@@ -1,7 +1,5 @@
 """Messages of the control channel: round trips, sizes and shapes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 

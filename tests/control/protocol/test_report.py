@@ -1,7 +1,5 @@
 """Reports of steps and their bounds, and what a trainer says of itself and of its tables."""
 
-from __future__ import annotations
-
 import json
 import math
 import zlib

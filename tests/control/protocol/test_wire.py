@@ -1,7 +1,5 @@
 """Frames arrive as they were sent, however the bytes are cut; anything else is refused before it is believed."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Each version's schema is recorded, neighbouring ones work together, and every incompatible change is found."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import importlib

@@ -1,7 +1,5 @@
 """Series of checkpoints on real gloo ranks: rows that changed since the last one, rotation, crashes and damage."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints on real gloo ranks: saved by some ranks, loaded by others, and refused if they do not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

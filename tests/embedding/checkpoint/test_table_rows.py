@@ -1,7 +1,5 @@
 """Rows that a caller gives: the same on every rank, or of one; a wrong one is refused on every rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

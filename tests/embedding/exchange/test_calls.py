@@ -1,7 +1,5 @@
 """The time of a step by phase, and the notices of a process that ends by an error."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """The host waits for an accelerator's collectives with a deadline, and names the ranks that it waits for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial

@@ -1,7 +1,5 @@
 """The agreement that travels with the sizes."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

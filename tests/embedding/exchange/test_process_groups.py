@@ -1,7 +1,5 @@
 """Process groups: their timeout, layouts that do not fit them, one set for each default group, released at exit."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Routes: distinct keys, and several passes merged into one."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

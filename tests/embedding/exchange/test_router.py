@@ -1,7 +1,5 @@
 """Number of collectives of a step, bytes of several passes, and rows rounded to the wire."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

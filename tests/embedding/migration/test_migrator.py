@@ -1,8 +1,6 @@
 """Migrations compared with a dict: random chunks through inbox and migrator, refused chunks, memory, faults; and rows
 that live in other nodes than their homes."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

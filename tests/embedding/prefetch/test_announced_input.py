@@ -1,7 +1,5 @@
 """Inputs of ``flexd.prefetch`` are kept and compared by value."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

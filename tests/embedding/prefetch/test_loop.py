@@ -1,7 +1,5 @@
 """``flexd.prefetch``: its loaders, arguments and loops."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import pytest

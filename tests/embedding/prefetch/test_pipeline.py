@@ -1,7 +1,5 @@
 """Prefetch pipeline changes neither losses nor tables, with any other work in the loop."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Bytes that steps wait for with the prefetch pipeline, memory that it holds, and its work in the training thread: one
 order of collectives on all ranks."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

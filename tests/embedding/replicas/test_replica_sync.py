@@ -1,7 +1,5 @@
 """Gradients on a wire that is narrower than their sums: training does not depend on the placement."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

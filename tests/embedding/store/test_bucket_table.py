@@ -1,7 +1,5 @@
 """The table of buckets compared with a dict: growth, full buckets, and values that stay with their keys."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """The directory compared with a dict."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

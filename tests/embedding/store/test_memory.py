@@ -1,7 +1,5 @@
 """Memory of a rank: bound of the listed rows, and bytes counted on the live tensors."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Row storage of one rank: the map between keys and addresses on a device."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

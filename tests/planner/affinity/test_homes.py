@@ -1,7 +1,5 @@
 """Small windows against exhaustive searches: rows that cross, homes, and dealing in equal numbers at least cost."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

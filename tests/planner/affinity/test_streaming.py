@@ -1,7 +1,5 @@
 """Homes learnt live from the co-access sample: groups are found, moves pay, and the outlook says what it knows."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

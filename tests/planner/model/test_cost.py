@@ -1,8 +1,6 @@
 """Formulas of the cost model, latencies and the baselines; gains of a row are differences of whole costs; seconds of
 bytes and collectives: which are counted, and at which curve; corrections by reports."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

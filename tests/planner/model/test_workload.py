@@ -1,8 +1,6 @@
 """Loads made from a profile: every access and every row is counted once; micro-batches, frozen tables and the wire
 dtype against drawn id sets."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 

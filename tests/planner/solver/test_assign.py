@@ -1,7 +1,5 @@
 """Exact choices within slots of ranks and among the few rows that prices leave in doubt, and their bounds."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

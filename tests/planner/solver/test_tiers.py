@@ -1,7 +1,5 @@
 """Properties of the optimiser that users rely on, and fixed costs against brute force (``test_limits`` has a MILP)."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Small problems over tables, and their optimum by a full MILP."""
 
-from __future__ import annotations
-
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 

@@ -1,7 +1,5 @@
 """Loads of every sharding type and pooling place, against the bytes that are counted for drawn ids."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

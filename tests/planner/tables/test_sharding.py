@@ -1,7 +1,5 @@
 """``flexd shard``'s planner: loads of TorchRec's shardings, table lists, and the document."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

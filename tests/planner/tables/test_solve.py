@@ -1,7 +1,5 @@
 """Exact maxima of every place, against loads added up anew."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Blocks of a file, read and written in batches: sorted, adjoining ones in one call, several calls at once."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap

@@ -1,8 +1,6 @@
 """The task of every slow memory: keep packed rows with their optimizer state, and give them back in batches. One of
 them is host memory, beside cache slots on an accelerator."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -11,8 +11,6 @@ which the sample would have missed least is used: a cache is judged by a small o
 (Waldspurger, Saemundsson, Ahmad, Park: Cache modeling and optimization using miniature simulations, USENIX ATC 2017).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

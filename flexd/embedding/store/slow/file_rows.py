@@ -1,7 +1,5 @@
 """Cold rows in a file: packed into checksummed blocks, sparse, read and written in batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

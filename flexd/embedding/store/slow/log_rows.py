@@ -5,8 +5,6 @@ operation; an index in memory finds them. Blocks whose rows were mostly written 
 rows move (Rosenblum, Ousterhout: The design and implementation of a log-structured file system, ACM TOCS 10(1), 1992).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cache slots: rows in use or known ahead keep theirs, and those that leave have the lowest scores of all."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """Every slow memory: rows come back as written, others as their seed makes them. Files: what is found out after a crash
 or damage, and what a failing disk says. Logs: cleaning."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

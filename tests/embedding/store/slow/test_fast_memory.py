@@ -1,7 +1,5 @@
 """Division of fast memory: within its budget, and as good as trying everything; half-lives."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

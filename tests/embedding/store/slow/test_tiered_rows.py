@@ -1,7 +1,5 @@
 """Rows in tiered storage: code that reads and writes by slot sees one tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
