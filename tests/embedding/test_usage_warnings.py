@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import flexd
 from flexd.api.training import training_status
+from flexd.cli.render import blocks_of, show
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
@@ -20,7 +22,6 @@ from flexd.core.placement import RankLayout
 from flexd.core.usage_warnings import USAGE_WARNINGS
 from flexd.embedding.features import Jagged
 from flexd.operations.training_monitor import TrainingMonitor
-from tests.cli.test_client_commands import text_of
 from tests.support.collection_jobs import tables
 from tests.support.rank_pool import Ranks
 from tests.support.statuses import HEALTHY
@@ -81,7 +82,9 @@ def test_every_mistake_is_named_on_the_rank_and_in_the_status(ranks: Ranks, tmp_
     assert "changed or moved" in said["changed_ids"]
     status = training_status(monitor.totals(), monitor.ranks(), monitor.phases(), monitor.usage_warnings())
     assert {each.kind: each.text for each in status.usage_warnings} == said
-    shown = " ".join(text_of(HEALTHY.model_copy(update={"training": status})).split())
+    screen = io.StringIO()
+    show(blocks_of(HEALTHY.model_copy(update={"training": status})), screen)
+    shown = " ".join(screen.getvalue().split())
     for kind, text in said.items():
         assert kind in shown
         assert text[:40] in shown

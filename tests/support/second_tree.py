@@ -28,7 +28,7 @@ _CLIENT_GREETS = f"""
 _send_of_version_1 = ChannelClient.send
 
 
-def _send_and_greet(self: ChannelClient, message: bytes, body: Body = b"") -> None:
+def _send_and_greet(self, message, body=b""):
     _send_of_version_1(self, message, body)
     _send_of_version_1(self, {_GREETING})
 
@@ -40,7 +40,7 @@ _SERVER_GREETS = f"""
 _send_of_version_1 = ChannelServer.send
 
 
-def _send_and_greet(self: ChannelServer, peers: Sequence[int], message: bytes, body: Body = b"") -> None:
+def _send_and_greet(self, peers, message, body=b""):
     _send_of_version_1(self, peers, message, body)
     _send_of_version_1(self, peers, {_GREETING})
 
