@@ -96,8 +96,8 @@ def run(check: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
 
 NEEDED = ("numpy", "pydantic", "pyyaml", "numba", "pyarrow", "fastapi", "uvicorn", "scipy")
 _CONNECT_SECONDS = 2.0
+# Larger than ``struct timex`` on any Linux; with modes = 0 the kernel only fills it in.
 _TIMEX_BYTES = 512
-"""Larger than ``struct timex`` on any Linux; with modes = 0 the kernel only fills it in."""
 _CLOCK_UNSYNCHRONISED = 5
 
 

@@ -122,8 +122,8 @@ def _running(client: DaemonClient, status: DaemonStatus, config: Config) -> Iter
     yield from daemon_findings(status, differing)
 
 
+# Of --budget-seconds, for what a step takes beside its links.
 _STEPS_SHARE = 0.2
-"""Of --budget-seconds, for what a step takes beside its links."""
 
 
 def probe(

@@ -23,8 +23,8 @@ from flexd.core.model import Show
 _CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "�")
 MOST_LISTED = 16
 """Values of one list that a line shows; ``-o json`` has all."""
+# Facts that report a fault; a terminal shows them in red.
 _WRONG = re.compile(r"problem|reasons|lost|missing|healthy|unused|withheld|ending$|^no plan$")
-"""Facts that report a fault; a terminal shows them in red."""
 _PLAIN = Show()
 _EMPTY: tuple[object, ...] = (None, "", (), [], {})
 _UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (

@@ -16,8 +16,8 @@ GAP = 2
 """Cells between two columns."""
 _WRONG = "bold red"
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B(?:/s)?|[munp]?s|min|h|d)(?!\w))")
+# Stands for the space between a figure and its unit while lines are broken; rich also breaks at a no-break space.
 _NO_BREAK = "\ue000"
-"""Stands for the space between a figure and its unit while lines are broken; rich also breaks at a no-break space."""
 
 
 def renderable(blocks: Sequence[Block]) -> RenderableType:

@@ -82,10 +82,10 @@ class Section(BaseModel):
 
 ENV_PREFIX = "FLEXD__"
 MAX_CONFIG_BYTES = 16 * 2**20
+# Includes options of other Kafka clients (``ssl.key.pem``): their values stay hidden when given by mistake.
 _SECRET = re.compile(
     r"password|passphrase|secret|token|credential|jaas|oauthbearer[._]config|api[._]?key|[._]pem$", re.IGNORECASE
 )
-"""Includes options of other Kafka clients (``ssl.key.pem``): their values stay hidden when given by mistake."""
 _REDACTED = "(not shown)"
 
 

@@ -84,10 +84,10 @@ class Daemon:
         self._state = StateDatabase(config.state.dir / NAME)
         self._learner: TableLearner | None = None
         self._components: DaemonComponents | None = None
+        # Why the state cannot be used, or the newest tables of ranks were not taken over.
         self._problem = ""
-        """Why the state cannot be used, or the newest tables of ranks were not taken over."""
+        # The files of the state that cannot be used; None where they can.
         self._seen: frozenset[tuple[str, int]] | None = None
-        """The files of the state that cannot be used; None where they can."""
         self._look_at = 0.0
         self._renewing = threading.Lock()
         self._build()

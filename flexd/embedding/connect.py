@@ -34,8 +34,8 @@ from flexd.embedding.tap import Tap
 
 logger = logging.getLogger(__name__)
 
+# Share of the deadline of ``Connection.close`` that the tap may use.
 _TAP_SHARE = 0.8
-"""Share of the deadline of ``Connection.close`` that the tap may use."""
 SLOW_MEMORY_SECONDS = 2.0
 """Between two reports of slow memory: on an accelerator the host waits for the counts."""
 ADDRESS_VARIABLE = "FLEXD_CONTROL"

@@ -94,8 +94,8 @@ class Embedding(nn.Module):
         self.num_embeddings, self.embedding_dim, self.padding_idx = table.rows, table.dim, padding_idx
         self.name = table.name
         self._feature = table.feature_names[0]
+        # Changes of rows before it, and the table.
         self._gathered: tuple[int, torch.Tensor] | None = None
-        """Changes of rows before it, and the table."""
         self.__dict__["collection"] = collection
 
     def register_collection(self) -> None:

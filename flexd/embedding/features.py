@@ -130,8 +130,8 @@ def as_jagged(given: object, name: str) -> Jagged:
 
 
 _ID_DTYPES = {torch.int64, torch.int32}
+# Orders of features of which what is known stays, with bounds on the device.
 _KEPT_ORDERS = 64
-"""Orders of features of which what is known stays, with bounds on the device."""
 
 
 @dataclass(frozen=True)

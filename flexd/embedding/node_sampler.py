@@ -16,22 +16,22 @@ from flexd.embedding.collection import EmbeddingCollection
 
 _ID_BYTES = 8
 
+# Share of the bytes of a row that one more sample costs in a node where one uses it already, its square where two do,
+# and so on, and sweeps with that share. Above 0 samples gather where others use their rows (the fanout of
+# ``planner.affinity``); 0 is what crosses.
 _SHARES = ((0.75, 1), (0.5, 1), (0.0, 2))
-"""Share of the bytes of a row that one more sample costs in a node where one uses it already, its square where two do,
-and so on, and sweeps with that share. Above 0 samples gather where others use their rows (the fanout of
-``planner.affinity``); 0 is what crosses."""
+# Exchanges of each two nodes in a sweep.
 _TURNS = 2
-"""Exchanges of each two nodes in a sweep."""
+# Of all samples, while each two nodes exchange once.
 _PRICINGS = 2
-"""Of all samples, while each two nodes exchange once."""
 NEVER = 1 << 40
 """A loss that no exchange makes up for."""
+# Units of a byte in prices: shares of bytes are integers too.
 _UNITS = 64
-"""Units of a byte in prices: shares of bytes are integers too."""
+# Samples of a node from which on one more costs nothing.
 _DEEPEST = 16
-"""Samples of a node from which on one more costs nothing."""
+# Of an int64 that holds the prices of two nodes; a sum of a sample's has one bit less.
 _HALF_BITS = 32
-"""Of an int64 that holds the prices of two nodes; a sum of a sample's has one bit less."""
 
 
 def deal_batch(batch: BatchRows, nodes: int) -> Int64Array:
@@ -75,8 +75,8 @@ class _Places:
         position = places_of_runs(0, counts)
         filled = np.full((nodes * groups, self._size), samples)
         filled[bucket[order], position] = order
+        # int64 [nodes, groups, size]: the number of samples where there is none.
         self._sample = filled.reshape(nodes, groups, self._size)
-        """int64 [nodes, groups, size]: the number of samples where there is none."""
         self.to = batch.node.copy()
 
     def exchange(self, partners: Int64Array, losses: Int64Array) -> None:
@@ -289,10 +289,10 @@ class NodeSampler(Sampler[list[int]]):
         distinct = (sample * end + found.keys).unique().cpu().numpy()  # type: ignore[no-untyped-call]
         of_sample, self._keys = np.divmod(distinct, end)
         self._first_keys = np.array([group.first_key for group in groups])
+        # int64 [dim-groups] bytes of a row and its gradient with their ids, as they travel.
         self._row_bytes = np.array(
             [2 * group.dim * of.itemsize + _ID_BYTES for group, of in zip(groups, wire, strict=True)]
         )
-        """int64 [dim-groups] bytes of a row and its gradient with their ids, as they travel."""
         self._offsets = np.concatenate([[0], np.cumsum(np.bincount(of_sample, minlength=self.samples))])
         self._layout, self._rank = collection.layout, collection.rank
         self._nodes_of = collection.engine.migrator.nodes_of

@@ -54,8 +54,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         others: list[dict[str, Any]] = [
             {"params": [], **_settings_of(rule), "lr": lr, "tables": of_rate} for (rule, lr), of_rate in own.items()
         ]
+        # Of each parameter group, with the settings that it began with.
         self._rules = [optimizer, *(rule for rule, _ in own)]
-        """Of each parameter group, with the settings that it began with."""
         super().__init__([first, *others], _settings_of(optimizer))
         self._current()
 

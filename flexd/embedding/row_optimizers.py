@@ -19,10 +19,10 @@ from flexd.embedding.row_hashes import round_stochastically
 
 KeysOf = Callable[[torch.Tensor], torch.Tensor]
 """int64 [n] slots -> int64 [n] keys."""
+# Numbers in a block of rows, for each thread: calls have a fixed cost, and temporaries are to stay in the cache.
 _BLOCK_NUMBERS = 1 << 18
-"""Numbers in a block of rows, for each thread: calls have a fixed cost, and temporaries are to stay in the cache."""
+# The same of an update that only adds a change to the rows: each call has a fixed cost, and there is one temporary.
 _ADDED_BLOCK_NUMBERS = 1 << 20
-"""The same of an update that only adds a change to the rows: each call has a fixed cost, and there is one temporary."""
 
 
 @dataclass(frozen=True)

@@ -207,8 +207,8 @@ class StepMoments:
 
 logger = logging.getLogger(__name__)
 
+# Functions by which torch and frameworks compute norms of gradients.
 _NORMS = frozenset({torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm, torch._foreach_norm})
-"""Functions by which torch and frameworks compute norms of gradients."""
 
 
 class RowGate(torch.Tensor):

@@ -28,12 +28,12 @@ TABLES, ROWS, DIM, BAGS, BAG_LENGTH = 8, 512, 16, 32, 2
 KINDS = (("requester", ROW_WISE), ("owner", ROW_WISE), ("requester", DATA_PARALLEL))
 """Place of pooling and sharding type of half of the tables; the other half is as the first."""
 WARM_UP, FEWEST_TURNS, MOST_TURNS = 2, 5, 200
+# Of the budget, for rows in memory.
 _KERNEL_SHARE = 0.25
-"""Of the budget, for rows in memory."""
 _KERNEL_ROWS, _KERNEL_DIM, _KERNEL_IDS, _KERNEL_BAGS = 2**17, 64, 2**15, 2**11
 _KERNEL_SKEW = 0.8
+# Of a clock that shows no time.
 _MOST_BYTES_PER_SECOND = 1e15
-"""Of a clock that shows no time."""
 
 
 def step_costs(steps: Float64Array, kernels: Float64Array, kernel_bytes: float) -> StepCosts:

@@ -55,8 +55,8 @@ class PassSample:
         self._asked = self._every = every
         self._most_passes = max(1, MAX_PARTS // tables)
         self._limit = limit
+        # Number of each pass, its ids by table, and how many they are.
         self._kept: list[tuple[int, list[torch.Tensor], int]] = []
-        """Number of each pass, its ids by table, and how many they are."""
 
     def wants(self, number: int) -> bool:
         return self._every > 0 and is_sampled(number, self._every)
@@ -224,16 +224,16 @@ class Tap:
         self._clock = clock
         self._table_of = collection.table_of_feature
         self._counting = _Buffer(collection, touch_steps)
+        # None while the thread reads the other buffer.
         self._spare: _Buffer | None = _Buffer(collection, touch_steps)
-        """None while the thread reads the other buffer."""
         self._full: _Buffer | None = None
         self._interval_from = time.monotonic()
+        # Counts that are read from the device and not yet in the outbox, by table.
         self._pending: dict[str, TableCounts] = {}
-        """Counts that are read from the device and not yet in the outbox, by table."""
         self._pending_passes: list[PassRows] = []
         self._pass_limit = max_values(collection.layout.world_size)
+        # Training passes so far, equal on all ranks.
         self._passes = 0
-        """Training passes so far, equal on all ranks."""
         self._pending_seconds = (0.0, 0.0)
         self._wake = threading.Event()
         self._stopping = False

@@ -234,20 +234,20 @@ class Tuner(Generic[A]):
         self.trial: Trial[A] | None = None
         self._draw = draw or random.Random()
         self._arms: tuple[A, ...] = ()
+        # Choices of trials, by the arms that they compared.
         self._chosen_of: dict[tuple[A, ...], A] = {}
-        """Choices of trials, by the arms that they compared."""
         self._block: list[float] = []
         self._skip = self._waited = self._restarts = 0
+        # Of earlier trials, since the last cause for one.
         self._rounds: list[dict[A, float]] = []
-        """Of earlier trials, since the last cause for one."""
         self._trial_from = 0
         self._begin_at, self._pause = START_STEPS, FIRST_PAUSE_STEPS
         self._cause_from, self._least_change, self._caused = 0, CHANGE, False
+        # The next trial leaves out arms that took longer than this times the one in use.
         self._most = math.inf
-        """The next trial leaves out arms that took longer than this times the one in use."""
         self._newest: deque[float] = deque(maxlen=CHANGE_STEPS)
+        # Typical step after the newest trial.
         self._usual: float | None = None
-        """Typical step after the newest trial."""
         self._version = self._tried_version = 0
         self._version_at = -QUIET_STEPS
 

@@ -23,8 +23,8 @@ block, which takes a few reports or 16 steps: one measures at a time, and the da
 HINT_AFTER_STEPS, HINT_STEPS, LEAST_HINT = 100, 200, 0.05
 """Steps of a job before those that tell what the pipeline could hide, their number, and the least share of a step that
 is worth a line."""
+# Those of all collections of the process: they measure in turns.
 _TUNERS: weakref.WeakSet[StepTuner] = weakref.WeakSet()
-"""Those of all collections of the process: they measure in turns."""
 
 
 @dataclass(frozen=True)

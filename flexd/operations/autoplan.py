@@ -48,12 +48,12 @@ class DriftMonitor:
         self._executions = executions
         self._guard = threading.Lock()
         self._next_at = time.monotonic() + maker.settings.drift_interval_seconds
+        # Plans made by others since the start.
         self._plans = 0
-        """Plans made by others since the start."""
         self._reason: str | None = None
         self._newest: Drift | None = None
+        # Version of the placement that the newest evaluation is about.
         self._version = -1
-        """Version of the placement that the newest evaluation is about."""
         self._problem: str | None = None
         self._evaluated_at = math.nan
         self.seconds = 0.0
@@ -136,8 +136,8 @@ class DriftMonitor:
             self._next_at = began + took + max(self._maker.settings.drift_interval_seconds, took / MAX_DUTY_CYCLE)
 
 
+# Two weeks show every window, even if a change of the clocks skips one of its occurrences.
 _LOOK_AHEAD_MINUTES = 15 * 24 * 60
-"""Two weeks show every window, even if a change of the clocks skips one of its occurrences."""
 _DAY_SECONDS = 86_400
 
 
@@ -148,8 +148,8 @@ class Calendar:
     def __init__(self, windows: Sequence[WindowConfig] = ()) -> None:
         self._allowing = [window for window in windows if window.kind == "allow"]
         self._forbidding = [window for window in windows if window.kind == "forbid"]
+        # From when to when the newest answer of ``next_change`` holds, and the answer.
         self._found: tuple[float, float, float | None] | None = None
-        """From when to when the newest answer of ``next_change`` holds, and the answer."""
 
     def is_open(self, unix_seconds: float) -> bool:
         allowed = not self._allowing or any(window.contains(unix_seconds) for window in self._allowing)

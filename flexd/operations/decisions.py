@@ -34,8 +34,8 @@ _TABLES = {
     "actions": "serial INTEGER PRIMARY KEY AUTOINCREMENT, document TEXT NOT NULL",
     "documents": "name TEXT PRIMARY KEY, document TEXT NOT NULL",
 }
+# SQL that makes a file of the next format from one of an older format.
 _UPGRADES = {1: "ALTER TABLE decisions RENAME TO documents"}
-"""SQL that makes a file of the next format from one of an older format."""
 
 logger = logging.getLogger("flexd")
 

@@ -57,8 +57,8 @@ class Trigger:
 
 logger = logging.getLogger("flexd")
 
+# Suffix of the id of a rollback that resumes one of an earlier daemon.
 _AGAIN = re.compile(r"-\d+$")
-"""Suffix of the id of a rollback that resumes one of an earlier daemon."""
 ROLLBACK = ".rollback"
 """Suffix of a rollback's id, after the id of the migration that it reverts."""
 _KEPT_OPEN = 64

@@ -30,14 +30,14 @@ ActionKind = Literal["pause", "resume", "throttle", "reload", "override", "withh
 logger = logging.getLogger(__name__)
 
 
+# Field of a migration that is recorded after its end, by itself.
 _VERIFICATION = {"verification"}
-"""Field of a migration that is recorded after its end, by itself."""
 _UPSERT = (
     "INSERT INTO migrations (id, document) VALUES (?, ?) "
     "ON CONFLICT (id) DO UPDATE SET document = json_patch(document, excluded.document)"
 )
+# Of a migration that is not kept any more nothing is written.
 _ADD = "UPDATE migrations SET document = json_patch(document, ?) WHERE id = ?"
-"""Of a migration that is not kept any more nothing is written."""
 
 
 class MigrationHistory:

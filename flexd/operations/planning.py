@@ -28,13 +28,13 @@ from flexd.sketch.profile import Profile
 
 SAVING = "saving"
 """The gate that is measured on the plan; the others are measured on its profile."""
+# By gate: how to open it.
 _REMEDIES = {
     "samples": "wait for more of the stream, or lower planner.min_samples",
     "coverage": "raise sketch.memory_bytes or sketch.max_hot_rows, or lower planner.min_coverage",
     "lag": "wait until the daemon has caught up, lower stream.source.share, or raise planner.max_lag_messages",
     SAVING: "nothing to do: the live placement stays; lower planner.min_saving to move rows for less",
 }
-"""By gate: how to open it."""
 GATE_NAMES = tuple(_REMEDIES)
 
 

@@ -145,8 +145,8 @@ class TrafficInterval:
 
 HALF_LIFE_SECONDS = 60.0
 """Of what is recent: the share of the steps that waited."""
+# A sum stops there: one more count of a report does not overflow it.
 _MOST = 2**62
-"""A sum stops there: one more count of a report does not overflow it."""
 
 
 @dataclass(frozen=True)
@@ -265,10 +265,10 @@ class TrainingMonitor:
         self._warned: dict[tuple[int, str], UsageWarningReport] = {}
         self._warnings: dict[str, UsageWarningTotal] = {}
         self._slow_by_table = np.zeros((tables + 1, len(SLOW_TABLE_QUANTITIES)), dtype=np.int64)
+        # Sums over all tables; None until a rank has reported slow memory.
         self._slow: SlowMemoryReport | None = None
-        """Sums over all tables; None until a rank has reported slow memory."""
+        # Seconds of slow memory and of all steps, decayed.
         self._recent = np.zeros(2)
-        """Seconds of slow memory and of all steps, decayed."""
         self._recent_at = time.monotonic()
 
     def add(self, rank: int, report: StepReport) -> None:

@@ -196,8 +196,8 @@ class Verifier:
         self._history = history
         self._coin = coin
         self._blocks = StepBlocks()
+        # Ranks that measure arms of their own (``flexd.embedding.tuning``).
         self._tuning: dict[int, bool] = {}
-        """Ranks that measure arms of their own (``flexd.embedding.tuning``)."""
         self._run: _Run | None = None
         self._seen: Migration | None = None
         self.newest = self._kept()

@@ -125,11 +125,11 @@ class TableExplanation:
     explained: tuple[RowExplanation, ...]
 
 
+# Accesses per rank and step among which a threshold is looked for, 64 a factor of ten.
 _GRID = np.geomspace(1e-9, 1e3, 769)
-"""Accesses per rank and step among which a threshold is looked for, 64 a factor of ten."""
 _BISECTIONS = 40
+# Slots that every rank may have left although they ran out: homes are not spread exactly evenly.
 _FREE_SHARE = 0.01
-"""Slots that every rank may have left although they ran out: homes are not spread exactly evenly."""
 
 
 def explain(

@@ -161,8 +161,8 @@ class BoundedProtocol(H11Protocol):
 
 BACKLOG = 64
 MAX_CONNECTIONS = 64
+# sockaddr_un on Linux, less the closing NUL.
 _MAX_UNIX_PATH_BYTES = 107
-"""sockaddr_un on Linux, less the closing NUL."""
 
 _log = logging.getLogger(__name__)
 

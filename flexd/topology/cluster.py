@@ -268,12 +268,12 @@ class Cluster:
         return replace(self, exposed=exposed, name=name or self.name)
 
 
+# Messages that take at most this many times as long as the smallest one determine the latency.
 _LATENCY_BOUND = 2.0
-"""Messages that take at most this many times as long as the smallest one determine the latency."""
+# Below this share of the latency the time of the bytes cannot be distinguished from noise.
 _RESOLVED = 0.05
-"""Below this share of the latency the time of the bytes cannot be distinguished from noise."""
+# Least relative increase of the bytes' time from one size to the next: keeps curves valid when figures are rounded.
 _STEP = 1e-5
-"""Least relative increase of the bytes' time from one size to the next: keeps curves valid when figures are rounded."""
 _DIGITS = 7
 _LEAST_SECONDS = 1e-9
 

@@ -198,8 +198,8 @@ MAX_REPEATS = 31
 SAMPLE_SECONDS = 5e-3
 """Small messages are sent in a row for this long, so that neither clock nor start matter."""
 MAX_IN_A_ROW = 500
+# Factor from one message size to the next.
 _GROWTH = 4.0
-"""Factor from one message size to the next."""
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,8 @@ def _uniform_bound(function: Callable[..., Any] | None) -> float | None:
     return None
 
 
+# Settings of each optimizer with the defaults of FBGEMM's fused ones, which ``DistributedModelParallel`` trains with
+# where a setting was not given; torch's own defaults differ.
 _SETTINGS: dict[Callable[..., RowOptimizer], dict[str, Any]] = {
     SGD: {"lr": 0.01},
     Adagrad: {"lr": 0.01, "eps": 1e-8},
@@ -155,8 +157,6 @@ _SETTINGS: dict[Callable[..., RowOptimizer], dict[str, Any]] = {
     Adam: {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8},
     RowWiseAdam: {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8},
 }
-"""Settings of each optimizer with the defaults of FBGEMM's fused ones, which ``DistributedModelParallel`` trains with
-where a setting was not given; torch's own defaults differ."""
 _RULES: dict[type[torch.optim.Optimizer], Callable[..., RowOptimizer]] = {
     torch.optim.SGD: SGD,
     torchrec.optim.SGD: SGD,
@@ -167,6 +167,7 @@ _RULES: dict[type[torch.optim.Optimizer], Callable[..., RowOptimizer]] = {
     torchrec.optim.Adam: Adam,
     torchrec.optim.PartialRowWiseAdam: RowWiseAdam,
 }
+# Values with which a setting that has no counterpart does nothing.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "momentum": (0,),
     "dampening": (0,),
@@ -181,7 +182,6 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "differentiable": (False,),
     "capturable": (False,),
 }
-"""Values with which a setting that has no counterpart does nothing."""
 _OTHER_NAMES = {"learning_rate": "lr"}
 
 

@@ -26,8 +26,8 @@ from flexd.torchrec.replaced_tables import (
     replaced_module,
 )
 
+# Rows that are copied at once: a copy of this rank's part of them is made.
 _LOADED_ROWS = 1 << 20
-"""Rows that are copied at once: a copy of this rank's part of them is made."""
 _SHARDED = ("ShardedEmbeddingCollection", "ShardedEmbeddingBagCollection", "DistributedModelParallel")
 
 

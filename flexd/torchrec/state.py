@@ -20,6 +20,7 @@ from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribut
 from flexd.embedding.store.slow.tiered_rows import RowColumn
 from flexd.torchrec.replaced_tables import ReplacedTables
 
+# Of each optimizer TorchRec's names of its state, in the order of flexd's, and whether it is one number per row.
 _NAMES_OF_STATE: dict[str, tuple[tuple[str, bool], ...]] = {
     "sgd": (),
     "adagrad": (("momentum1", False),),
@@ -27,7 +28,6 @@ _NAMES_OF_STATE: dict[str, tuple[tuple[str, bool], ...]] = {
     "adam": (("momentum1", False), ("exp_avg_sq", False)),
     "rowwise_adam": (("momentum1", False), ("exp_avg_sq", True)),
 }
-"""Of each optimizer TorchRec's names of its state, in the order of flexd's, and whether it is one number per row."""
 _NEEDS_STEPS = ("adam", "rowwise_adam")
 
 
@@ -110,8 +110,8 @@ class FusedOptimizerState:
             self._tables.engine.steps = self._steps
 
 
+# Name of a weight, and of a part of its optimizer's state; "" for the weight itself.
 _Key = tuple[str, str]
-"""Name of a weight, and of a part of its optimizer's state; "" for the weight itself."""
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,6 @@ def test_the_daemon_sees_what_slow_memory_did(monkeypatch: pytest.MonkeyPatch) -
     for report in agent.reports:
         monitor.add(0, m.decode(m.encode(m.Progress(m.Fence("job", "a1", 2, 7, "token"), 0, 0, report))).report)  # type: ignore[union-attr]
     shown = slow_memory_status(monitor.slow_memory(), collection.keyspace.tables)
-    assert shown is not None
     assert {each.table: (each.used, each.missed) for each in shown.tables} == {"item": (8, 6), "shop": (5, 3)}
     assert (shown.used, shown.missed, shown.evicted, shown.written) == (13, 9, 3, 3)
     assert min(shown.bytes_read, shown.bytes_written, shown.wait_seconds) > 0

@@ -124,7 +124,6 @@ def test_slow_rows_are_a_log_where_its_index_fits_and_its_bytes_are_of_the_budge
             [table], optimizer=SGD(0.1), fast_memory_bytes=fast_memory_bytes, slow_memory_dir=tmp_path
         )
         tier = collection.engine.stores[0].tier
-        assert tier is not None
         assert isinstance(tier.cold, kind)
         assert tier.cache_slots == (fast_memory_bytes - (5_000 if kind is LogRows else 0)) // (128 + 64)
         collection.close()

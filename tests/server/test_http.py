@@ -204,7 +204,6 @@ def test_a_client_that_reads_no_answer_is_disconnected(served: DaemonServer, dae
             raw.connect(("127.0.0.1", served.port))
             raw.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         server = served._admin._server
-        assert server is not None
         until(lambda: server.server_state.total_requests >= LIMIT - 1)
         until(lambda: not server.server_state.connections)
         assert is_healthy(served)

@@ -51,7 +51,6 @@ with socket.create_server(("0.0.0.0", 7000)) as server:
 def transfer(cluster: Cluster, to: int, count: int) -> tuple[int, float]:
     """(bytes, seconds) of a message from node 0, as its receiver in node ``to`` saw it."""
     receiver = cluster.start_in(to, [sys.executable, "-c", RECEIVER], {}, stdout=subprocess.PIPE)
-    assert receiver.stdout is not None
     assert receiver.stdout.readline() == b"ready\n"
     sender = cluster.start_in(
         0, [sys.executable, "-c", SENDER, str(to), str(count)], cluster.environment(0), stdout=subprocess.PIPE

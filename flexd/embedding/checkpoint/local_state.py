@@ -52,10 +52,10 @@ class PartialStateDictDetector(StepMoments):
         self._store = BoundedStore()
         self._key = f"flexd/state_dict/{groups.notices.number}"
         self._warned = False
+        # Of the last call, in the program; empty when it was checked.
         self._place = ""
-        """Of the last call, in the program; empty when it was checked."""
+        # Look-ups that had begun before that call.
         self._look_ups = 0
-        """Look-ups that had begun before that call."""
 
     def called(self, look_ups: int, steps: int) -> None:
         """Note that this rank calls ``state_dict()`` after so many look-ups and optimizer steps."""

@@ -88,10 +88,10 @@ class CheckpointSeries:
         self._collection = collection
         self._directory = SeriesDirectory(Path(directory))
         self._keep, self._whole_every = keep, whole_every
+        # The checkpoint from which on changed rows are noted.
         self._newest: Manifest | None = None
-        """The checkpoint from which on changed rows are noted."""
+        # Checkpoints from the last one with all rows to ``_newest``.
         self._length = 0
-        """Checkpoints from the last one with all rows to ``_newest``."""
         self._marks = collection.engine.join(ChangedRows, collection.engine.stores)
         settings = torch.tensor([keep, whole_every], device=collection.device)
         differ = any(other != settings.tolist() for other in self._gather(settings))
@@ -285,8 +285,8 @@ def _write_state(path: Path, state: Any) -> None:
         os.fsync(file.fileno())
 
 
+# Blocks of 64 rows whose changed rows are listed at once.
 _READ_BLOCKS = 1 << 14
-"""Blocks of 64 rows whose changed rows are listed at once."""
 
 
 def _first_blocks(stores: Sequence[GroupStore]) -> list[int]:

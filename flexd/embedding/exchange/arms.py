@@ -47,8 +47,8 @@ def wires_of(comm_dtype: str | Sequence[str | None] | None) -> tuple[str, ...]:
     return tuple(each or "" for each in given)
 
 
+# Proposals of a job times arms that the message of sizes has room for.
 _PROPOSAL_VALUES = 2**19
-"""Proposals of a job times arms that the message of sizes has room for."""
 
 
 class AgreedArm:

@@ -34,10 +34,10 @@ _INTRA, _INTER = len(_PHASES), 2 * len(_PHASES)
 _JOB, _COVER, _SKIPPED, _BUCKETS = (3 * len(_PHASES) + more for more in range(4))
 """Buckets of seconds: computed, in collectives inside the node, in others, each by phase; then waited for jobs,
 computed beside jobs, not measured."""
+# Counts of each phase: bytes and collectives by link.
 _COUNTS = 4
-"""Counts of each phase: bytes and collectives by link."""
+# Laps of an accelerator that wait to be read before they are read without a report.
 _MAX_LAPS = 512
-"""Laps of an accelerator that wait to be read before they are read without a report."""
 
 
 class PhaseMeter:

@@ -78,8 +78,8 @@ class Traffic:
         return {name: value for name, value in vars(self).items() if isinstance(value, int)}
 
 
+# Share of a group's timeout: NCCL's watchdog ends the process when all of it has passed, without an error.
 _SHARE = 0.9
-"""Share of a group's timeout: NCCL's watchdog ends the process when all of it has passed, without an error."""
 _SPIN_SECONDS = 1e-3
 _POLL_SECONDS = 1e-4
 _LOOK_SECONDS = 1.0

@@ -24,8 +24,8 @@ _PASSES = 128
 BEGINS_LOOP, ENDS_LOOP = _PASSES - 1, _PASSES - 2
 """In place of the number of passes: the call is no look-up, but begins or ends a loop of ``flexd.prefetch``."""
 SETTINGS_BITS = 22
+# Added to ``Agreement.fault`` of a rank whose input has changed.
 _CHANGED = 2 ** (_RANK_BITS + 2)
-"""Added to ``Agreement.fault`` of a rank whose input has changed."""
 AGREEMENT_NUMBERS = 3
 """Numbers of an agreement in a message of sizes."""
 

@@ -334,8 +334,8 @@ class JobGroups:
         return f"flexd/{JobGroups.number}"
 
 
+# Torch 2.13 has a type for it, 2.8 takes a string.
 _GROUP_NAME: Any = getattr(distributed_c10d, "GroupName", str)
-"""Torch 2.13 has a type for it, 2.8 takes a string."""
 _present = [JobGroups()]
 _RELEASE_SECONDS = 2.0
 _THREADS = Path("/proc/self/task")

@@ -143,10 +143,10 @@ def counts_of_group(group: int, counts: Counts) -> list[int]:
 
 
 _MAX_COUNT = (1 << (63 - COUNT_SHIFT)) - 1
+# Bit of the sign of a place in the directory.
 _SIGN = 31
-"""Bit of the sign of a place in the directory."""
+# Sections of a dim-group that are held: plain home rows, NODE and DEVICE rows.
 _HELD = 3
-"""Sections of a dim-group that are held: plain home rows, NODE and DEVICE rows."""
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.migration.row_carrier import ChangesHomeRows, RowCarrier, RowMover
 from flexd.embedding.store.store import GroupStore
 
+# int64 [n] addresses of listed rows -> int32 [n] slots.
 _SlotsOf = Callable[[Int64Array], Int32Array]
-"""int64 [n] addresses of listed rows -> int32 [n] slots."""
 
 
 class SideStream:
@@ -160,8 +160,8 @@ class Migrator:
         self._directory = self._stores[0].directory
         self._buffer_bytes = buffer_bytes
         self._device = self._stores[0].rows.device
+        # Of all work but that of the training thread.
         self._side_stream = SideStream(self._device)
-        """Of all work but that of the training thread."""
         self._local = groups.layout.local_rank_of(groups.rank)
         self.carrier: RowCarrier | None = None
         """Promoted rows that wait for a fetch to carry them; equally on every rank."""

@@ -111,21 +111,21 @@ class PrefetchPipeline(StepMoments):
         )
         self._announced: _Announced | None = None
         self._farther: Sequence[_Announced] = ()
+        # True if the last job announced batches farther ahead: the homes know all but the last one.
         self._homes_know = False
-        """True if the last job announced batches farther ahead: the homes know all but the last one."""
         self._started: _Announced | None = None
         self._result: PrefetchPipelineResult | None = None
         self._splitting: DeferredGradients | None = None
         self.deferred: DeferredGradients | None = None
         self._looping = False
+        # True if ranks agree step by step whether to locate the next batch ahead; otherwise they always do.
         self._chosen = False
-        """True if ranks agree step by step whether to locate the next batch ahead; otherwise they always do."""
+        # True if the newest announced batch has a job. Equal on all ranks.
         self._on = True
-        """True if the newest announced batch has a job. Equal on all ranks."""
         self._claimed = False
         self._claimed_input: AnnouncedInput | None = None
+        # True if the claimed input is another one than the announced; None: it cannot be.
         self._changed: torch.Tensor | None = None
-        """True if the claimed input is another one than the announced; None: it cannot be."""
         self._changed_anywhere = self._overwritten = False
         self._announced_with_grad = False
         self._trained_otherwise = self._warned = False

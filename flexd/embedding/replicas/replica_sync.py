@@ -77,13 +77,13 @@ class ReplicaSync:
         self._changed = changed
         self._router, self.phases = router, router.phases
         self._layout = layout
+        # Number of slots of the dim-groups before each, and of all.
         self._first_slots = [0, *accumulate(store.home_rows + store.replica_slots for store in self._stores)]
-        """Number of slots of the dim-groups before each, and of all."""
         self._numbers = devices.Numbers(self._stores[0].rows.device)
         self._dedup = Dedup(0, self._first_slots[-1], self._stores[0].rows.device, self._numbers)
         self._lists: SyncLists | None = None
+        # Those of the last step, and what was made of them.
         self._sum_lists: tuple[SyncLists, SumLists] | None = None
-        """Those of the last step, and what was made of them."""
         self._blocks_version = -1
         self._hops = router.hops
 
@@ -385,10 +385,10 @@ class ReplicaSums:
         self._slots_by_tier = listed.slots_at(self._rows.index_select(0, order)).split_with_sizes(sizes)
         shapes = [(end - start, dim) for (start, end), dim in zip(pairwise(self._starts), dims, strict=True)]
         self.sums = devices.zeros(shapes, wide, order.device)
+        # Per hop the five lists; of each, per dim-group the rows of ``sums`` and how many of each peer.
         self._parts = lists.by_part(self._places(entries), counts)
-        """Per hop the five lists; of each, per dim-group the rows of ``sums`` and how many of each peer."""
+        # ``[station][group]``: the rows of ``sums`` of the replicated rows held at the station.
         self._held: list[list[torch.Tensor]] = []
-        """``[station][group]``: the rows of ``sums`` of the replicated rows held at the station."""
 
     def _numbered(self, order: torch.Tensor, tier: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """Return int64 [touched rows]: the row of each in the ``sums`` of its dim-group, NODE rows first.
@@ -495,6 +495,6 @@ def _reducible(wire: Sequence[torch.dtype], wide: Sequence[torch.dtype]) -> list
 
 
 _UP_SENT, _UP_RECEIVED, _DOWN_RECEIVED, _DOWN_SENT, _REDUCED = range(5)
+# Lists of each hop, as in ``SumLists.of``: gradients sent up and received, sums received from above and sent down,
+# rows all-reduced.
 _LISTS = 5
-"""Lists of each hop, as in ``SumLists.of``: gradients sent up and received, sums received from above and sent down,
-rows all-reduced."""

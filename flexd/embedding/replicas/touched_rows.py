@@ -24,8 +24,8 @@ from flexd.embedding.store.directory import BLOCK, Directory
 
 RowBits = torch.Tensor
 """uint8 [64 blocks] zeros and ones."""
+# Times eight bytes of zero or one: the top byte of the product has the lowest bit of each.
 _TO_TOP_BYTE = 0x0102040810204080
-"""Times eight bytes of zero or one: the top byte of the product has the lowest bit of each."""
 
 
 def none_set(entries: int, device: torch.device) -> RowBits:

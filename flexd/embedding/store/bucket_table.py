@@ -15,14 +15,14 @@ MAX_LOAD = 0.8
 _FREE = -1
 _HASH_BITS = 31
 _HASH_SHIFT = 64 - _HASH_BITS
+# Odd 64-bit constants with well mixed bits, as signed numbers.
 _MULTIPLIERS = (-7046029254386353131, -4417276706812531889)
-"""Odd 64-bit constants with well mixed bits, as signed numbers."""
+# Cells that ``shift_values`` changes at once: its temporaries stay small.
 _SHIFTED_CELLS = 2**18
-"""Cells that ``shift_values`` changes at once: its temporaries stay small."""
+# Keys moved to their other bucket for one key that finds both buckets full, before the table grows.
 _MAX_MOVES = 500
-"""Keys moved to their other bucket for one key that finds both buckets full, before the table grows."""
+# 2 generates every residue but 0, so the places 2**(8 c) and 2**(8 c + 1) of one set bit have distinct residues.
 _MODULUS = 37
-"""2 generates every residue but 0, so the places 2**(8 c) and 2**(8 c + 1) of one set bit have distinct residues."""
 
 
 class BucketTable:

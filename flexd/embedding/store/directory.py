@@ -131,8 +131,8 @@ def _by_home(homes: Int64Array) -> list[tuple[int, Int64Array]]:
     return list(zip(ordered[starts].tolist(), np.split(order, starts[1:]), strict=True))
 
 
+# A pool's part of the entries grows by an eighth.
 _GROWTH = 8
-"""A pool's part of the entries grows by an eighth."""
 
 
 NOT_REHOMED = 2**31 - 1
@@ -240,16 +240,16 @@ class Directory:
         """Of each dim-group: NODE rows, DEVICE rows."""
         self.starts = [0] * (2 * self.groups + 1)
         """Entry at which each pool's range begins, and the number of entries."""
+        # Slot of a NODE row in its dim-group's store, -1 - slot of a DEVICE row; 0 for a free entry, and after the
+        # last one for rows that are not listed.
         self._places = torch.zeros(1, dtype=torch.int32, device=device)
-        """Slot of a NODE row in its dim-group's store, -1 - slot of a DEVICE row; 0 for a free entry, and after the
-        last one for rows that are not listed."""
+        # The number of entries.
         self._nowhere = torch.zeros((), dtype=torch.int32, device=device)
-        """The number of entries."""
         self.places_by_home: list[int] = self._places_of(np.arange(layout.world_size)).tolist()
         """Place of each home rank among all of them: those of a rail are adjacent, by node."""
         self._lock = threading.RLock()
+        # After the last change; None on a CPU.
         self._changed: torch.cuda.Event | None = None
-        """After the last change; None on a CPU."""
         self.version = 0
         """Number of changes so far."""
 

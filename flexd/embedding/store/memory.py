@@ -10,17 +10,17 @@ from flexd.core.placement import RankLayout
 from flexd.embedding.store.directory import BLOCK, max_directory_bytes, max_listed_rows
 from flexd.embedding.store.store import GroupStore
 
+# Of a block of entries in a list of rows that are synchronised (``SyncList``), in two exchanges: the trainer's and
+# that of the prefetch pipeline.
 _LIST_BYTES_PER_BLOCK = 32
-"""Of a block of entries in a list of rows that are synchronised (``SyncList``), in two exchanges: the trainer's and
-that of the prefetch pipeline."""
+# Keys and numbers of all rows while a directory that has become mostly empty is renumbered.
 _COMPACTION_BYTES_PER_ROW = 64
-"""Keys and numbers of all rows while a directory that has become mostly empty is renumbered."""
+# Rounding of the two sections of a dim-group in a block.
 _SECTION_BYTES = 32
-"""Rounding of the two sections of a dim-group in a block."""
+# Source and target slots of the rows of a prepared chunk: 8 bytes on each hop, and as much for its own columns.
 _SLOT_BYTES_PER_ROW = 48
-"""Source and target slots of the rows of a prepared chunk: 8 bytes on each hop, and as much for its own columns."""
+# Keys, tiers, orders, slots and masks of the rows of a chunk while it is applied.
 _CHUNK_BYTES_PER_ROW = 256
-"""Keys, tiers, orders, slots and masks of the rows of a chunk while it is applied."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from flexd.sketch.coaccess import NO_USER
 
 MIN_SAVING = 0.02
 """Share of the chain's bytes between nodes below which affinity does not pay."""
+# Samples above the mean that a node may have, as share of the mean. A user is not divided, so one with more samples
+# than that is where her rows are.
 _USER_SLACK = 0.02
-"""Samples above the mean that a node may have, as share of the mean. A user is not divided, so one with more samples
-than that is where her rows are."""
 NodesOfSamples = Callable[[SampledWindow, Int64Array], Int64Array]
 """(one batch, the nodes that read its samples) -> the nodes that train them."""
 
@@ -111,9 +111,9 @@ JUDGED_SHARE, MAX_JUDGED = 0.25, 8
 """Newest batches that judge what was learnt from those before them."""
 CONTINUE_WITHIN = 0.01
 """Homes are learnt on from those before unless a new division saves this share more, its moves counted."""
+# Rows of samples up to which the whole window is divided anew. A larger one is divided by its newest batches of about
+# as many; the others are dealt by what those say, which takes two passes over them.
 _DIVIDED_ENTRIES = 2_000_000
-"""Rows of samples up to which the whole window is divided anew. A larger one is divided by its newest batches of about
-as many; the others are dealt by what those say, which takes two passes over them."""
 _PERCENTILES = (5.0, 95.0)
 FORGOTTEN_AFTER = 8
 """Plans after which a re-homed row that the window does not hold any more goes back to where its rule puts it."""

@@ -114,8 +114,8 @@ def _position_in_runs(values: Int64Array) -> Int64Array:
 
 
 _BISECTION_ROUNDS = 20
+# Share of the samples that changes sides in a round below which it ends.
 _SETTLED = 0.002
-"""Share of the samples that changes sides in a round below which it ends."""
 
 
 def _bisected(matrix: csr_matrix, nodes: int, probability: float, seed: int, weight: Float32Array) -> Int64Array:
@@ -179,8 +179,8 @@ def _bisect(
 
 ROW_SLACK, LOAD_SLACK = 0.05, 0.2
 """Rows (and their bytes) of a node, and touches of its rows, above the mean, as share of it."""
+# Over the weights: rows that leave a node for their bytes may bring another above its number of rows.
 _LEVEL_ROUNDS = 8
-"""Over the weights: rows that leave a node for their bytes may bring another above its number of rows."""
 
 
 def _choose_homes(touches: Float32Array, current: Int64Array, costs: RowCosts) -> Int64Array:

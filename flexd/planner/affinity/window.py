@@ -16,10 +16,10 @@ from flexd.sketch.coaccess import CoAccess
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
+# Keys of a range up to so many times their number are numbered by a table of the range instead of by sorting.
 _DENSE = 8
-"""Keys of a range up to so many times their number are numbered by a table of the range instead of by sorting."""
+# An id there and back beside a row.
 _ID_BYTES = 8
-"""An id there and back beside a row."""
 
 
 def sorted_distinct(values: Int64Array) -> Int64Array:

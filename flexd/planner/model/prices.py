@@ -168,12 +168,12 @@ def linear_exposure(cluster: Cluster, seconds: Float64Array) -> Cluster:
     return cluster.with_exposed(replace(exposed, cover_seconds=math.inf) if covered else Exposed())
 
 
+# All-to-alls over all ranks in a direct exchange: HOME rows, and the gradients and sums of DEVICE rows.
 _OVER_THE_WORLD = (
     *((Tier.HOME, phase) for phase in EXCHANGE_PHASES),
     (Tier.DEVICE, TrafficPhase.BACKWARD_ROWS),
     (Tier.DEVICE, TrafficPhase.SYNC_SUMS),
 )
-"""All-to-alls over all ranks in a direct exchange: HOME rows, and the gradients and sums of DEVICE rows."""
 
 
 def prices(
@@ -284,8 +284,8 @@ that wait for each other in turns) is no price."""
 DEAD_BAND = 0.1
 """A factor in use stays until another differs by more than this share: plans made at prices that differ by noise would
 move rows to and fro."""
+# Weight of "the probed prices are right" in reports.
 _SHRINKAGE = 0.3
-"""Weight of "the probed prices are right" in reports."""
 
 
 @dataclass(frozen=True)

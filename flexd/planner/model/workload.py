@@ -23,8 +23,8 @@ from flexd.sketch.profile import Profile, TableProfile
 
 BATCH_SIZE_FACTOR = 1.25
 """Touches of batches that are larger or smaller than those of the ranks by more than this are not used."""
+# Classes of equal independent touches to which a relation is fitted.
 _KNOTS = 16
-"""Classes of equal independent touches to which a relation is fitted."""
 
 
 def independent(accesses: Float64Array, layout: RankLayout) -> Float64Array:

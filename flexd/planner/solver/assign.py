@@ -191,15 +191,15 @@ def best_within_slots(gains: Float64Array, homes: Int64Array, slots: Int64Array)
 
 
 _MAX_CORE_ROWS = 192
+# Core rows x limits: with many ranks fewer rows are chosen anew, so that it stays a matter of milliseconds.
 _MAX_CORE_ENTRIES = 3_072
-"""Core rows x limits: with many ranks fewer rows are chosen anew, so that it stays a matter of milliseconds."""
 _MIN_CORE_ROWS = 24
+# Of the search tree: a limit of time would make plans depend on the machine.
 _MAX_NODES = 16
-"""Of the search tree: a limit of time would make plans depend on the machine."""
+# Of the largest gain: HiGHS stops within 1e-6 of the optimum.
 _SCALE = 1e5
-"""Of the largest gain: HiGHS stops within 1e-6 of the optimum."""
+# By which a bound of HiGHS may be too tight, as a share of the gain.
 _SLACK = 1e-9
-"""By which a bound of HiGHS may be too tight, as a share of the gain."""
 
 
 def best_core(
@@ -245,8 +245,8 @@ def best_core(
     return tiers, max(bound, total) + _SLACK * total if np.isfinite(bound) else np.inf
 
 
+# Up to so many rows more prices are tried, and the last slots are packed exactly; beyond, one row hardly counts.
 _SMALL_PROBLEM_ROWS = 20_000
-"""Up to so many rows more prices are tried, and the last slots are packed exactly; beyond, one row hardly counts."""
 _PRICE_FACTORS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 _BISECTIONS = 48
 

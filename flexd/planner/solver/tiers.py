@@ -35,8 +35,8 @@ from flexd.planner.model.workload import GroupLoad
 from flexd.planner.solver.assign import FREE, Assignment, GroupLimits
 from flexd.topology.cluster import Cluster
 
+# At most: prices depend on the message sizes, which depend on the plan.
 _PRICE_ROUNDS = 4
-"""At most: prices depend on the message sizes, which depend on the plan."""
 
 
 @dataclass(frozen=True)

@@ -218,15 +218,15 @@ CHAIN_PHASES = (
 )
 """Each pooling place has collectives of its own, and so have the gradients of tables that every rank has; look-ups and
 updates of all run together."""
+# Load axes of a pooling place.
 _EXCHANGED = 2 * len(MESSAGES) * len(Link)
-"""Load axes of a pooling place."""
 
 
+# The messages that sum gradients of copies, by link.
 _SUMS = (
     (Link.INTRA_NODE, TrafficPhase.SYNC_SUMS, Collective.ALL_TO_ALL),
     (Link.INTER_NODE, TrafficPhase.SYNC_ROWS, Collective.ALL_REDUCE),
 )
-"""The messages that sum gradients of copies, by link."""
 
 
 ROW_BYTES_PER_SECOND = 0.8e12

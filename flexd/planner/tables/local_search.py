@@ -169,15 +169,15 @@ def _of_others(values: Float64Array, axis: int) -> Float64Array:
     return result
 
 
+# Pieces of the busiest rank that are tried, those that load it most.
 _CANDIDATES = 12
-"""Pieces of the busiest rank that are tried, those that load it most."""
+# Pieces that each of them is tried to be exchanged with.
 _PARTNERS = 12
-"""Pieces that each of them is tried to be exchanged with."""
+# Moves after which loads are added up again, so that rounding does not gather.
 _REBUILT_AFTER = 256
-"""Moves after which loads are added up again, so that rounding does not gather."""
 _LEAST_GAIN = 1e-6
+# Most pieces that are taken away at once.
 _TAKEN = 6
-"""Most pieces that are taken away at once."""
 _TIE = 1e-4
 _SEED = 19
 

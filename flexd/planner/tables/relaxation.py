@@ -13,12 +13,12 @@ from flexd.core.arrays import BoolArray, Float64Array
 from flexd.core.placement import RankLayout
 from flexd.planner.tables.options import TableOptions
 
+# Of single tables, that are added at once.
 _ROWS_A_ROUND = 400
-"""Of single tables, that are added at once."""
+# Share of its value by which a round raises the program at least, but for the last.
 _SETTLED = 1e-5
-"""Share of its value by which a round raises the program at least, but for the last."""
+# Weight of the busiest rank's load: of options that cost the same in the mean the one that loads it least counts.
 _TIE = 1e-6
-"""Weight of the busiest rank's load: of options that cost the same in the mean the one that loads it least counts."""
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,17 @@ from flexd.planner.tables.local_search import LocalSearch, RankLoads, ShardAssig
 from flexd.planner.tables.options import Part, PoolingAt, ShardingKind, TableOption, TableOptions
 from flexd.planner.tables.relaxation import Relaxation, relax
 
+# Loads over their targets are raised to it: the higher, the more the fullest rank counts.
 _POWER = 8
-"""Loads over their targets are raised to it: the higher, the more the fullest rank counts."""
+# Options whose price is above the best one's by no more than this share of it are decided where a table is placed.
 _REGRET = 0.2
-"""Options whose price is above the best one's by no more than this share of it are decided where a table is placed."""
+# A share from which an option counts as chosen.
 _WHOLE = 0.999
-"""A share from which an option counts as chosen."""
+# Of memory against the average axis, so that it fills evenly before it binds.
 _MEMORY_WEIGHT = 0.1
-"""Of memory against the average axis, so that it fills evenly before it binds."""
 _ROUNDINGS = 4
+# A placement whose bound is this share of its seconds is the best there is: HiGHS is no more exact.
 _SETTLED = 1 - 1e-6
-"""A placement whose bound is this share of its seconds is the best there is: HiGHS is no more exact."""
 EVALUATIONS = 6000
 """Of the local search around the rounded relaxation."""
 

@@ -132,7 +132,6 @@ class ServerProcess:
         self.port = int(self._line())
 
     def command(self, text: str) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.write(text + "\n")
         self._process.stdin.flush()
 
@@ -142,7 +141,6 @@ class ServerProcess:
         return most, counters
 
     def _line(self) -> str:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, "the server has ended"
         return line

@@ -44,7 +44,6 @@ def test_a_topology_is_complete_when_all_ranks_are_registered() -> None:
     assert ranks.present() == ("a1", 3, 4, (1,))
     ranks.accept(hello(1), 0.0)
     topology = ranks.complete()
-    assert topology is not None
     assert [h.identity.rank for h in topology.hellos] == [0, 1, 2, 3]
     assert (topology.layout, topology.replica_slots) == (RankLayout(2, 2), (10, 20))
 
@@ -57,7 +56,6 @@ def test_what_the_trainer_says_of_itself_is_that_of_rank_0_and_is_checked() -> N
     for rank in range(4):
         ranks.accept(hello(rank, trainer=TrainerSettings("chain", pooling="-r")), 0.0)
     topology = ranks.complete()
-    assert topology is not None
     assert topology.trainer == TrainerSettings("chain", pooling="-r")
 
 

@@ -40,7 +40,6 @@ def test_reports_merge_into_one() -> None:
     pending = PendingReports()
     assert [pending.add(one), pending.add(two)] == [True, False]
     both = pending.drain()
-    assert both is not None
     assert (both.step, both.steps, both.placement.version) == (2, 2, 4)
     assert both.step_seconds == one.step_seconds + 0.5
     assert both.accesses_by_tier == (4, 3, 2)

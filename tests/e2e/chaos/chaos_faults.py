@@ -50,7 +50,6 @@ def stop_at(point: str, count: int = 1) -> Injection:
     def inject(world: ChaosWorld, chance: random.Random) -> str:
         reached = _live_until(world, chance, point, count, "stop")
         child = world.daemon
-        assert child is not None
         child.signal(signal.SIGSTOP)
         seconds = chance.choice([0.2, 1.2 * CONTROL_SECONDS])
         train_for(world, seconds)
@@ -152,7 +151,6 @@ def fill_disk(world: ChaosWorld, chance: random.Random) -> str:
             except OSError:
                 time.sleep(0.005)
     if restart:
-        assert world.daemon is not None
         world.daemon.kill()
         world.start_daemon()
     world.steps_on(3 * STEPS_DURING)
@@ -166,7 +164,6 @@ def truncate(what: str) -> Injection:
     """The newest file is cut off anywhere while the daemon is dead."""
 
     def inject(world: ChaosWorld, chance: random.Random) -> str:
-        assert world.daemon is not None
         world.daemon.kill()
         path = _newest(world, what)
         length = 0
@@ -254,7 +251,6 @@ LONG: dict[str, Injection] = {
 
 def _live_until(world: ChaosWorld, chance: random.Random, point: str, count: int, action: str) -> str:
     """A life of the daemon that ends (or stops) at the point; what to add if it never got there."""
-    assert world.daemon is not None
     world.daemon.kill()
     if point.startswith("journal.be") or point == "journal.renamed":
         # A whole placement is written once, for ranks that the journal does not know.
@@ -316,7 +312,6 @@ def kill_in_a_rollback(world: ChaosWorld, chance: random.Random) -> str:
     """Abort with a rollback; the daemon is killed before the rollback begins, the next one in the middle of its second
     chunk. The third continues until the ranks have their former placement, and its history has every attempt.
     """
-    assert world.daemon is not None
     world.daemon.kill()
     # Whatever is popular just now, this is something to migrate.
     pin = {"table": "item", "tier": "DEVICE", "rows": chance.sample(range(TABLES["item"][0]), _PINNED_ROWS)}

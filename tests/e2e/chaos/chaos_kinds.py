@@ -49,7 +49,6 @@ def add_table(world: ChaosWorld, chance: random.Random) -> str:
         if how == "ended":
             world.stop_daemon()
         else:
-            assert world.daemon is not None
             world.daemon.kill()
         world.config_file.write_text(yaml.safe_dump({**config, "tables": now}, sort_keys=False))
         world.start_daemon()

@@ -129,14 +129,12 @@ class ProcessServer:
         """Runs ``module:function(**arguments)``; its output goes to the end of ``log``."""
         order = {"function": function, "log": str(log), "environ": environ or {}, "arguments": arguments}
         assert self._server.stdin is not None
-        assert self._server.stdout is not None
         with self._lock:
             self._server.stdin.write(json.dumps(order) + "\n")
             self._server.stdin.flush()
             return Child(int(self._server.stdout.readline()), log)
 
     def close(self) -> None:
-        assert self._server.stdin is not None
         self._server.stdin.close()
         try:
             self._server.wait(10.0)

@@ -82,7 +82,6 @@ class Reference:
         self.losses.append(losses)
         with torch.no_grad():
             for name, table in self.tables.items():
-                assert table.grad is not None
                 sums = self._sums[name].add_(table.grad.square().mean(dim=1, keepdim=True))
                 table.sub_(_LEARNING_RATE * table.grad / (sums.sqrt() + _EPSILON))
                 table.grad = None

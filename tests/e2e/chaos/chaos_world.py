@@ -319,7 +319,6 @@ class ChaosWorld:
 
     def stop_daemon(self) -> None:
         """SIGTERM; AssertionError if it takes longer than it promises, or ends with another code than 0."""
-        assert self.daemon is not None
         self.daemon.signal(signal.SIGTERM)
         self.daemon.wait(25.0)
         assert self.daemon.exit_code == 0, self.daemon.tail()

@@ -31,7 +31,6 @@ def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], excha
 
     def totals() -> tuple[int, int]:
         pipeline = pipeline_of(collection)
-        assert pipeline is not None
         pipeline.wait()
         return tuple(
             counted.all_to_all_intra_bytes + counted.all_to_all_inter_bytes

@@ -15,8 +15,8 @@ from flexd.core.errors import SlowMemoryError
 PAGE_BYTES = 4096
 """Unit of direct I/O: offsets, lengths and buffers are multiples of it."""
 MAX_CALL_BYTES = 1 << 20
+# Begins the first page, so that no other file is taken for one of these.
 _MARK = b"flexd slow rows 1\n"
-"""Begins the first page, so that no other file is taken for one of these."""
 _SLOW_DISK = "look at the disk (iostat), or put the file on a faster one"
 _GOLDEN = 0x9E3779B97F4A7C15
 

@@ -17,10 +17,10 @@ import torch
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.bucket_table import BucketTable
 
+# Scores of rows with a known next use begin here, above every count.
 _AHEAD = 1e12
-"""Scores of rows with a known next use begin here, above every count."""
+# The cache slots that leave next are found for so many parts of all cache slots at a time.
 _QUEUE_SHARE = 16
-"""The cache slots that leave next are found for so many parts of all cache slots at a time."""
 
 
 @dataclass(frozen=True)

@@ -98,18 +98,18 @@ FIRST = 2
 """The half-life of the beginning."""
 _SAMPLED_CACHE_SLOTS = 2048
 _LEAST_SAMPLED_ROWS, _MAX_SAMPLED_ROWS = 1 << 8, 1 << 17
+# Half-life of the misses that are compared, in the same unit.
 _MEMORY = 16.0
-"""Half-life of the misses that are compared, in the same unit."""
+# A half-life is left for one that misses less by this share.
 _GAIN = 0.005
-"""A half-life is left for one that misses less by this share."""
+# Between two choices, in the same unit.
 _EVERY = 0.25
-"""Between two choices, in the same unit."""
 _SPREAD, _MODULUS = 2_654_435_761, 1 << 32
 
 
 _STEPS_PER_OCTAVE = 4
+# Above every negated count of a row that has been used, below that of one that has not.
 _UNSEEN = 3e38
-"""Above every negated count of a row that has been used, below that of one that has not."""
 
 
 class UseRanks:

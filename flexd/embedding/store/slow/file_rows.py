@@ -11,10 +11,10 @@ from flexd.core.arrays import Int64Array, first_of_run
 from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockFile, aligned_bytes
 from flexd.embedding.store.slow.cold_rows import ColdRows, FreshRows
 
+# At the start of a block: uint64 checksum of the rest, uint64 mask of the rows that were written.
 _HEAD_BYTES = 16
-"""At the start of a block: uint64 checksum of the rest, uint64 mask of the rows that were written."""
+# Blocks that are in memory at once.
 _WINDOW_BYTES = 16 << 20
-"""Blocks that are in memory at once."""
 
 
 class BlockRows(ColdRows):
@@ -46,8 +46,8 @@ class BlockRows(ColdRows):
         window = max(1, min(blocks, _WINDOW_BYTES // block_bytes))
         self._buffer = aligned_bytes(window * block_bytes).reshape(window, block_bytes)
         of_rows = self._buffer[:, head_bytes : head_bytes + per_block * row_bytes]
+        # View of the rows in ``_buffer``.
         self._payload = of_rows.reshape(window, per_block, row_bytes)
-        """View of the rows in ``_buffer``."""
 
     def close(self) -> None:
         self._file.close()
@@ -101,8 +101,8 @@ class FileRows(BlockRows):
         blocks = -(-rows // per_block)
         super().__init__(path, row_bytes, fresh, per_block, blocks, block_bytes, _HEAD_BYTES, **limits)
         self._masks = self._buffer.view(np.uint64)[:, 1]
+        # A bit a block.
         self._written = np.zeros(-(-blocks // 8), dtype=np.uint8)
-        """A bit a block."""
 
     @property
     def fast_nbytes(self) -> int:

@@ -15,12 +15,12 @@ from flexd.core.arrays import Int64Array, UInt8Array
 from flexd.embedding.store.slow.cold_rows import FreshRows
 from flexd.embedding.store.slow.file_rows import BlockRows, rows_per_block
 
+# Blocks that a search looks at, at least.
 _WINDOW = 4096
-"""Blocks that a search looks at, at least."""
+# Cleaning takes the emptiest of so many blocks for each that it is to free: near to the emptiest of all (Mitzenmacher:
+# The power of two choices, 2001; Desnoyers: Analytic models of SSD write performance, ACM TOS 2014), without a search
+# of all.
 _CHOICES = 16
-"""Cleaning takes the emptiest of so many blocks for each that it is to free: near to the emptiest of all (Mitzenmacher:
-The power of two choices, 2001; Desnoyers: Analytic models of SSD write performance, ACM TOS 2014), without a search of
-all."""
 
 
 class BlockSpace:
@@ -89,8 +89,8 @@ class BlockSpace:
 
 INDEX_BYTES = 5
 """Of a row in memory: where it is, and its part of the counts of blocks."""
+# Blocks of the file over those that all rows fill: with more, cleaning moves fewer rows.
 _SPACE = 2
-"""Blocks of the file over those that all rows fill: with more, cleaning moves fewer rows."""
 _SUM_BYTES, _SLOT_BYTES = 8, 8
 
 
@@ -101,8 +101,8 @@ class LogRows(BlockRows):
         per_block, block_bytes = rows_per_block(_SLOT_BYTES + row_bytes, _SUM_BYTES, most=255)
         blocks, head_bytes = _SPACE * -(-rows // per_block) + 1, _SUM_BYTES + _SLOT_BYTES * per_block
         super().__init__(path, row_bytes, fresh, per_block, blocks, block_bytes, head_bytes, **limits)
+        # View of the slots of the rows in ``_buffer``, -1 where there is none.
         self._slots = self._buffer.view(np.int64)[:, 1 : 1 + per_block]
-        """View of the slots of the rows in ``_buffer``, -1 where there is none."""
         self._space = BlockSpace(blocks, per_block)
         # 1 + the place of each row among all rows of all blocks; 0: never written.
         self._places = np.zeros(rows, dtype=np.int32 if blocks * per_block < 2**31 - 1 else np.int64)
