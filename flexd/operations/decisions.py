@@ -1,11 +1,13 @@
 """``state.sqlite``: what a daemon remembers beside its counters and the placement, and the decisions in it that survive
 a restart: a pause, a throttle, a rollback, plans that were not shown to win.
 
-A record is one JSON document. ``FORMAT`` is that of the tables and of every document in them: it grows with any change
-that an older flexd could not read, and a file of an older format is changed to this one when it is opened.
+A record is one JSON document with a digest, which notices a bit that changes on disk. ``FORMAT`` is that of the tables
+and of every document in them: it grows with any change that an older flexd could not read, and a file of an older
+format is changed to this one when it is opened.
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import sqlite3
@@ -26,16 +28,29 @@ from flexd.core.durable import UNUSABLE, sync_directory
 from flexd.core.errors import SnapshotError, StateVersionError
 
 NAME = "state.sqlite"
-FORMAT = 2
+FORMAT = 3
 """``PRAGMA user_version`` of the file."""
 BUSY_SECONDS = 2.0
 _TABLES = {
-    "migrations": "serial INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, document TEXT NOT NULL",
-    "actions": "serial INTEGER PRIMARY KEY AUTOINCREMENT, document TEXT NOT NULL",
-    "documents": "name TEXT PRIMARY KEY, document TEXT NOT NULL",
+    "migrations": "serial INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, document TEXT NOT NULL, digest",
+    "actions": "serial INTEGER PRIMARY KEY AUTOINCREMENT, document TEXT NOT NULL, digest",
+    "documents": "name TEXT PRIMARY KEY, document TEXT NOT NULL, digest",
 }
+_DIGESTS = "; ".join(
+    f"CREATE TRIGGER {table}_{event.split()[0]} AFTER {event} ON {table} BEGIN"
+    f" UPDATE {table} SET digest = digest_of(CAST(document AS BLOB)) WHERE rowid = NEW.rowid; END"
+    for table in _TABLES
+    for event in ("INSERT", "UPDATE OF document")
+)
 # SQL that makes a file of the next format from one of an older format.
-_UPGRADES = {1: "ALTER TABLE decisions RENAME TO documents"}
+_UPGRADES = {
+    1: "ALTER TABLE decisions RENAME TO documents",
+    2: "; ".join(
+        f"ALTER TABLE {table} ADD COLUMN digest; UPDATE {table} SET digest = digest_of(CAST(document AS BLOB))"
+        for table in _TABLES
+    )
+    + f"; {_DIGESTS}",
+}
 
 logger = logging.getLogger("flexd")
 
@@ -94,7 +109,7 @@ class StateDatabase:
 
     def put(self, name: str, document: str) -> None:
         """Replace a document of ``documents``. Raises as ``read``."""
-        self.write([("INSERT OR REPLACE INTO documents VALUES (?, ?)", (name, document))])
+        self.write([("INSERT OR REPLACE INTO documents (name, document) VALUES (?, ?)", (name, document))])
 
     def write(self, statements: Sequence[Statement]) -> None:
         """Execute all statements or none; they are durable on return. Raises as ``read``."""
@@ -140,7 +155,7 @@ class StateDatabase:
             _check_format(self._path, version)
             if version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchall():
                 tables = "".join(f"CREATE TABLE {name} ({columns});" for name, columns in _TABLES.items())
-                connection.executescript(f"BEGIN; {tables} PRAGMA user_version = {FORMAT}; COMMIT")
+                connection.executescript(f"BEGIN; {tables} {_DIGESTS}; PRAGMA user_version = {FORMAT}; COMMIT")
             elif version < FORMAT:
                 if self._read_only and version in _UPGRADES:
                     raise SnapshotError(
@@ -156,11 +171,21 @@ class StateDatabase:
                 lacking = wanted - {str(row[1]) for row in connection.execute(f"PRAGMA table_info({name})")}
                 if lacking:
                     raise _UnusableFileError(f"its table {name} lacks {', '.join(sorted(lacking))}")
+                self._drop_damaged(connection, name)
         except BaseException:
             connection.close()
             raise
         self._connection = connection
         return connection
+
+    def _drop_damaged(self, connection: sqlite3.Connection, table: str) -> None:
+        """Delete records that are not what was written. With ``read_only`` they are an error."""
+        damaged = f"FROM {table} WHERE digest IS NOT digest_of(CAST(document AS BLOB))"
+        for (document,) in connection.execute(f"SELECT CAST(document AS BLOB) {damaged}").fetchall():
+            if self._read_only:
+                raise _UnusableFileError(f"a record of its table {table} was damaged: {document[:200]!r}")
+            logger.error("%s: a record of %s was damaged, and is deleted: %.200r", self._path, table, document)
+            connection.execute(f"DELETE {damaged}")
 
     def _close(self) -> None:
         if self._connection is not None:
@@ -178,10 +203,16 @@ class StateDatabase:
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
-    return sqlite3.connect(
+    connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=BUSY_SECONDS, isolation_level=None,
         check_same_thread=False,
     )  # fmt: skip
+    connection.create_function("digest_of", 1, _digest_of, deterministic=True)
+    return connection
+
+
+def _digest_of(document: bytes | None) -> str:
+    return hashlib.sha256(document or b"").hexdigest()[:16]
 
 
 def _upgrade(connection: sqlite3.Connection, version: int) -> None:

@@ -54,7 +54,7 @@ def test_a_newer_file_is_refused_by_name_and_unchanged(tmp_path: Path, name: str
     (tmp_path / "placement").mkdir()
     (tmp_path / "placement" / "placement.journal").write_bytes(b"FLEXDPJ2" + bytes(8))
     with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
-        database.execute("PRAGMA user_version = 3")
+        database.execute("PRAGMA user_version = 4")
     before = (tmp_path / name).read_bytes()
     with pytest.raises(StateVersionError, match=f"{name}.*newer flexd"):
         OPENERS[name](tmp_path)

@@ -197,13 +197,13 @@ def test_an_unusable_file_is_quarantined(make: Callable[[], StateDatabase], tmp_
 def test_a_file_of_format_1_keeps_its_decisions(make: Callable[[], StateDatabase], tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / NAME)) as connection:
         tables = "".join(
-            f"CREATE TABLE {'decisions' if name == 'documents' else name} ({columns});"
+            f"CREATE TABLE {'decisions' if name == 'documents' else name} ({columns.removesuffix(', digest')});"
             for name, columns in decisions._TABLES.items()
         )
         connection.executescript(f"{tables} INSERT INTO decisions VALUES ('in force', 'x'); PRAGMA user_version = 1")
     before = (tmp_path / NAME).read_bytes()
     reader = StateDatabase(tmp_path / NAME, read_only=True)
-    with pytest.raises(SnapshotError, match="of format 1, not 2 - start the daemon once"):
+    with pytest.raises(SnapshotError, match="of format 1, not 3 - start the daemon once"):
         reader.document("in force")
     assert (tmp_path / NAME).read_bytes() == before
     assert make().document("in force") == "x"
@@ -221,7 +221,25 @@ def test_what_is_stored_does_not_change_without_a_new_format() -> None:
     )
     # A class that moves to another module stores the same.
     text = re.sub(r"flexd(\.\w+)*\.", "", "\n".join(fields))
-    assert {2: "1da92f74a65d"}[decisions.FORMAT] == hashlib.sha256(text.encode()).hexdigest()[:12]
+    assert {3: "1da92f74a65d"}[decisions.FORMAT] == hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def test_a_bit_that_changes_on_disk_is_noticed(make: Callable[[], StateDatabase], tmp_path: Path) -> None:
+    document = '{"throttle": {"bytes_per_step": 1048576}}'
+    file = make()
+    file.put("in force", document)
+    file.write([(ADD, ("an action",))])
+    file.close()
+    whole = (tmp_path / NAME).read_bytes()
+    first = whole.index(document.encode())
+    for bit in range(8 * len(document)):
+        harmed = bytearray(whole)
+        harmed[first + bit // 8] ^= 1 << bit % 8
+        (tmp_path / NAME).write_bytes(harmed)
+        with pytest.raises(SnapshotError, match="a record of its table documents was damaged"):
+            StateDatabase(tmp_path / NAME, read_only=True).document("in force")
+    assert make().document("in force") is None
+    assert documents(make()) == ["an action"]
 
 
 def test_a_locked_file_is_an_error_and_not_quarantined(
