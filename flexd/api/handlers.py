@@ -234,7 +234,7 @@ class OperatorCommands:
             pause = Pause(reason=reason, requested_by=requested_by, unix_seconds=self._wall_clock())
             self._decisions.update(pause=pause)
         self.record("pause", requested_by, reason)
-        return PauseState(paused=True, reason=reason, changed=first)
+        return PauseState(paused=True, reason=reason, changed=first, saved=not self._decisions.problem)
 
     def resume(self, reason: str = "", requested_by: str = "") -> PauseState:
         """End a pause."""
@@ -247,7 +247,7 @@ class OperatorCommands:
         if pause is not None:
             seconds = self._wall_clock() - pause.unix_seconds
             self.record("resume", requested_by, reason, f"after {max(0.0, seconds):.0f} s of: {pause.reason}")
-        return PauseState(paused=False, changed=pause is not None)
+        return PauseState(paused=False, changed=pause is not None, saved=not self._decisions.problem)
 
     def throttle(self) -> ThrottleStatus:
         """Return the limits on migrations and their state."""

@@ -91,6 +91,8 @@ class PauseState(Model):
     reason: str | None = None
     changed: bool = True
     """False if the state was the same before."""
+    saved: bool = True
+    """False as long as it cannot be written to the state: a restart would forget it."""
 
 
 class DecisionsStatus(Model):

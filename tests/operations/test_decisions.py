@@ -118,7 +118,8 @@ def test_a_full_disk_delays_no_command_and_the_write_is_repeated(tmp_path: Path)
         raise SnapshotError("No space left on device")
 
     it.state.write = full  # type: ignore[method-assign]
-    assert it.commands.pause("night").changed is True
+    paused = it.commands.pause("night")
+    assert (paused.changed, paused.saved) == (True, False)
     it.commands.tick()
     assert (it.held, it.commands.decisions_status().failures) == (True, 2)
     assert "No space left" in it.file.problem
@@ -128,7 +129,7 @@ def test_a_full_disk_delays_no_command_and_the_write_is_repeated(tmp_path: Path)
     it.state.write = write  # type: ignore[method-assign]
     it.commands._retry_at = 0.0
     it.commands.tick()
-    assert it.file.problem == ""
+    assert it.commands.pause("night").saved is True
     assert Start(tmp_path).held is True
 
 

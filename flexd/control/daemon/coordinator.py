@@ -194,8 +194,6 @@ class Coordinator(EpochManager):
         if self._earlier_attempt:
             self.members.expect(self._earlier_attempt, time.monotonic())
         self._emit("hosting", port=self.port)
-        if self.journal.truncated_bytes:
-            self._emit("journal_truncated", bytes=self.journal.truncated_bytes)
 
     def _finish(self) -> None:
         reason = self.failure or "the daemon is stopping"

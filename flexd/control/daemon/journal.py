@@ -9,6 +9,7 @@ endian arrays. The first frame is a *segment* (a whole placement, of one job att
 
 import contextlib
 import json
+import logging
 import os
 import struct
 import threading
@@ -27,6 +28,8 @@ from flexd.core.durable import quarantine_file, sync_directory
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.placement import Delta, Placement
 from flexd.core.supervision import fault_point
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Of the file: the last character of its magic. A newer flexd raises it and reads the formats before it."""
@@ -155,6 +158,11 @@ class PlacementJournal:
                 self._load()
         except OSError as error:
             raise self._error("cannot be read", error) from error
+        if self.truncated_bytes:
+            logger.warning(
+                "%s: %d bytes were torn or damaged, and are dropped; placements behind version %d are read from the "
+                "ranks. If no daemon crashed, check the disk", self._path, self.truncated_bytes, self.last_version,
+            )  # fmt: skip
 
     def close(self) -> None:
         with self._lock:

@@ -274,7 +274,7 @@ def _frame(header: dict[str, Any], version: int) -> bytes:
     ("header", "version"), [({}, 0), ({}, 4), ({"version": -1}, 3), ({"kind": "other"}, 3), ({"rows": ROWS + 1}, 3)]
 )
 def test_a_complete_record_out_of_sequence_ends_the_journal(
-    tmp_path: Path, header: dict[str, Any], version: int
+    tmp_path: Path, header: dict[str, Any], version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun(tmp_path, None, None).close()
     extra = _frame(header, version)
@@ -282,6 +282,8 @@ def test_a_complete_record_out_of_sequence_ends_the_journal(
         file.write(extra)
     journal = PlacementJournal(tmp_path)
     assert (journal.last_version, journal.truncated_bytes) == (2, len(extra))
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith(f"{tmp_path / 'placement.journal'}: {len(extra)} bytes were torn or damaged")
 
 
 def test_a_torn_length_allocates_no_memory(tmp_path: Path) -> None:
