@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -99,9 +99,17 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.limit_concurrency is not None and len(self.connections) > REFUSED_CONNECTIONS * self.limit_concurrency:
-            transport.abort()
-            return
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            # A flood of connections without a request would refuse everyone else until their deadlines.
+            connections = cast(set[BoundedProtocol], self.connections)
+            heads = [(each._head_deadline.when(), id(each), each) for each in connections if each._head_deadline]
+            if heads:
+                *_, oldest = min(heads)
+                oldest._cancel_head_deadline()
+                oldest.transport.abort()
+            elif len(self.connections) > REFUSED_CONNECTIONS * self.limit_concurrency:
+                transport.abort()
+                return
         secured = transport.get_extra_info("ssl_object")
         name = common_name(secured.getpeercert()) if secured is not None else None
         if name is not None:

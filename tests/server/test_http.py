@@ -183,14 +183,22 @@ def test_the_deadline_holds_for_the_second_request_of_a_connection_too(served: D
         assert closed_by_server(raw)
 
 
-def test_refused_connections_are_bounded_too(served: DaemonServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_without_a_request_refuse_nobody(served: DaemonServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "HEAD_SECONDS", 60.0)
     with contextlib.ExitStack() as stack:
-        for _ in range(LIMIT):
-            stack.enter_context(opened(served))
-        until(lambda: httpx.get(f"{served.address}/healthz", timeout=5).status_code == 503)
-        many = [stack.enter_context(opened(served)) for _ in range(http.REFUSED_CONNECTIONS * LIMIT)]
-        assert closed_by_server(many[-1])
+        for _ in range(5):
+            many = [stack.enter_context(opened(served, b"GET /heal")) for _ in range(3 * LIMIT)]
+            assert closed_by_server(many[0])
+            assert is_healthy(served)
+
+
+def test_refused_connections_are_bounded_too(served: DaemonServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(http.REFUSED_CONNECTIONS * LIMIT + LIMIT):  # each has had an answer and waits for a request
+            newest = stack.enter_context(opened(served, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"))
+            with contextlib.suppress(ConnectionError):
+                newest.recv(65536)
+        assert closed_by_server(newest)
     until(lambda: is_healthy(served))
 
 
