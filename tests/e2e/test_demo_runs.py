@@ -52,7 +52,5 @@ def test_the_demo_over_a_real_broker() -> None:
     done = run("tools/demo_kafka.py", "--steps", 40, "--batch-size", 32, "-o", "json", seconds=150)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout)
-    assert summary["steps"] == 40
     assert summary["max_abs_difference_to_single_process"] <= 1e-9
-    assert summary["replicas_bit_equal"] is True
-    assert summary["stream_accesses_dropped"] == 0
+    assert (summary["steps"], summary["replicas_bit_equal"], summary["stream_accesses_dropped"]) == (40, True, 0)

@@ -69,8 +69,7 @@ def ingest(order: Mapping[str, Any]) -> None:
 
 def start(state: Path, **source: Any) -> Forked:
     """Start a process that ingests into ``state`` (any thread)."""
-    order = {"state": str(state), **source}
-    return Forked(ingest, order, directory=state.parent, name="ingest")
+    return Forked(ingest, {"state": str(state), **source}, directory=state.parent, name="ingest")
 
 
 def status_of(state: Path, process: Forked) -> dict[str, Any]:
@@ -206,8 +205,7 @@ def test_killed_many_times_while_a_broker_delivers(tmp_path, lives):
         for lane in lanes:
             lane.wait()
         messages = producer.finish()
-        last = [lane.start("last") for lane in lanes]
-        for lane, process in zip(lanes, last, strict=True):
+        for lane, process in zip(lanes, [lane.start("last") for lane in lanes], strict=True):
             wait_for_status(lane.state, process, lambda status: status["samples"] >= messages * IDS)
             end(process)
     for lane in lanes:

@@ -187,8 +187,7 @@ def test_every_panel_finds_data(job: Monitored) -> None:
 
 def test_what_is_shown_is_what_happens(job: Monitored) -> None:
     """A query may find data and still mean nothing: the figures that people look at first are compared."""
-    status = job.daemon.status()
-    assert job.value("flexd_ready") == float(status["ready"]) == 1.0
+    assert job.value("flexd_ready") == float(job.daemon.status()["ready"]) == 1.0
     assert job.value("flexd_control_ranks_ready") == 2
     assert job.value("flexd_ingest_accesses_total") > 10_000
     assert job.value(f'sum(increase(flexd_training_sent_bytes_total{{link="inter"}}[{INTERVAL}]))') > 0

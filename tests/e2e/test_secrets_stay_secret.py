@@ -93,8 +93,7 @@ def checked(file: Path, *arguments: str) -> tuple[object, str]:
 def test_no_secret_is_said_anywhere_and_nobody_else_may_read_the_state(tmp_path: Path) -> None:
     daemon = Listened(tmp_path)
     with daemon.daemon as running:
-        paths = daemon.ask("GET", "/openapi.json", "read").json()["paths"]
-        for path, methods in paths.items():
+        for path, methods in daemon.ask("GET", "/openapi.json", "read").json()["paths"].items():
             for method in methods:
                 for token in (None, "guessed", "read", "admin"):
                     if method == "get" or token == "admin":

@@ -46,8 +46,7 @@ def verified(
         total = 0.0
         for _ in range(MICRO_BATCHES):
             ids = torch.from_numpy(rng.choice(ROWS, 128, p=popularity))
-            rows = collection({"item": flexd.Jagged(ids, torch.full((8,), 16))})["item"].values
-            total = total + rows.square().sum()
+            total = total + collection({"item": flexd.Jagged(ids, torch.full((8,), 16))})["item"].values.square().sum()
         total.backward()
         collection.optimizer.step()
         now = collection.traffic.totals()["home_accesses"]

@@ -3,7 +3,7 @@
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +24,8 @@ from tests.support.rank_pool import RankPool, Ranks, error_of
 IDS = {"item": Jagged(torch.arange(50), torch.tensor([50]))}
 
 
-def _step(collection: EmbeddingCollection) -> None:
-    collection(IDS)["item"].values.sum().backward()
+def _step(collection: EmbeddingCollection, ids: dict[str, Jagged] = IDS) -> None:
+    collection(ids)["item"].values.sum().backward()
     collection.optimizer.step()
 
 
@@ -78,8 +78,7 @@ def other_loop(rank: int, layout: RankLayout, odd: int, arguments: dict[str, Any
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
     text = error_of(lambda: list(prefetch([IDS], collection, **(arguments if rank == odd else {}))))
     for ids in prefetch([IDS] * 3, collection):
-        collection(ids)["item"].values.sum().backward()
-        collection.optimizer.step()
+        _step(collection, ids)
     return text, collection.steps
 
 
@@ -92,8 +91,7 @@ def other_settings(rank: int, layout: RankLayout, odd: int, ahead: bool) -> tupl
         for number, ids in enumerate(prefetch(batches, collection) if ahead else batches):
             if number == 2 and rank == odd:
                 collection.optimizer.param_groups[0]["lr"] *= 0.5
-            collection(ids)["item"].values.sum().backward()
-            collection.optimizer.step()
+            _step(collection, ids)
 
     text = error_of(train)
     return collection.steps, text
@@ -132,8 +130,7 @@ def fails_in_a_step(rank: int, layout: RankLayout, odd: int, where: str, ahead: 
         with collection if where == "dense part" else nullcontext():
             train()
 
-    text = error_of(run)
-    return text, collection.steps
+    return error_of(run), collection.steps
 
 
 pytestmark = pytest.mark.slow
@@ -141,11 +138,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("fault", ["dies", "hangs", "extra look-up"])
 def test_a_broken_rank_is_an_error_on_every_other_rank(fault: str) -> None:
-    pool = RankPool(4)
-    try:
+    with closing(RankPool(4)) as pool:
         results = pool.run(lose_a_rank, RankLayout(2, 2), 3, fault, 1.5)
-    finally:
-        pool.close()
     for rank, text in enumerate(results):
         if text is None:
             # gloo ends a process that gets the rows of another collective
@@ -178,8 +172,7 @@ def test_different_calls_are_refused_with_both_calls(
 @pytest.mark.parametrize("ahead", [False, True])
 def test_another_learning_rate_on_one_rank_is_an_error_on_every_rank(ranks: Ranks, ahead: bool) -> None:
     """Found by the first look-up after the update that differed; with the prefetch pipeline by the one after that."""
-    results = ranks(4).run(other_settings, RankLayout(2, 2), 3, ahead)
-    for rank, (steps, text) in enumerate(results):
+    for rank, (steps, text) in enumerate(ranks(4).run(other_settings, RankLayout(2, 2), 3, ahead)):
         assert steps == 3 + ahead
         assert text.startswith("EmbeddingError: ranks updated their rows with different settings")
         assert f"rank {rank}: SGD(" in text
@@ -203,8 +196,7 @@ def test_other_arguments_of_prefetch_on_one_rank_are_an_error_on_every_rank(
     others = [rank for rank in range(4) if rank != odd] if odd == 0 else [odd]
     for rank, (text, steps) in enumerate(results):
         assert text.startswith(f"EmbeddingError: ranks {others} begin a loop of flexd.prefetch with other settings")
-        usual = "one_thread=False, passes_per_step=1"
-        assert f"rank {rank}: {shown if rank == odd else usual}" in text
+        assert f"rank {rank}: {shown if rank == odd else 'one_thread=False, passes_per_step=1'}" in text
         assert steps == 3
 
 
@@ -227,11 +219,8 @@ def test_an_error_between_two_exchanges_is_named_on_every_rank(
     odd: int, where: str, ahead: bool, exchange: str
 ) -> None:
     """The rank that ran out of memory stays alive. The deadline is far below the 60 s of the process group."""
-    pool = RankPool(4)
-    try:
+    with closing(RankPool(4)) as pool:
         results = pool.run(fails_in_a_step, RankLayout(2, 2), odd, where, ahead, exchange, timeout=40)
-    finally:
-        pool.close()
     for rank, (text, steps) in enumerate(results):
         assert steps == 2 or where == "job"
         assert "tried to allocate 20.00 GiB" in text

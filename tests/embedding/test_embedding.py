@@ -59,8 +59,7 @@ class Recommender(nn.Module):
         state = self.state(given)
         if self.softmax:
             return functional.cross_entropy(state @ self.items.weight.T, given.liked)
-        scores = ((self.items(given.liked) - self.items(given.other)) * state).sum(1)
-        return -functional.logsigmoid(scores).mean()
+        return -functional.logsigmoid(((self.items(given.liked) - self.items(given.other)) * state).sum(1)).mean()
 
     def state(self, given: Batch) -> torch.Tensor:
         users: torch.Tensor = self.users["embedding"](given.users)
@@ -101,8 +100,7 @@ def dense_optimizer(case: Training, parameters: Any) -> torch.optim.Optimizer:
 def row_optimizer(case: Training) -> Any:
     if case.optimizer == "sgd":
         return flexd.SGD(0.2)
-    decoupled = case.optimizer == "adamw"
-    return flexd.DenseAdam(0.05, (0.8, 0.95), 1e-3, weight_decay=0.1, decoupled_weight_decay=decoupled)
+    return flexd.DenseAdam(0.05, (0.8, 0.95), 1e-3, weight_decay=0.1, decoupled_weight_decay=case.optimizer == "adamw")
 
 
 def schedule(case: Training, optimizer: torch.optim.Optimizer) -> Any:

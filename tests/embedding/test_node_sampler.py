@@ -59,8 +59,8 @@ def test_ranks_read_the_same_global_batches_and_send_less(ranks: Ranks) -> None:
             batch = [of_rank["indices"][epoch][number] for of_rank in results]
             assert [len(of_rank) for of_rank in batch] == [12] * 4
             assert len(set(chain(*batch))) == 48
-    first = [sorted(chain(*(of_rank[kind][0] for of_rank in results))) for kind in ("undealt",)]
-    assert first[0] == sorted(chain(*(of_rank["indices"][0][0] for of_rank in results)))
+    dealt_first = sorted(chain(*(of_rank["indices"][0][0] for of_rank in results)))
+    assert sorted(chain(*(of_rank["undealt"][0] for of_rank in results))) == dealt_first
     assert results[0]["indices"][0] != results[0]["indices"][1]
     undealt, dealt = (sum(of_rank["sent"][at] for of_rank in results) for at in range(2))
     assert dealt < 0.8 * undealt

@@ -95,8 +95,7 @@ def job(
 )
 def test_a_step_mixes_no_devices_and_waits_within_the_budget(layout: RankLayout, settings: dict[str, Any]) -> None:
     with job(layout, **settings) as made:
-        waits = [made.waits_of(given) for given in made.batches(2)]
-        assert max(waits) <= MAX_WAITS, made.cuda.lines
+        assert max(made.waits_of(given) for given in made.batches(2)) <= MAX_WAITS, made.cuda.lines
         with torch.no_grad():
             out = made.collection(made.batches(1)[0])
         assert all((rows if isinstance(rows, torch.Tensor) else rows.values).device == DEVICE for rows in out.values())
@@ -139,8 +138,7 @@ def test_everything_beside_a_step_mixes_no_devices() -> None:
         assert {name: counts.accesses for name, counts in tap._pending.items()} == {"t0": 64, "t1": 64, "t2": 64}
         collection.load_rows("t1", 2, torch.ones(5, 32))
         made.step(given)
-        saved = collection.state_dict()
-        collection.load_state_dict(saved)
+        collection.load_state_dict(collection.state_dict())
         made.step(given)
         collection.memory()
 

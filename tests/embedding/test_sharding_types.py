@@ -110,12 +110,8 @@ PAIRS = RankLayout(2, 2)
 def test_a_table_copied_to_every_rank_is_read_without_a_request(ranks: Ranks, exchange: str) -> None:
     """Its rows are where a chunk cannot move them, and a listing for the daemon leaves them out."""
     for result in ranks(4).run(copied, PAIRS, exchange):
-        assert result["home_accesses"] == 0
-        assert result["device_accesses"] == 4 * 9
-        assert result["bit_equal"]
-        assert result["listed"] == 0
-        assert "not at the tier" in result["refused"]
-        assert result["slots"] == 5
+        assert "not at the tier" in result.pop("refused")
+        assert result == {"home_accesses": 0, "device_accesses": 4 * 9, "bit_equal": True, "listed": 0, "slots": 5}
 
 
 @pytest.mark.parametrize("form", ["series", "whole"])
@@ -130,8 +126,7 @@ def test_checkpoints_load_into_any_other_rules_and_number_of_ranks(
         (RankLayout(1, 2), ("row_wise", "table_wise:1", "table_row_wise:0")),
     ]
     for layout, others in jobs:
-        job = (load, layout, others, str(tmp_path), form, window_bytes)
-        for result in ranks(layout.world_size).run(*job):
+        for result in ranks(layout.world_size).run(load, layout, others, str(tmp_path), form, window_bytes):
             # Also where all ranks send the rows of a table to one.
             assert result["received"] <= 2 * window_bytes
             for name, table in saved["saved"].items():

@@ -92,8 +92,7 @@ def test_without_acknowledgements_counts_add_up_in_bounded_memory_and_no_step_wa
     for _ in range(60):
         job.step()
     until(lambda: job.tap._full is None and job.tap._spare is not None and job.tap._pending, 20)
-    first = job.tap.outbox.counts
-    assert first.sequence == 0
+    assert job.tap.outbox.counts.sequence == 0
     held = sum(tap_counts.value_count([table]) for table in job.tap._pending.values())
     assert held <= 2 * (20_000 + 50) + 4 * 4097, "pending counts are bounded by the tables' rows"
     deltas: list[TapCounts] = []
@@ -147,8 +146,7 @@ def test_a_tap_sends_the_distinct_rows_of_one_pass_in_so_many():
         history[:] = 0  # a loader may fill its buffers again
         with torch.no_grad():
             job.collection(features)  # evaluation has no number
-    offered = until(lambda: job.tap.outbox.counts, 20)
-    sampled = tap_counts.decode(offered.payload).sampled
+    sampled = tap_counts.decode(until(lambda: job.tap.outbox.counts, 20).payload).sampled
     assert sampled.tables == ("item", "shop")
     assert [each.number for each in sampled.passes] == [n for n in range(64) if PassSample(4, 1, 1).wants(n)]
     assert 8 <= len(sampled.passes) <= 24

@@ -1,6 +1,7 @@
 """Rows in tiered storage: training, migrations, checkpoints and errors are those of rows that are all fast."""
 
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -135,21 +136,16 @@ def test_checkpoints_loads_and_resets_are_those_of_fast_rows(ranks: Ranks, tmp_p
     for result in ranks(4).run(both, RankLayout(2, 2), str(tmp_path / "saved"), dtype):
         assert result["cache_slots"]
         assert all(cache_slots < rows for cache_slots, rows in result["cache_slots"])
-        assert result["after"] == [], "bit for bit"
-        assert result["loaded"] == [[], []]
-        assert result["again"] == []
-        assert not result["initial"]
-        assert result["left"] == [], "files go with the collection"
+        # Bit for bit, and files go with the collection.
+        expected = {"after": [], "loaded": [[], []], "again": [], "initial": False, "left": []}
+        assert {name: result[name] for name in expected} == expected
         assert result["memory"][0] != result["memory"][1]
 
 
 def test_a_disk_that_fails_is_an_error_on_every_rank_that_names_the_file() -> None:
     """Other faults of disks: store/slow/test_cold_rows.py."""
-    pool = RankPool(3)
-    try:
+    with closing(RankPool(3)) as pool:
         results = pool.run(damage_the_disk, RankLayout(1, 3), 2, timeout=60)
-    finally:
-        pool.close()
     for rank, said in enumerate(results):
         assert said.startswith("SlowMemoryError" if rank == 2 else "CollectiveError"), said
         assert "rank2.group" in said
@@ -159,7 +155,6 @@ def test_a_disk_that_fails_is_an_error_on_every_rank_that_names_the_file() -> No
 def test_homes_know_the_batches_ahead_by_default_however_often_the_pipeline_is_switched() -> None:
     collection = EmbeddingCollection([EmbeddingTable("item", 400, 4)], optimizer=SGD(0.1), fast_memory_bytes=6_000)
     (store,) = collection.engine.stores
-    assert store.tier is not None
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(0, 400, (12,), generator=generator) for _ in range(20)]
     batches = ({"item": Jagged(each, torch.tensor([12]))} for each in ids)

@@ -35,8 +35,7 @@ def test_the_fastest_arm_is_found_under_noise_and_exploring_costs_little(kind: s
 def test_a_change_of_the_link_is_followed(kind: str, after: tuple[float, float]) -> None:
     for seed in range(5):
         factors = noise(kind, 3_000, np.random.default_rng(seed))
-        run = simulate(factors, [(1.2, 1.0), after], seed)
-        assert run.excess == 0.0, "within 1,500 steps"
+        assert simulate(factors, [(1.2, 1.0), after], seed).excess == 0.0, "within 1,500 steps"
 
 
 def steps(tuner: Tuner[str], number: int, times: dict[str, float], version: int = 0, **options: bool) -> list[str]:
@@ -54,8 +53,7 @@ def test_a_placement_that_settles_is_a_cause_and_one_that_changes_stops_a_block(
     steps(tuner, 500, times)
     assert (tuner.trials, tuner.chosen) == (1, "a")
     assert set(steps(tuner, QUIET_STEPS - 1, {"a": 1.05, "b": 0.9}, version=2)) == {"a"}
-    used = steps(tuner, 100, {"a": 1.05, "b": 0.9}, version=2)
-    assert (used[-1], tuner.trials) == ("b", 2)
+    assert (steps(tuner, 100, {"a": 1.05, "b": 0.9}, version=2)[-1], tuner.trials) == ("b", 2)
     measured = tuner.measured_at_step
     # A placement that changes with every step lets no block end.
     tuner._begin_at = 0

@@ -92,8 +92,7 @@ def test_of_the_wires_that_a_user_allows_the_fastest_is_used(ranks: Ranks) -> No
     assert {arm.rpartition(" in ")[2] for arm in results[0]["used"][-50:]} == {"bfloat16"}
     plain = ranks(4).run(trained, RankLayout(2, 2), {"exchange": "chain"}, SECONDS)
     # Rounded rows change what is learned by what the narrow wire rounds, and by no more.
-    difference = (results[0]["table"] - plain[0]["table"]).abs().max()
-    assert 0 < difference < 0.02
+    assert 0 < (results[0]["table"] - plain[0]["table"]).abs().max() < 0.02
 
 
 def test_a_loop_without_prefetch_is_told_once_what_it_could_hide(caplog: pytest.LogCaptureFixture) -> None:

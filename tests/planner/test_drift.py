@@ -50,8 +50,7 @@ def test_moved_popularity_is_drift() -> None:
     loads = make_loads(now, KEYSPACE, LAYOUT)
     plan, live = (placement_cost(loads, each, KEYSPACE, CLUSTER).exposed_seconds for each in (fresh, old))
     assert drift.ratio == pytest.approx(live / plan)
-    reason = drift.reason_to_plan(1.02)
-    assert reason.startswith(f"drift {drift.ratio:.2f} > 1.02 (table ")
+    assert drift.reason_to_plan(1.02).startswith(f"drift {drift.ratio:.2f} > 1.02 (table ")
     assert drift.reason_to_plan(10.0) is None
 
 

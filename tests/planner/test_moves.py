@@ -97,8 +97,7 @@ def test_placed_homes_are_those_of_the_placement() -> None:
     homes = some_homes(5)
     rule = rule_nodes(homes.keys, LAYOUT)
     at = np.flatnonzero(homes.home != rule)[:5]
-    live = Placement.of(homes.keys[at], (REHOMED + homes.home[at]).astype(np.uint8))
-    placed = placed_homes(homes, live, LAYOUT)
+    placed = placed_homes(homes, Placement.of(homes.keys[at], (REHOMED + homes.home[at]).astype(np.uint8)), LAYOUT)
     assert placed.home[at].tolist() == homes.home[at].tolist()
     others = np.setdiff1d(np.arange(len(rule)), at)
     assert placed.home[others].tolist() == rule[others].tolist()

@@ -154,8 +154,7 @@ def test_every_prefix_fits_and_ends_at_the_plan(case: tuple[int, RankLayout, int
     slots = rng.integers(0, 120, 2)
     live, target = (random_placement(rng, layout, slots, rows) for _ in range(2))
     # Most rows live on, so that demotions and promotions mix.
-    gains = rng.exponential(1.0, len(target))
-    delta = plan_delta(live, target, gains, TWO_DIMS, layout, slots.tolist())
+    delta = plan_delta(live, target, rng.exponential(1.0, len(target)), TWO_DIMS, layout, slots.tolist())
     assert len(np.unique(delta.keys)) == len(delta)
     placement = live
     for chunk in delta_chunks(delta, TWO_DIMS, layout, int(rng.integers(1, 40)), int(rng.integers(1, 4000))):

@@ -100,8 +100,7 @@ def test_the_budget_is_kept(simulation: Simulation) -> None:
 
 
 def test_a_replay_repeats_itself_bit_by_bit(simulation: Simulation) -> None:
-    again = simulate(drifting(), LAYOUT, CLUSTER, SETTINGS)
-    assert summarise(again) == summarise(simulation)
+    assert summarise(simulate(drifting(), LAYOUT, CLUSTER, SETTINGS)) == summarise(simulation)
     other = simulate(drifting(seed=2), LAYOUT, CLUSTER, SETTINGS, strategies=[TWO_HOP])
     assert (other.runs["two_hop"].sent != simulation.runs["two_hop"].sent).any()
 
@@ -114,8 +113,7 @@ def test_migrations_keep_to_the_cap_of_a_step() -> None:
     run = simulate(drifting(), LAYOUT, CLUSTER, settings, strategies=[REPLANNED]).runs["replanned"]
     assert run.migrated_rows.any()
     # Demotions copy nothing: they come on top of at most 20 promoted rows.
-    gained = np.diff(run.replicated_rows, prepend=0)
-    assert gained.max() == 20
+    assert np.diff(run.replicated_rows, prepend=0).max() == 20
 
 
 @pytest.mark.parametrize(

@@ -67,5 +67,4 @@ def placed() -> Placement:
     items, users = KEYSPACE.index["items"], KEYSPACE.index["users"]
     keys = np.concatenate([KEYSPACE.keys(users, np.array([49])), KEYSPACE.keys(items, np.array([3, 7]))])
     order = np.argsort(keys)
-    tiers = np.array([Tier.NODE, Tier.NODE, Tier.DEVICE], dtype=np.uint8)
-    return Placement(keys[order], tiers[order], 6)
+    return Placement(keys[order], np.array([Tier.NODE, Tier.NODE, Tier.DEVICE], dtype=np.uint8)[order], 6)

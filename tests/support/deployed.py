@@ -82,8 +82,7 @@ def check_schema(document: Document) -> None:
 
 def known_metrics() -> set[str]:
     """Names of the metrics page, with all its parts; ``_sum`` and ``_count`` of each."""
-    status = STATUS.model_copy(update={"slow_memory": SlowMemoryStatus()})
-    text = Metrics(FakeDaemon(shown=status)).render()[0].decode()
+    text = Metrics(FakeDaemon(shown=STATUS.model_copy(update={"slow_memory": SlowMemoryStatus()}))).render()[0].decode()
     known = set(re.findall(r"^# TYPE (flexd_\w+) ", text, re.MULTILINE))
     known |= {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     return known | {f"{name}{suffix}" for name in known for suffix in ("_sum", "_count")}
@@ -112,21 +111,21 @@ def check_daemon(pod: Document, config: Config) -> None:
     container, spec = daemon_of(pod), pod["spec"]
     assert container["args"] == ["run", "-c", "/etc/flexd/config/flexd.yaml"]
     security = container["securityContext"]
-    assert security["runAsNonRoot"] is True
+    locked = {
+        "runAsNonRoot": True, "readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }  # fmt: skip
+    assert {name: security.get(name) for name in locked} == locked
     assert security["runAsUser"] == security["runAsGroup"] == spec["securityContext"]["fsGroup"] == 10001
     # Without it the kubelet changes the owner of every file of the state at every start.
     assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
-    assert security["readOnlyRootFilesystem"] is True
-    assert security["allowPrivilegeEscalation"] is False
-    assert security["capabilities"] == {"drop": ["ALL"]}
     assert container["resources"]["limits"]["memory"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert split_address(config.server.metrics_listen) == ("0.0.0.0", ports["metrics"])
     for name, path in (("startupProbe", "/healthz"), ("livenessProbe", "/healthz")):
         assert container[name]["httpGet"] == {"path": path, "port": "metrics"}
     assert container.get("readinessProbe", {"httpGet": {"path": None}})["httpGet"]["path"] in ("/readyz", None)
-    paths = {probe["httpGet"]["path"] for name, probe in container.items() if name.endswith("Probe")}
-    assert paths <= probe_paths()
+    assert {probe["httpGet"]["path"] for name, probe in container.items() if name.endswith("Probe")} <= probe_paths()
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
     assert "/tmp" in mounts
     assert config_key(pod) == "flexd.yaml"

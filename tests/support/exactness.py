@@ -305,11 +305,8 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
         slower = scenario.gamma**step
         with torch.no_grad():
             for name, table in tables.items():
-                grad = table.weight.grad
-                assert grad is not None
-                plain[name].step(
-                    table.weight, grad, seen[name], slower * (scenario.second_rate if name == "shop" else 1.0), step + 1
-                )
+                rate = slower * (scenario.second_rate if name == "shop" else 1.0)
+                plain[name].step(table.weight, table.weight.grad, seen[name], rate, step + 1)
     return losses, {name: table.weight.detach().double().numpy() for name, table in tables.items()}
 
 

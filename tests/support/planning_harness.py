@@ -50,8 +50,7 @@ class PlanningHarness:
         history: Any = SimpleNamespace(newest_moves=lambda limit: ())
         executions = Executions(keyspace, self.coordinator, history, None)  # type: ignore[arg-type]
         self.coordinator.on_migration = executions.on_migration
-        cluster = scale_model(self.config.cluster(), 1e6)
-        self.prices = LivePrices(cluster, self.training, self.coordinator)
+        self.prices = LivePrices(scale_model(self.config.cluster(), 1e6), self.training, self.coordinator)
         maker = PlanMaker(
             self.config.planner,
             keyspace,
@@ -76,8 +75,7 @@ class PlanningHarness:
         rng = np.random.default_rng([seed, draw] if draw else seed)
         weights = np.arange(1, ROWS + 1) ** -1.2
         rows = rng.choice(ROWS, accesses, p=weights / weights.sum())
-        lengths = np.full(accesses // 10, 10)
-        self.sketches.ingest("item", (rows + 137 * seed) % ROWS, 0, 1.0 + seed, lengths)
+        self.sketches.ingest("item", (rows + 137 * seed) % ROWS, 0, 1.0 + seed, np.full(accesses // 10, 10))
 
     def propose(self, reason: str, **options: Any) -> Proposal:
         return self.planning.propose(Trigger(TriggerKind.MANUAL, reason), **options)

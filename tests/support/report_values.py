@@ -68,8 +68,7 @@ def _values(type_: FieldType) -> st.SearchStrategy[Any]:
         found = reports(type_.base)
     elif isinstance(bounds, Range):
         few = st.sampled_from([bounds.low, bounds.high]).map(type_.base)
-        some = st.integers(int(bounds.low), int(bounds.high)) if type_.base is int else st.floats(*bounds)
-        found = few | some
+        found = few | (st.integers(int(bounds.low), int(bounds.high)) if type_.base is int else st.floats(*bounds))
     else:
         assert isinstance(bounds, Longest)
         found = st.text(max_size=bounds.length)

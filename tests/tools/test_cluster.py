@@ -94,8 +94,7 @@ def test_of_a_killed_run_the_ranks_die_and_the_next_run_removes_the_rest(tmp_pat
     killed.kill()
     killed.wait(10)
     until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
-    left = names_of(killed.pid)
-    assert len(left) == 3
+    assert len(names_of(killed.pid)) == 3
     with Cluster(1, 1) as alive:
         assert names_of(killed.pid) == []
         assert remove_leftovers() == []

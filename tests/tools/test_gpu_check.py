@@ -10,11 +10,6 @@ from tests.support.repository import ROOT, child_environment
 from tools import gpu_check
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    tool = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), *arguments]
-    return subprocess.run(tool, capture_output=True, text=True, timeout=300, env=child_environment(), check=False)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([]) == 0
@@ -33,7 +28,8 @@ def test_every_mode_trains_equally_and_changes_the_tables() -> None:
 
 @pytest.mark.long
 def test_the_whole_command_runs_on_a_cpu() -> None:
-    done = command("--device", "cpu")
+    tool = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--device", "cpu"]
+    done = subprocess.run(tool, capture_output=True, text=True, timeout=300, env=child_environment(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for mode in gpu_check.MODES:
         for ranks in (1, 2):

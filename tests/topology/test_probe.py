@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -92,8 +93,7 @@ def test_all_ranks_report_one_cluster_that_prices_a_plan(pool: RankPool) -> None
 
 @pytest.mark.parametrize(("layout", "missing"), [(RankLayout(1, 4), "inter_node"), (RankLayout(4, 1), "intra_node")])
 def test_a_link_that_the_job_does_not_have_gets_other_figures(pool: RankPool, layout: RankLayout, missing: str) -> None:
-    options = ProbeOptions(min_bytes=1024, max_bytes=1024, budget_seconds=0.01)
-    cluster, sizes = pool.run(measured, layout, options)[0]
+    cluster, sizes = pool.run(measured, layout, ProbeOptions(min_bytes=1024, max_bytes=1024, budget_seconds=0.01))[0]
     assert not any(name.startswith(missing) for name in sizes)
     assert f"{missing}: not measured" in cluster.source
     assert cluster.intra_node == cluster.inter_node
@@ -101,8 +101,7 @@ def test_a_link_that_the_job_does_not_have_gets_other_figures(pool: RankPool, la
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["dies", "hangs"])
 def test_a_missing_rank_fails_the_probe_within_the_deadline(hangs: bool) -> None:
-    pool = RankPool(4)
-    try:
+    with closing(RankPool(4)) as pool:
         for pipe in pool._pipes:
             pipe.send((leave_during_a_collective, (LAYOUT, 3, hangs, 3.0)))
         deadline = time.monotonic() + 60
@@ -112,8 +111,6 @@ def test_a_missing_rank_fails_the_probe_within_the_deadline(hangs: bool) -> None
             assert kind == "ok", text
             assert "a collective failed" in text
             assert "see the first error among the other ranks" in text
-    finally:
-        pool.close()
 
 
 @pytest.mark.parametrize(

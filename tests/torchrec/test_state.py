@@ -117,8 +117,7 @@ STEPS = 4
 def test_a_job_that_moves_to_flexd_and_back_has_the_losses_of_one_that_never_moved(
     pair: RankPool, optimizer: str, tmp_path: Path
 ) -> None:
-    results = pair.run(there_and_back, RankLayout(2, 1), optimizer, STEPS, str(tmp_path))
-    for result in results:
+    for result in pair.run(there_and_back, RankLayout(2, 1), optimizer, STEPS, str(tmp_path)):
         assert result["losses"] == pytest.approx(result["expected"], abs=2e-6)
         assert result["replicas_equal"]
 

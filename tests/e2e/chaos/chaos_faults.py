@@ -60,7 +60,6 @@ def stop_at(point: str, count: int = 1) -> Injection:
 
 
 def kill_daemon(world: ChaosWorld, chance: random.Random) -> str:
-    assert world.daemon is not None
     time.sleep(chance.uniform(0.0, 1.0))
     world.daemon.kill()
     world.steps_on(STEPS_DURING)
@@ -181,7 +180,6 @@ def truncate(what: str) -> Injection:
 def two_daemons(world: ChaosWorld, chance: random.Random) -> str:
     """A second one on the same state directory, or on the same ports, does not come up; the first does not notice."""
     first = world.daemon
-    assert first is not None
     same_state = chance.random() < 0.5
     other = {} if same_state else {"FLEXD__STATE__DIR": str(world.directory / "other-state")}
     second = world.start_daemon("", **other)

@@ -118,7 +118,6 @@ def _poison(make: Callable[[ChaosWorld, random.Random], Iterator[bytes]], codec:
 
 def upgrade_daemon(world: ChaosWorld, chance: random.Random) -> str:
     """Another version continues from the state of the daemon before it, under the ranks that are there."""
-    assert world.daemon is not None
     how = chance.choice(("ended", "killed"))
     moving = ("pushing", "applying")
     until(lambda: (world.status().get("migration") or {}).get("state") in moving, _SECONDS, world.where)
@@ -145,7 +144,6 @@ def upgrade_ranks(world: ChaosWorld, chance: random.Random) -> str:
 
 
 def _other(world: ChaosWorld, server: ProcessServer) -> ProcessServer:
-    assert world.next_server is not None
     return world.next_server if server is world.server else world.server
 
 

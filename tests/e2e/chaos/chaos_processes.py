@@ -128,7 +128,6 @@ class ProcessServer:
     def start(self, function: str, log: Path, environ: dict[str, str] | None = None, **arguments: Any) -> Child:
         """Runs ``module:function(**arguments)``; its output goes to the end of ``log``."""
         order = {"function": function, "log": str(log), "environ": environ or {}, "arguments": arguments}
-        assert self._server.stdin is not None
         with self._lock:
             self._server.stdin.write(json.dumps(order) + "\n")
             self._server.stdin.flush()

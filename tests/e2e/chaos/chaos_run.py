@@ -294,10 +294,7 @@ class Checker:
         ]
 
     def _count_log(self) -> Log:
-        config = self._world.config
-        half_life = sketch_settings(config).half_life_seconds
-        assert half_life is not None
-        log = Log(half_life)
+        log = Log(sketch_settings(self._world.config).half_life_seconds)
         for batches in self._world.batches():
             log.add(batches)
         return log

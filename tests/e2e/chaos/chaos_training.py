@@ -105,8 +105,7 @@ def rank(
     if checkpoint is not None:
         dcp.load({"tables": flexd.ShardedState(collection)}, checkpoint_id=checkpoint)
         first = int(checkpoint.rpartition("-")[2])
-    sink = KafkaSink(bootstrap, topic)
-    publisher = flexd.Publisher(sink, source_rank=rank)
+    publisher = flexd.Publisher(KafkaSink(bootstrap, topic), source_rank=rank)
     connection = flexd.connect(
         collection, control, job=JOB, attempt=attempt, secret_file=secret_file, timeout_seconds=3.0
     )
@@ -148,8 +147,7 @@ def _step(
             publisher.publish(name, rows, event_time_seconds=FIRST_SECOND + step * SECONDS_A_STEP)
     started = time.monotonic()
     given = {n: flexd.Jagged(torch.from_numpy(rows), torch.tensor([len(rows)])) for n, rows in ids.items()}
-    out = collection(given)
-    loss = loss_of({name: jagged.values for name, jagged in out.items()}, seed, step, rank)
+    loss = loss_of({name: jagged.values for name, jagged in collection(given).items()}, seed, step, rank)
     loss.backward()  # type: ignore[no-untyped-call]
     collection.optimizer.step()
     ended = time.monotonic()

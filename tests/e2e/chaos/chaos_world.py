@@ -314,8 +314,7 @@ class ChaosWorld:
             child.wait(60.0)
             assert child.exit_code == 0, child.tail()
         self.job.follow()
-        name = self.job.name
-        return [json.loads((self.directory / f"{name}-{rank}.done").read_text()) for rank in range(WORLD)]
+        return [json.loads((self.directory / f"{self.job.name}-{rank}.done").read_text()) for rank in range(WORLD)]
 
     def stop_daemon(self) -> None:
         """SIGTERM; AssertionError if it takes longer than it promises, or ends with another code than 0."""

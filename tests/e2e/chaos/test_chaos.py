@@ -72,6 +72,5 @@ def assert_violations_are_seen(run: ChaosRun) -> None:
     }
     for words, record in falsified.items():
         job.steps[1][-2] = record
-        checker = Checker(run.world, run.checker.reference)
-        assert any(words in line for line in checker.training()), words
+        assert any(words in line for line in Checker(run.world, run.checker.reference).training()), words
     job.steps[1][-2] = good

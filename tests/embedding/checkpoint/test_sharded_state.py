@@ -130,11 +130,9 @@ def test_checkpoints_of_other_optimizers_and_dtypes(ranks: Ranks, tmp_path: Path
 
 @pytest.mark.parametrize("change", ["one bit", "two rows", "a table"])
 def test_a_changed_state_is_refused(ranks: Ranks, change: str) -> None:
-    results = ranks(4).run(load_changed, FOUR_RANKS, change, timeout=60)
-    for rank, (text, unchanged) in enumerate(results):
+    for rank, (text, unchanged) in enumerate(ranks(4).run(load_changed, FOUR_RANKS, change, timeout=60)):
         if change == "a table":
-            cause = "rank 3: embeddings.odd.weight is missing"
-            assert (cause if rank == 3 else "see the error of rank 3") in text
+            assert ("rank 3: embeddings.odd.weight is missing" if rank == 3 else "see the error of rank 3") in text
         else:
             assert "tables item differ from the saved ones" in text
         assert unchanged

@@ -11,8 +11,7 @@ from flexd.embedding.exchange.route import MAX_TABLE_ROWS, Dedup
 @settings(max_examples=60, deadline=None)
 @given(keys=st.lists(st.integers(5, 44), max_size=60), table=st.booleans())
 def test_distinct_keys(keys: list[int], table: bool) -> None:
-    rows = 40 if table else MAX_TABLE_ROWS + 1
-    finder = Dedup(5, rows, torch.device("cpu"), devices.Numbers(torch.device("cpu")))
+    finder = Dedup(5, 40 if table else MAX_TABLE_ROWS + 1, torch.device("cpu"), devices.Numbers(torch.device("cpu")))
     for given_keys in (keys, keys[::-1]):
         ids = torch.tensor(given_keys, dtype=torch.int64)
         distinct, places = finder.unique(ids)

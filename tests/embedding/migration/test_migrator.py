@@ -48,8 +48,7 @@ def train_step(collection: EmbeddingCollection, factor: int = 1) -> None:
 def listed_slots(store: GroupStore) -> list[int]:
     """Slots of the listed rows of a dim-group that are here."""
     keys, _, slots = store.directory.rows()
-    inside = (keys >= store.group.first_key) & (keys < store.group.end_key)
-    return list(slots[inside & (slots >= 0)].tolist())
+    return list(slots[(keys >= store.group.first_key) & (keys < store.group.end_key) & (slots >= 0)].tolist())
 
 
 def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: list[int], cap: int, seed: int) -> Any:
@@ -305,8 +304,7 @@ def made() -> EmbeddingCollection:
 
 
 def move_to_the_other_node(collection: EmbeddingCollection, keys: np.ndarray) -> None:
-    tiers = (REHOMED + 1 - LAYOUT.home_node(keys)).astype(np.uint8)
-    delta = Placement.empty().delta_to(Placement.of(keys, tiers))
+    delta = Placement.empty().delta_to(Placement.of(keys, (REHOMED + 1 - LAYOUT.home_node(keys)).astype(np.uint8)))
     stored = 4 * 8 + 4 * 8  # values and Adagrad's state
     assert collection.engine.migrator.copied_bytes(delta) == len(keys) * stored, "what paces chunks counts moves"
     offer(collection, delta)

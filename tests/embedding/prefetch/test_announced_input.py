@@ -31,8 +31,7 @@ def some() -> dict[str, Any]:
 
 
 def test_equal_values_in_other_objects_and_another_order_are_the_same_input() -> None:
-    announced = announced_of(some())
-    values, differs = announced.compare(dict(reversed(some().items())))
+    values, differs = announced_of(some()).compare(dict(reversed(some().items())))
     assert not bool(differs)
     assert list(values.features) == ["bag", "dense", "more"]
     assert isinstance(differs, torch.Tensor), "the host waits for nothing"

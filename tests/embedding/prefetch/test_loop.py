@@ -47,8 +47,7 @@ def looped(
 @pytest.mark.parametrize("located", [True, False])
 @pytest.mark.parametrize("batches", [[3, 3, 2, 3], [0, 1, 1, 1], [1, 0, 0, 0], [5, 4, 4, 2]])
 def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[int], located: bool) -> None:
-    results = ranks(4).run(looped, RankLayout(2, 2), located, batches)
-    for steps, text, left in results:
+    for steps, text, left in ranks(4).run(looped, RankLayout(2, 2), located, batches):
         assert steps == min(batches)
         named = int(text.split()[2])
         assert f"rank {named} has no further batch, other ranks have" in text
@@ -63,8 +62,9 @@ def test_the_error_of_a_loader_ends_the_loop_of_every_rank(
 ) -> None:
     """The batches before it are trained. Nobody waits for a deadline."""
     batches = [after if rank == failing else 5 for rank in range(4)]
-    results = ranks(4).run(looped, RankLayout(2, 2), located, batches, failing, timeout=60)
-    for rank, (steps, text, left) in enumerate(results):
+    for rank, (steps, text, left) in enumerate(
+        ranks(4).run(looped, RankLayout(2, 2), located, batches, failing, timeout=60)
+    ):
         assert steps == after
         assert left == []
         if rank == failing:

@@ -131,8 +131,7 @@ def test_inputs_that_change_after_they_were_announced_train_equally(
 ) -> None:
     """On the first rank alone. All ranks locate such a batch again, and count it."""
     scenario = Scenario(2, 2, "rowwise_adagrad", steps=6, seed=6, pooling_at=pooling_at)
-    results = check(scenario, ranks, Loop(changes=way, one_thread=one_thread))
-    assert results[0]["unused"] > 0
+    assert check(scenario, ranks, Loop(changes=way, one_thread=one_thread))[0]["unused"] > 0
 
 
 @pytest.mark.parametrize("one_thread", [False, True])

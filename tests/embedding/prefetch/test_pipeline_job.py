@@ -53,8 +53,7 @@ def test_a_step_waits_only_for_rows_of_both_batches(ranks: Ranks, layout: tuple[
     apart = [[list(range(20 * (step % 3), 20 * (step % 3) + 20)) for step in range(6)]] * world
     for step in ranks(world).run(count_bytes, RankLayout(*layout), apart, exchange)[0][1:-1]:
         assert step["all"] == step["overlapped"] > 0
-    same = [[list(range(20))] * 6] * world
-    results = ranks(world).run(count_bytes, RankLayout(*layout), same, exchange)
+    results = ranks(world).run(count_bytes, RankLayout(*layout), [[list(range(20))] * 6] * world, exchange)
     for result in results:
         for step in result[1:-1]:
             waited = step["all"] - step["overlapped"]

@@ -76,8 +76,10 @@ def test_directories_and_lists_of_several_dim_groups_stay_within_their_bound(hos
     """Nearly every replica slot in use, at mixed tiers, in the ways of host memory and of accelerators."""
     case = Case("", RankLayout(2, 2), 4, 64, copies=0.45)
     keyspace = keyspace_of(case)
-    ranges = [(group.first_key, group.end_key) for group in keyspace.groups]
-    with mirrored(ranges), mock.patch.object(devices, "in_host_memory", return_value=host):
+    with (
+        mirrored([(group.first_key, group.end_key) for group in keyspace.groups]),
+        mock.patch.object(devices, "in_host_memory", return_value=host),
+    ):
         collection = flexd.EmbeddingCollection(tables_of(case), layout=case.layout, replica_fraction=0.35)
         before = collection.memory()
         engine = collection.engine

@@ -40,14 +40,12 @@ def window_of(batches: int, horizon: float = 100.0, **options: int) -> SampledWi
 
 
 def test_tables_of_a_sample_are_joined_and_the_newest_batches_are_whole() -> None:
-    read = sampled(5)
-    window = sampled_window(read, KEYSPACE, horizon_steps=100.0, accesses_per_step=13.0 * 50)
+    window = sampled_window(sampled(5), KEYSPACE, horizon_steps=100.0, accesses_per_step=13.0 * 50)
     assert window.batch_samples == 50
     assert window.batches == 6
     assert np.bincount(window.batch).tolist() == [50] * 6
     table = KEYSPACE.table_of(window.rows.keys[window.rows.rows])
-    of_users = np.bincount(window.rows.samples[table == 1], minlength=len(window.rows))
-    assert (of_users == 1).all()
+    assert (np.bincount(window.rows.samples[table == 1], minlength=len(window.rows)) == 1).all()
     assert (window.user != NO_USER).any()
 
 
@@ -68,8 +66,7 @@ def test_planted_groups_are_found_and_priced() -> None:
     assert dealing.expected > loader.expected + 0.1, "moved homes win beside dealing"
     assert plan.forecast.pays
     assert plan.forecast.moves_pay
-    rule = rule_nodes(plan.homes.keys, LAYOUT)
-    assert np.array_equal(plan.moves, plan.homes.keys[plan.homes.home != rule])
+    assert np.array_equal(plan.moves, plan.homes.keys[plan.homes.home != rule_nodes(plan.homes.keys, LAYOUT)])
     stored = np.array([spec.row_bytes + spec.state_bytes for spec in KEYSPACE.tables])
     assert plan.forecast.move_bytes == stored[KEYSPACE.table_of(plan.moves)].sum()
     assert plan.users.ids.tolist() == list(range(1_000, 1_000 + GROUPS))
@@ -88,8 +85,7 @@ def test_users_are_where_their_rows_live() -> None:
     assert moved.forecast.by_user.expected < 0.3, "with rows in their node"
     assert by_rule.forecast.by_user.expected > 0.6, "with rows where their rule puts them"
     rule = dataclasses.replace(by_rule.homes, home=rule_nodes(by_rule.homes.keys, LAYOUT))
-    not_moved = users_of_window(window_of(40, seed=1), rule, LAYOUT)
-    assert np.array_equal(by_rule.users.nodes_of, not_moved.nodes_of)
+    assert np.array_equal(by_rule.users.nodes_of, users_of_window(window_of(40, seed=1), rule, LAYOUT).nodes_of)
     messages = AffinityOutlook.of(moved, 2_560).messages
     assert any("With each user's samples in her node (flexd affinity users -o FILE.npz)" in each for each in messages)
 
@@ -143,11 +139,9 @@ def test_a_small_catalogue_is_not_here_and_a_small_sample_is_not_known() -> None
         rows = random.integers(0, 12, 256 * 16)
         sample.add(2, rows, np.full(256, 16, dtype=np.int32), 0, float(batch), batch)
     read = sample.read([spec.name for spec in KEYSPACE.tables])
-    window = sampled_window(read, KEYSPACE, horizon_steps=100.0, batch_samples=256)
-    plan = plan_affinity(window, LAYOUT)
+    plan = plan_affinity(sampled_window(read, KEYSPACE, horizon_steps=100.0, batch_samples=256), LAYOUT)
     assert not plan.forecast.pays
-    messages = AffinityOutlook.of(plan, read.samples).messages
-    assert messages[0].startswith("No gain expected")
+    assert AffinityOutlook.of(plan, read.samples).messages[0].startswith("No gain expected")
     few = plan_affinity(window_of(3), LAYOUT)
     assert few.forecast.loader is None
     assert not few.forecast.pays

@@ -77,11 +77,9 @@ def test_a_gain_is_the_difference_of_two_whole_costs(layout: RankLayout, exchang
     """Whichever link of a direct all-to-all is the slower one, and whatever else is at HOME."""
     problem, machine = load(np.random.default_rng(0).pareto(1.0, 30), layout=layout), cluster(intra=intra)
     seconds = row_seconds(problem, machine, SENT, exchange) @ problem.statistics
-    home = np.zeros(30, np.uint8)
-    base = group_cost(problem, home, layout, machine, exchange).exposed_seconds
+    base = group_cost(problem, np.zeros(30, np.uint8), layout, machine, exchange).exposed_seconds
     for tier in usable_tiers(layout, exchange):
-        every = np.full(30, tier, np.uint8)
-        whole = group_cost(problem, every, layout, machine, exchange).exposed_seconds
+        whole = group_cost(problem, np.full(30, tier, np.uint8), layout, machine, exchange).exposed_seconds
         assert (seconds[Tier.HOME] - seconds[tier]).sum() == pytest.approx(base - whole, rel=1e-9)
 
 
@@ -180,8 +178,7 @@ def test_what_can_run_beside_compute_is_exposed_beyond_it() -> None:
     all_hidden = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6, exposed=beside))
     hidden = 0.5 * all_hidden.backward_seconds + 0.75 * all_hidden.sync_seconds
     for cover in (0.0, 0.25 * hidden, hidden, 2 * hidden):
-        exposed = replace(beside, cover_seconds=cover)
-        cost = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6, exposed=exposed))
+        cost = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6, exposed=replace(beside, cover_seconds=cover)))
         assert cost.exposed_seconds == pytest.approx(all_hidden.exposed_seconds + max(0.0, hidden - cover))
 
 

@@ -162,8 +162,7 @@ def test_frozen_rows_send_nothing_back() -> None:
     both = group_cost(load(np.full(ROWS, 0.5), trained=trained), tiers, DRAWN_LAYOUT, cluster())
     all_of_it = group_cost(load(np.full(ROWS, 0.5)), tiers, DRAWN_LAYOUT, cluster())
     np.testing.assert_allclose(both.bytes[:, :2], all_of_it.bytes[:, :2])
-    half = [tiers[:200], tiers[200:]]
-    share = [np.bincount(part, minlength=3) for part in half]
+    share = [np.bincount(part, minlength=3) for part in [tiers[:200], tiers[200:]]]
     expected = all_of_it.bytes[:, 2:] * (share[1] / (share[0] + share[1]))[:, None, None]
     np.testing.assert_allclose(both.bytes[:, 2:], expected)
     frozen = group_cost(load(np.full(ROWS, 0.5), trained=np.zeros(ROWS)), tiers, DRAWN_LAYOUT, cluster(latency=1.0))

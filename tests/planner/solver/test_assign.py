@@ -157,8 +157,7 @@ def test_no_limit_is_broken_and_nothing_lost_against_the_milp(case: dict) -> Non
     fixed = np.full(rows, FREE, np.uint8)
     for row in rng.choice(rows, case["pins"], replace=False):
         fixed[row] = rng.choice([Tier.HOME, *usable_tiers(layout)])
-    slots = rng.integers(case["slots"], case["slots"] + 4, layout.world_size)
-    limits = GroupLimits(slots, fixed)
+    limits = GroupLimits(rng.integers(case["slots"], case["slots"] + 4, layout.world_size), fixed)
     machine = cluster(exposed=Exposed(1.0, 1.0, case["sync"]))
     home = np.where(fixed == FREE, 0, fixed).astype(np.uint8)
     if not limits.fits(problem.keys, home, layout):
@@ -180,8 +179,7 @@ def test_no_limit_is_broken_and_nothing_lost_against_the_milp(case: dict) -> Non
 def test_pins_hold_whether_they_pay_or_not_and_unlisted_rows_are_listed() -> None:
     cold = np.setdiff1d(np.arange(2000), profile(KEYSPACE, 8000.0, hot=300).tables[0].hot_rows)[:7]
     hottest = profile(KEYSPACE, 8000.0, hot=300).tables[0].hot_rows[:5]
-    limits = PlanLimits(pins=(RowPin("items", Tier.DEVICE, cold), RowPin("items", Tier.HOME, hottest)))
-    made = plan(limits)
+    made = plan(PlanLimits(pins=(RowPin("items", Tier.DEVICE, cold), RowPin("items", Tier.HOME, hottest))))
     assert (made.target.tiers_of(KEYSPACE.keys(0, cold)) == Tier.DEVICE).all()
     assert (made.target.tiers_of(KEYSPACE.keys(0, hottest)) == Tier.HOME).all()
     assert (plan().target.tiers_of(KEYSPACE.keys(0, hottest)) != Tier.HOME).all()

@@ -47,8 +47,7 @@ def test_promotion_needs_the_lower_bound_and_demotion_the_upper() -> None:
 
 def test_an_upper_bound_never_keeps_a_placement_that_the_estimate_prices_above_home() -> None:
     layout, live = RankLayout(4, 1), np.full(8, Tier.NODE, np.uint8)
-    cold = load(np.full(8, 0.05), relative_error=60.0)
-    assert not choose_tiers(cold, layout, cluster(), 8, live, NONE).tiers.any()
+    assert not choose_tiers(load(np.full(8, 0.05), relative_error=60.0), layout, cluster(), 8, live, NONE).tiers.any()
     # Beside rows that pay, the doubtful ones may stay.
     mixed = load(np.array([4.0] * 8 + [0.3]), relative_error=5.0)
     kept = choose_tiers(mixed, layout, cluster(), 9, np.full(9, Tier.NODE, np.uint8), NONE)

@@ -84,8 +84,7 @@ def test_tables_that_every_rank_has_cost_what_plans_say_of_rows_at_device(layout
     assert not loads[:, 1:].any()
     with_rows, summed = loads[:, 0, :12].reshape(4, 3, 2, 2), loads[:, 0, 12:].reshape(4, 2, 2)
     for table in range(4):
-        factors = byte_factors(layout, int(work.wire_bytes[table]), Exchange.CHAIN)[Tier.DEVICE]
-        bytes_ = factors @ statistics[table]
+        bytes_ = byte_factors(layout, int(work.wire_bytes[table]), Exchange.CHAIN)[Tier.DEVICE] @ statistics[table]
         for link in (INTRA, INTER):
             for direction in (0, 1):
                 bits = with_rows[table, :2, link, direction].sum()

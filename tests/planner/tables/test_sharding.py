@@ -77,8 +77,7 @@ def made(count: int = 12) -> list[ListedTable]:
 
 
 def test_a_plan_is_faster_than_row_wise_and_names_every_table():
-    found = shard_tables(made(), RankLayout(2, 2), CLUSTER, 1e9, evaluations=300)
-    document = sharding_document(made(), found)
+    document = sharding_document(made(), shard_tables(made(), RankLayout(2, 2), CLUSTER, 1e9, evaluations=300))
     assert document["predicted"]["step_seconds"] < document["predicted"]["row_wise_step_seconds"]
     assert set(document["modules"]["sparse"]) == {f"t{i}" for i in range(12)}
     assert max(document["predicted"]["memory_bytes"]) <= 1e9
@@ -95,8 +94,7 @@ def test_a_profile_counts_and_must_be_of_these_tables():
     tables = [replace(POOLED, name="t0")]
     layout = RankLayout(2, 2)
     profile = Profile((zipf_table("t0", 4000, 0.5, 100, 7000.0, 0),), 1, 1000)
-    measured = torchrec_work(tables, layout, TableStatistics(profile=profile))
-    assert measured.statistics[0, 1] == pytest.approx(7000 / 4)
+    assert torchrec_work(tables, layout, TableStatistics(profile=profile)).statistics[0, 1] == pytest.approx(7000 / 4)
     wrong = TableStatistics(profile=Profile((zipf_table("t0", 5000, 0.5, 100, 7000.0, 0),), 1, 1000))
     with pytest.raises(PlanError, match="'t0': 4000 rows, in the profile 5000"):
         torchrec_work(tables, layout, wrong)

@@ -109,8 +109,7 @@ def test_a_placement_costs_what_it_says_fits_and_is_no_worse_than_spreading(seed
         pooling_at for (_, pooling_at), bags in zip(placed.rules(), tables.allowed[:, 1], strict=True) if not bags
     }
     assert answers <= {PoolingAt.REQUESTER, PoolingAt.NONE}
-    again = place_tables(tables, layout, memory, evaluations=400)
-    assert again.rules() == placed.rules()
+    assert place_tables(tables, layout, memory, evaluations=400).rules() == placed.rules()
 
 
 def test_sums_only_if_they_pay_for_their_collectives():

@@ -259,8 +259,7 @@ def test_a_block_of_other_rows_is_not_taken(tmp_path: Path) -> None:
     slow.write(slots, of(slots, 1))
     with (tmp_path / "rows").open("r+b") as file:
         file.seek(PAGE_BYTES)
-        block = file.read(PAGE_BYTES)
-        file.write(block)
+        file.write(file.read(PAGE_BYTES))
     with pytest.raises(SlowMemoryError, match="blocks are not what was written"):
         slow.read(slots)
     slow.close()
