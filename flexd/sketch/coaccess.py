@@ -48,34 +48,21 @@ def _draw(key: Any) -> Any:
 
 @numba.njit(cache=True, nogil=True)
 def _offer(
-    ids: Any,
-    base: Any,
-    users: Any,
-    lengths: Any,
-    rows: Any,
-    table: int,
-    table_rows: int,
-    time: float,
-    largest_draw: float,
-    longest: int,
-    start: int,
-    first_row: int,
-    words: Any,
-    used: int,
+    look_up: Any, largest_draw: float, longest: int, start: int, first_row: int, words: Any, used: int
 ) -> tuple[int, int, int]:
     """Append the samples whose draw is at most ``largest_draw``, until the next one does not fit into ``words``.
 
     Samples with more than ``longest`` rows are left out.
 
     Args:
-        ids: int64 [s] sample ids, or empty: samples are the positions from ``base`` on.
-        users: int64 [s], or empty.
-        lengths: int32 [s], of the samples.
-        start, first_row: sample to begin with, and its first place in ``rows``.
+        look_up: int64 [s] sample ids, or empty: samples are the positions from ``base`` on; ``base``; int64 [s] user
+            ids, or empty; int32 [s] lengths of the samples; their rows; the table, its rows, and the event time.
+        start, first_row: sample to begin with, and its first place in the rows.
 
     Returns:
-        (next sample, its first place in ``rows``, words used).
+        (next sample, its first place in the rows, words used).
     """
+    ids, base, users, lengths, rows, table, table_rows, time = look_up
     at = start
     place = first_row
     floats = np.empty(1, dtype=np.float64)
@@ -234,7 +221,7 @@ class CoAccessSample:
         while at < len(lengths):
             power = self.limit + event_time_seconds * self._weight_per_second
             largest = math.exp(power) if power < 700 else math.inf
-            at, place, self._used = _offer(*look_up, largest, self._longest, at, place, self._words, self._used)
+            at, place, self._used = _offer(look_up, largest, self._longest, at, place, self._words, self._used)
             if at < len(lengths):
                 self._trim()
 
