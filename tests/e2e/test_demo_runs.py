@@ -25,8 +25,7 @@ def test_every_exchange_trains_the_same_and_the_critical_path_carries_less(tmp_p
     assert (found["ranks"], found["steps"], found["micro_batches"]) == (RANKS, STEPS, 2)
     assert sum(found["tier_access_share"].values()) == pytest.approx(1)
     assert found["stream_accesses_dropped"] == 0
-    assert found["plans"] >= 1
-    assert found["migrated_rows"] > 0
+    assert min(found["plans"], found["migrated_rows"]) > 0
     assert found["loss"]["last"] < found["loss"]["first"]
     strategies = ("row_wise", "chain", "default", "plans")
     assert set(found["step_ms"]["strategies"]) == set(strategies)

@@ -86,8 +86,7 @@ def wait_for_status(state: Path, process: Forked, condition: Any, seconds: float
         status = status_of(state, process)
         return status if status and condition(status) else {}
 
-    reached_status: dict[str, Any] = until(reached, seconds, lambda: status_of(state, process))
-    return reached_status
+    return until(reached, seconds, lambda: status_of(state, process))
 
 
 def end(process: Forked, number: int = signal.SIGTERM) -> None:

@@ -75,8 +75,7 @@ class Prometheus:
             return False
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.get("/api/v1/query", query=expression)["result"]
-        return found
+        return self.get("/api/v1/query", query=expression)["result"]
 
     def value(self, expression: str) -> float:
         """Return the value of the only series; 0 without any."""

@@ -38,8 +38,7 @@ def test_every_access_is_counted_once_whenever_the_daemon_is_killed(tmp_path: Pa
         while time.monotonic() < end:
             drawn = {name: (rng.zipf(1.2, 500) % len(rows)).astype(np.int64) for name, rows in exact.items()}
             features = {n: flexd.Jagged(torch.from_numpy(ids), torch.full((10,), 50)) for n, ids in drawn.items()}
-            out = collection(features)
-            sum(part.values.sum() for part in out.values()).backward()
+            sum(part.values.sum() for part in collection(features).values()).backward()
             collection.optimizer.step()
             for name, ids in drawn.items():
                 np.add.at(exact[name], ids, 1)

@@ -49,8 +49,7 @@ class Model(nn.Module):
         self.tower = Tower()
 
     def forward(self, features: dict[str, flexd.Jagged]) -> torch.Tensor:
-        loss: torch.Tensor = self.tower(self.items(features)["item"].values)
-        return loss
+        return self.tower(self.items(features)["item"].values)
 
 
 def features(step: int, rank: int) -> dict[str, flexd.Jagged]:

@@ -86,8 +86,7 @@ def test_placement_cost_of_nothing_is_the_chain() -> None:
     assert cost.to_dict() == made.costs.baselines["two_hop"].to_dict()
     # Unlisted rows of a placement are priced, not forgotten.
     unlisted = np.setdiff1d(np.arange(5000), loads[0].keys)[:40]
-    live = Placement.of(unlisted, np.full(40, Tier.DEVICE, np.uint8))
-    cost = placement_cost(loads, live, KEYSPACE, cluster())
+    cost = placement_cost(loads, Placement.of(unlisted, np.full(40, Tier.DEVICE, np.uint8)), KEYSPACE, cluster())
     assert cost.rows[Tier.DEVICE] == 40
     assert cost.sync_seconds > 0
 

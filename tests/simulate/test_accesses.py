@@ -55,9 +55,8 @@ def test_drift_moves_every_row_down_and_new_rows_in_at_the_top() -> None:
     places = [np.argsort(-count, kind="stable") for count in counts]
     hottest = places[0][0]
     total = (1 / np.arange(1, 501)).sum()
-    assert counts[0][hottest] == pytest.approx(200_000 / total, rel=0.03)
+    assert [counts[0][hottest], counts[1][places[1][0]]] == pytest.approx([200_000 / total] * 2, rel=0.03)
     assert counts[1][hottest] == pytest.approx(200_000 / total / 11, rel=0.1)
-    assert counts[1][places[1][0]] == pytest.approx(200_000 / total, rel=0.03)
     assert np.array_equal(accesses.passes(5)[0][0], accesses.passes(5)[0][0])
 
 
@@ -107,9 +106,8 @@ def test_touches_are_means_over_ranks_nodes_and_steps() -> None:
     profile = exact_profile([[np.array(rank, np.int64) for rank in step] for step in steps], keyspace, RankLayout(2, 2))
     (table,) = profile.tables
     assert table.hot_rows.tolist() == [0, 1, 2]
-    assert table.touches.per_rank.tolist() == [3 / 8, 2 / 8, 1 / 8]
-    assert table.touches.per_node.tolist() == [2 / 4, 2 / 4, 1 / 4]
-    assert table.touches.anywhere.tolist() == [2 / 2, 2 / 2, 1 / 2]
+    shares = [of.tolist() for of in (table.touches.per_rank, table.touches.per_node, table.touches.anywhere)]
+    assert shares == [[3 / 8, 2 / 8, 1 / 8], [2 / 4, 2 / 4, 1 / 4], [2 / 2, 2 / 2, 1 / 2]]
     passes = exact_profile(
         [[np.array(rank, np.int64) for rank in keys] for keys in steps], keyspace, RankLayout(2, 2), micro_batches=2
     ).tables[0]

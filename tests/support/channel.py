@@ -195,8 +195,7 @@ def shake_hands(sock: socket.socket, steps: Steps, sent: list[bytes] | None = No
                 data += more
             output, needed = steps.send(data)
     except StopIteration as done:
-        session: Session = done.value
-        return session
+        return done.value
 
 
 def memory_bound_bytes(options: ChannelOptions, with_tls: bool = False) -> int:

@@ -26,8 +26,7 @@ class Query:
 
 
 def load(path: Path) -> dict[str, Any]:
-    board: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return board
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def panels(board: dict[str, Any]) -> list[dict[str, Any]]:

@@ -69,8 +69,7 @@ class RunningDaemon:
 
     def status(self) -> dict[str, Any]:
         """Return the daemon's status; one request may time out on a busy machine, so it is repeated."""
-        status: dict[str, Any] = until(self._status_if_alive, DAEMON_START_SECONDS, lambda: f"no status of {self.url}")
-        return status
+        return until(self._status_if_alive, DAEMON_START_SECONDS, lambda: f"no status of {self.url}")
 
     def _status_if_alive(self) -> dict[str, Any] | None:
         assert self.process.alive, f"the daemon ended with exit code {self.process.exit_code}"

@@ -155,9 +155,7 @@ def test_the_command_writes_a_file_that_loads(tmp_path: Path) -> None:
     by_name = {one["collective"]: one for one in answer["measured"]}
     assert by_name["all_reduce"]["points"] == [list(point) for point in curve.points]
     assert by_name["all_reduce"]["latency_seconds"] == curve.latency_seconds
-    assert answer["source"] == cluster.source
-    assert answer["step_costs"] == asdict(costs)
-    assert ended[1].stdout == ""
+    assert (answer["source"], answer["step_costs"], ended[1].stdout) == (cluster.source, asdict(costs), "")
 
 
 @pytest.fixture

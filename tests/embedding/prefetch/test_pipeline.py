@@ -84,10 +84,9 @@ def check(scenario: Scenario, ranks: Ranks, loop: Loop) -> list[dict]:
     for result, (losses, tables) in zip(results, expected, strict=True):
         assert result["unequal"] == 0, "a replica differed from its home copy"
         assert result["versions"] == results[0]["versions"], "ranks at different placement versions"
-        assert result["digest"] == results[0]["digest"]
-        assert result["deferred"] == results[0]["deferred"]
         assert result["threads"] == []
-        assert result["unused"] == results[0]["unused"]
+        for name in ("digest", "deferred", "unused"):
+            assert result[name] == results[0][name], name
         np.testing.assert_allclose(result["losses"], losses, rtol=0, atol=1e-9)
         for name, table in tables.items():
             np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)

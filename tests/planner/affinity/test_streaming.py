@@ -41,8 +41,7 @@ def window_of(batches: int, horizon: float = 100.0, **options: int) -> SampledWi
 
 def test_tables_of_a_sample_are_joined_and_the_newest_batches_are_whole() -> None:
     window = sampled_window(sampled(5), KEYSPACE, horizon_steps=100.0, accesses_per_step=13.0 * 50)
-    assert window.batch_samples == 50
-    assert window.batches == 6
+    assert (window.batch_samples, window.batches) == (50, 6)
     assert np.bincount(window.batch).tolist() == [50] * 6
     table = KEYSPACE.table_of(window.rows.keys[window.rows.rows])
     assert (np.bincount(window.rows.samples[table == 1], minlength=len(window.rows)) == 1).all()
@@ -136,8 +135,7 @@ def test_a_small_catalogue_is_not_here_and_a_small_sample_is_not_known() -> None
     random = np.random.default_rng(1)
     sample = CoAccessSample([GROUPS * GROUP_ROWS, GROUPS, 50], 1 << 22, None)
     for batch in range(20):
-        rows = random.integers(0, 12, 256 * 16)
-        sample.add(2, rows, np.full(256, 16, dtype=np.int32), 0, float(batch), batch)
+        sample.add(2, random.integers(0, 12, 256 * 16), np.full(256, 16, dtype=np.int32), 0, float(batch), batch)
     read = sample.read([spec.name for spec in KEYSPACE.tables])
     plan = plan_affinity(sampled_window(read, KEYSPACE, horizon_steps=100.0, batch_samples=256), LAYOUT)
     assert not plan.forecast.pays

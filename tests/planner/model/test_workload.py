@@ -265,13 +265,11 @@ def test_bytes_of_bursty_batches_are_predicted(device: int, node: int) -> None:
 
 
 def test_unlisted_rows_follow_the_relation_of_the_listed_ones() -> None:
-    profile = exact_profile(bursty_steps(200), TOUCH_KEYS, TOUCH_LAYOUT)
-    (table,) = profile.tables
+    (table,) = exact_profile(bursty_steps(200), TOUCH_KEYS, TOUCH_LAYOUT).tables
     known = np.arange(len(table.hot_rows)) % 2 == 0
-    columns = [np.where(known, column, np.nan) for column in (
-        table.touches.per_rank, table.touches.per_node, table.touches.anywhere)]  # fmt: skip
-    half = replace(table, touches=replace(
-        table.touches, per_rank=columns[0], per_node=columns[1], anywhere=columns[2]))  # fmt: skip
+    half = replace(table, touches=replace(table.touches, **{
+        name: np.where(known, getattr(table.touches, name), np.nan) for name in ("per_rank", "per_node", "anywhere")
+    }))  # fmt: skip
     true, fitted = (load_of(Profile((each,))).statistics for each in (table, half))
     for statistic in (PER_RANK, PER_NODE, ANYWHERE):
         assert fitted[statistic].sum() == pytest.approx(true[statistic].sum(), rel=0.02)
@@ -284,8 +282,7 @@ def test_unlisted_rows_follow_the_relation_of_the_listed_ones() -> None:
     )  # fmt: skip
     load = load_of(Profile((tail,)))
     assert_possible(load.bins.touches)
-    mean = load._tail_statistics
-    assert mean[PER_RANK] == pytest.approx(load.bins.touches[0].mean(), rel=1e-9)
+    assert load._tail_statistics[PER_RANK] == pytest.approx(load.bins.touches[0].mean(), rel=1e-9)
 
 
 def test_touches_stay_possible_whatever_is_measured() -> None:

@@ -34,10 +34,7 @@ def curve(saved: list[float], *, more_rows: int = 0, cache_slot_bytes: int = 100
 
 def test_misses_are_what_the_cache_slots_do_not_save() -> None:
     some = CacheSlotCurve(np.array([2.0, 4.0]), np.array([1.5, 0.25]), 8, 100, cold=0.5)
-    assert some.misses(0) == pytest.approx(4.5)
-    assert some.misses(1.5) == pytest.approx(2.25)
-    assert some.misses(4) == pytest.approx(1.0)
-    assert some.misses(7) == 0.5
+    assert [some.misses(slots) for slots in (0, 1.5, 4, 7)] == pytest.approx([4.5, 2.25, 1.0, 0.5])
     assert some.misses(8) == 0.0, "every row has a cache slot"
 
 
