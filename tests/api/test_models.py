@@ -213,8 +213,7 @@ def test_hot_rows_come_with_tier_and_home():
     assert page.hottest[0].share == pytest.approx(0.75)
     key = int(KEYSPACE.keys(KEYSPACE.index["items"], np.array([7]))[0])
     assert (page.hottest[0].key, page.hottest[0].home_rank) == (key, key % 4)
-    second = components(placed()).rows("items", 1, 10)
-    assert [(row.place, row.row) for row in second.hottest] == [(2, 3)]
+    assert [(row.place, row.row) for row in components(placed()).rows("items", 1, 10).hottest] == [(2, 3)]
     bare = components(ranks=False).rows("items", 0, 1).hottest[0]
     assert (bare.tier, bare.home_rank) == ("HOME", None)
     assert components().rows("cold", 0, 10).hottest == ()
@@ -295,11 +294,10 @@ def test_phases_are_the_mean_over_the_ranks_and_unknown_before_any_report() -> N
     shown = training_status(monitor.totals(), monitor.ranks(), monitor.phases())
     (rows_phase,) = (phase for phase in shown.phases if phase.phase == "rows")
     assert (rows_phase.exposed_seconds, rows_phase.inter_bytes, rows_phase.inter_collectives) == (0.2, 500, 2)
-    tuning = shown.tuning
-    assert (tuning.exchange, tuning.arm, tuning.reason, tuning.measured_at_step) == (
+    assert (shown.tuning.exchange, shown.tuning.arm, shown.tuning.reason, shown.tuning.measured_at_step) == (
         "chain", "chain with prefetch", "measured", 90,
     )  # fmt: skip
-    assert [(one.arm, one.step_seconds, one.in_use) for one in tuning.arms] == [
+    assert [(one.arm, one.step_seconds, one.in_use) for one in shown.tuning.arms] == [
         ("chain with prefetch", 0.44, True), ("direct", 0.52, False),
     ]  # fmt: skip
     sample = {

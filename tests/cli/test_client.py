@@ -22,7 +22,6 @@ from flexd.cli.client import (
     ExitCode,
     exit_code_of,
 )
-from flexd.config.sections import ServerConfig
 from flexd.core.errors import (
     ApiError,
     ConfigError,
@@ -32,8 +31,7 @@ from flexd.core.errors import (
     TopologyError,
     UnusableStateError,
 )  # fmt: skip
-from flexd.server.app import Metrics
-from flexd.server.http import DaemonServer
+from tests.support.api_tokens import serve
 from tests.support.flexd_processes import flexd
 from tests.support.repository import ROOT
 
@@ -52,16 +50,12 @@ def test_an_unreachable_daemon_is_named_with_a_remedy(tmp_path):
 
 def test_over_a_unix_socket(flexd_command, daemon, tmp_path):
     path = tmp_path / "flexd.sock"
-    server = DaemonServer(daemon, Metrics(daemon), ServerConfig(unix_socket=path))
-    server.start()
-    try:
+    with serve(daemon, unix_socket=path):
         assert flexd_command("status", "--socket", path).returncode == 0
         done = flexd_command("pause", "-o", "json", FLEXD_SOCKET=str(path), FLEXD_URL="")
         assert json.loads(done.stdout)["paused"] is True
         # An option beats the other variable.
         assert flexd_command("status", "--socket", path, FLEXD_URL="http://127.0.0.1:1").returncode == 0
-    finally:
-        assert server.stop(10)
 
 
 @contextmanager

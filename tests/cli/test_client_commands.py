@@ -110,13 +110,11 @@ def test_the_status_shows_what_is_wrong():
 
 
 def test_text_from_the_daemon_cannot_style_the_terminal(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
     monkeypatch.setenv("TERM", "xterm")
     blocks = blocks_of(DaemonStatus(job="[red]ads[/]\x1b[31m\n", version="1", stream=StreamStatus(source="x")))
-    for stream in (Terminal(), io.StringIO()):
+    for stream in (terminal, io.StringIO()):
         show(blocks, stream)
         assert "[red]ads[/]�[31m�" in stream.getvalue()
 

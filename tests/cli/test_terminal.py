@@ -153,17 +153,13 @@ def marked(text: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-class Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *arguments: str, columns: int = 100) -> str:
     """Return what ``flexd ARGUMENTS`` prints on a terminal, which must succeed."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in {"TERM": "xterm", "COLUMNS": str(columns), "TZ": "UTC"}.items():
         monkeypatch.setenv(name, value)
-    screen = Screen()
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "argv", ["flexd", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -174,8 +170,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *arguments: str, columns: int
 
 def test_golden_status_on_a_terminal_with_its_styles(monkeypatch, url, daemon):
     daemon.status = lambda: STATUSES["status-degraded-stream"]
-    text = on_a_terminal(monkeypatch, "status", "--url", url)
-    _compare("status-degraded-stream.terminal", marked(text))
+    _compare("status-degraded-stream.terminal", marked(on_a_terminal(monkeypatch, "status", "--url", url)))
 
 
 @pytest.mark.parametrize("columns", [60, 100])

@@ -360,8 +360,7 @@ def test_what_the_parts_would_refuse_is_named_by_its_key(sections: dict[str, Any
 
 def test_jobs_have_consumer_groups_of_their_own() -> None:
     def group(**given: Any) -> str:
-        source = {"kind": "kafka", "bootstrap_servers": "a:9092", **given}
-        return parse_config({"job": "ads", "stream": {"source": source}}).stream.source.group_id
+        return parse_config({"job": "ads", **_kafka(**given)}).stream.source.group_id
 
     assert (group(), group(group_id="mine")) == ("flexd-ads", "mine")
     with pytest.raises(ConfigError, match=r"stream\.source\.(kafka\.)?group_id"):

@@ -92,8 +92,9 @@ def test_impossible_reports_are_refused_by_field_and_the_rest_goes_on(
     assert set(malformed) == set(IMPOSSIBLE)
     assert status.channel.refused_messages["malformed"] == sum(malformed.values())
     assert observed.ready()
-    counted = observed.metric("flexd_control_malformed_reports_total")
-    assert counted == {f'{{field="{field}"}}': count for field, count in malformed.items()}
+    assert observed.metric("flexd_control_malformed_reports_total") == {
+        f'{{field="{field}"}}': count for field, count in malformed.items()
+    }
     assert all(math.isfinite(value) and value >= 0 for value in observed.metric("flexd_step").values())
     lines = [record for record in caplog.records if "report_refused" in record.message]
     assert len(lines) <= sum(1 + int(math.log2(count)) for count in malformed.values())

@@ -101,14 +101,11 @@ def test_a_stopping_daemon_is_not_ready_and_refuses_a_replan(start: Start, make_
     assert error.value.status == 503
 
 
-def _log(directory: Path) -> tuple[dict[str, Any], FileLogSink]:
-    return {"kind": "file_log", "path": str(directory / "log")}, FileLogSink(directory / "log", "p0", flush_seconds=0.0)
-
-
 def test_a_restart_continues_from_the_snapshot(start: Start, make_config: Make, tmp_path: Path) -> None:
-    source, sink = _log(tmp_path)
+    sink = FileLogSink(tmp_path / "log", "p0", flush_seconds=0.0)
     config = make_config(
-        stream={"source": source, "poll_seconds": 0.05}, sketch={"memory_bytes": 2**22, "half_life_seconds": None}
+        stream={"source": {"kind": "file_log", "path": str(tmp_path / "log")}, "poll_seconds": 0.05},
+        sketch={"memory_bytes": 2**22, "half_life_seconds": None},
     )
 
     def send(messages: int) -> None:
@@ -146,8 +143,8 @@ def test_a_taken_port_is_an_error_and_leaves_nothing_running(
     with pytest.raises(FlexdError, match=str(http_port)):
         third.start()
     running.until(lambda: threading.active_count() <= before)
-    fourth = start(make_config(state={"dir": str(tmp_path / "third")}))
-    assert fourth.daemon.health().ok, "the failed daemon released its state directory"
+    # The failed daemon has released its state directory.
+    assert start(make_config(state={"dir": str(tmp_path / "third")})).daemon.health().ok
 
 
 LOADED_LATER = ("torch", "scipy.optimize", "httpx", "kafka", "confluent_kafka", "matplotlib", "torchrec")
@@ -156,8 +153,7 @@ LOADED_LATER = ("torch", "scipy.optimize", "httpx", "kafka", "confluent_kafka", 
 
 def test_daemon_loads_only_what_ingest_needs() -> None:
     program = f"import sys, flexd.cli.main, flexd.daemon.daemon; print(*(set({LOADED_LATER}) & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == []
+    assert not subprocess.check_output([sys.executable, "-c", program], timeout=120).split()
 
 
 def test_daemon_whose_control_channel_cannot_be_hosted_ingests_and_tries_again(
@@ -172,8 +168,7 @@ def test_daemon_whose_control_channel_cannot_be_hosted_ingests_and_tries_again(
     with_threads = ChannelServer.start
     monkeypatch.setattr(ChannelServer, "start", no_threads)
     daemon = start(make_config()).daemon
-    reason = "the control channel cannot be hosted: can't start new thread"
-    until(lambda: f"ranks: {reason}" in daemon.ready().reasons)
+    until(lambda: "ranks: the control channel cannot be hosted: can't start new thread" in daemon.ready().reasons)
     until(lambda: any(text.startswith("thread flexd-coordinator: RuntimeError") for text in daemon.ready().reasons))
     assert daemon.health().ok, "a restart would end no better"
     assert {sock.fileno() for sock in (servers[0]._listener, servers[0]._wake_reader, servers[0]._wake_writer)} == {-1}
@@ -279,8 +274,9 @@ def test_a_daemon_without_torch_migrates_rows_of_its_ranks(tmp_path: Path, monke
         until(lambda: daemon.status()["topology"]["ready"], 60, ranks.state())
 
         def replanned() -> bool:
-            body = {"force": True, "wait_seconds": 30}
-            return httpx.post(f"{daemon.url}/v1/replan", json=body, headers=COMMAND_HEADERS, timeout=60).is_success
+            return httpx.post(
+                f"{daemon.url}/v1/replan", json={"force": True, "wait_seconds": 30}, headers=COMMAND_HEADERS, timeout=60
+            ).is_success
 
         until(replanned, 90, daemon.status)
         until(lambda: ranks.placements[0].version > 0, 30, ranks.state())

@@ -112,8 +112,7 @@ def config(file: Path) -> Config:
 def started(config: Config) -> RestoredState:
     """Return the counters that a daemon would start from."""
     check_files(config.state.dir, start_empty=False)
-    store = SnapshotStore(config.state.dir / "snapshots", 3)
-    return restore(store, config.keyspace().tables, sketch_settings(config))
+    return restore(SnapshotStore(config.state.dir / "snapshots", 3), config.keyspace().tables, sketch_settings(config))
 
 
 def test_the_report_says_what_a_start_would_keep(config: Config) -> None:
@@ -179,24 +178,20 @@ def document(directory: Path, job: str, **sections: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_once(config: Config) -> None:
-    """Start a daemon and stop it: it writes a snapshot."""
-    daemon = Daemon(config)
-    daemon.start()
-    assert daemon.stop(20.0)
-
-
 @pytest.fixture
-def of_laptop(tmp_path: Path) -> Path:
-    """Return a directory with the state of job "laptop"."""
-    run_once(parse_config(document(tmp_path, "laptop")))
+def of_laptop(tmp_path: Path, start: Callable[..., Any]) -> Path:
+    """Return a directory with the state of job "laptop", whose daemon has written a snapshot."""
+    start(parse_config(document(tmp_path, "laptop"))).stop()
     return tmp_path
 
 
 def content(directory: Path) -> dict[str, bytes]:
     """Return the files of the state but the lock."""
-    paths = (path for path in (directory / "state").rglob("*") if path.is_file() and path.name != "lock")
-    return {str(path): path.read_bytes() for path in paths}
+    return {
+        str(path): path.read_bytes()
+        for path in (directory / "state").rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
 
 
 @pytest.mark.parametrize("on_unusable", ["exit", "reset"])
@@ -221,34 +216,22 @@ def test_state_commands_refuse_the_state_of_another_job(of_laptop: Path) -> None
     before = content(of_laptop)
     path = of_laptop / "sasrec.yaml"
     path.write_text(yaml.safe_dump(document(of_laptop, "sasrec")))
-    shown = CliRunner().invoke(app, ["state", "show", "-c", str(path)])
+    shown = flexd("state", "show", "-c", path)
     assert shown.exit_code == ExitCode.STATE_UNUSABLE
     assert "laptop" in shown.output
-    reset = CliRunner().invoke(app, ["state", "reset", "--yes", "-c", str(path)])
+    reset = flexd("state", "reset", "--yes", "-c", path)
     assert reset.exit_code != 0
     assert "laptop" in f"{reset.output}{reset.exception}"
     assert content(of_laptop) == before
 
 
-def test_tables_that_ranks_say_are_kept_for_their_job_alone(tmp_path: Path) -> None:
+def test_tables_that_ranks_say_are_kept_for_their_job_alone(tmp_path: Path, start: Callable[..., Any]) -> None:
     """A daemon that has no tables yet marks the directory too."""
-    daemon = Daemon(parse_config(document(tmp_path, "laptop", tables=[])))
-    daemon.start()
-    try:
-        assert (tmp_path / "state" / "job").read_text() == "laptop\n"
-    finally:
-        daemon.stop(20.0)
+    start(parse_config(document(tmp_path, "laptop", tables=[])))
+    assert (tmp_path / "state" / "job").read_text() == "laptop\n"
 
 
 ITEMS_AND_USERS = [{"name": "items", "rows": 500, "dim": 8}, {"name": "users", "rows": 300, "dim": 8}]
-
-
-def make_newer(config: Config) -> Path:
-    """Give the newest snapshot a format that this flexd does not know."""
-    store = SnapshotStore(config.state.dir / "snapshots", 9)
-    meta, arrays = snapshot.read(store.paths()[0])
-    meta["sketches"]["format"] = 99
-    return store.save(meta, arrays)
 
 
 def flexd(*arguments: object) -> Any:
@@ -276,7 +259,11 @@ def test_other_tables_and_then_a_newer_snapshot_until_a_reset(
     assert re.search(r"users +removed .*not configured", shown)
     second.stop()
 
-    newer = make_newer(changed)
+    # The newest snapshot is of a format that this flexd does not know.
+    store = SnapshotStore(changed.state.dir / "snapshots", 9)
+    meta, arrays = snapshot.read(store.paths()[0])
+    meta["sketches"]["format"] = 99
+    newer = store.save(meta, arrays)
     with pytest.raises(
         UnusableStateError, match=r"format 99 is of a newer flexd.*flexd state reset -c FILE"
     ) as refused:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -35,17 +36,19 @@ PROPOSED = ProposedTables("a1", (TableSpec("item", 10, 4),))
 class Job(DaemonOnFile):
     """A daemon without tables whose loop the test ticks."""
 
-    def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
-        state = {"dir": str(directory / "state"), "on_unusable": "wait"}
-        super().__init__(directory, tables=[], stream={"source": {"kind": "tap"}}, state=state)
-        self.patch = patch
-        patch.setattr(daemon_module, "RENEWAL_SHARE", 1e9)  # every tick
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(
+            directory, tables=[], stream={"source": {"kind": "tap"}},
+            state={"dir": str(directory / "state"), "on_unusable": "wait"},
+        )  # fmt: skip
+        self.monkeypatch = monkeypatch
+        monkeypatch.setattr(daemon_module, "RENEWAL_SHARE", 1e9)  # every tick
         self.daemon.start()
 
     def propose(self) -> Any:
         """Let the ranks propose tables in the next tick."""
         learner = self.daemon._learner
-        self.patch.setattr(learner, "tick", lambda: PROPOSED)
+        self.monkeypatch.setattr(learner, "tick", lambda: PROPOSED)
         return learner
 
 
@@ -56,32 +59,22 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     assert job.daemon.stop(20.0)
 
 
-def raises(error: Exception) -> Callable[..., Any]:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    return fail
+NO_THREAD = RuntimeError("can't start new thread")
 
 
-def test_a_daemon_that_can_neither_start_nor_learn_for_a_moment_learns_again(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_daemon_that_can_neither_start_nor_learn_for_a_moment_learns_again(job: Job) -> None:
     job.propose()
-    with monkeypatch.context() as patch:
-        for name in ("DaemonComponents", "TableLearner"):
-            patch.setattr(daemon_module, name, raises(ControlError("the address is in use")))
+    fails = Mock(side_effect=ControlError("the address is in use"))
+    with patch.multiple(daemon_module, DaemonComponents=fails, TableLearner=fails):
         job.daemon.tick()
         assert "starting" in job.daemon.ready().reasons[0]
     until(lambda: job.daemon.tick() or "no rank has registered" in job.daemon.ready().reasons[0], 20, job.daemon.ready)
 
 
-def test_parts_that_cannot_be_started_leave_and_the_daemon_learns_again(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_that_cannot_be_started_leave_and_the_daemon_learns_again(job: Job) -> None:
     """Whatever starting them raises."""
     job.propose()
-    with monkeypatch.context() as patch:
-        patch.setattr(DaemonComponents, "start", raises(RuntimeError("can't start new thread")))
+    with patch.object(DaemonComponents, "start", side_effect=NO_THREAD):
         job.daemon.tick()
     assert any("RuntimeError: can't start new thread" in reason for reason in job.daemon.ready().reasons)
     assert job.daemon.health().ok
@@ -99,8 +92,7 @@ def test_a_waiting_daemon_whose_parts_cannot_be_started_frees_the_state_and_trie
     job = Job(tmp_path, monkeypatch)
     assert "has the state of job 'another'" in job.daemon.ready().reasons[0]
     (tmp_path / "state" / "job").unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr(daemon_module, "TableLearner", raises(RuntimeError("can't start new thread")))
+    with patch.object(daemon_module, "TableLearner", side_effect=NO_THREAD):
         job.daemon.tick()
     assert job.daemon.ready().reasons[0] == "state: RuntimeError: can't start new thread"
     assert job.daemon.supervisor.faults()["loop"] == 1
@@ -109,9 +101,8 @@ def test_a_waiting_daemon_whose_parts_cannot_be_started_frees_the_state_and_trie
     assert job.daemon.stop(20.0)
 
 
-def test_a_fault_while_tables_are_learnt_is_survived(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(job.daemon._learner, "tick", raises(RuntimeError("a fault")))
+def test_a_fault_while_tables_are_learnt_is_survived(job: Job) -> None:
+    with patch.object(job.daemon._learner, "tick", side_effect=RuntimeError("a fault")):
         job.daemon.tick()
     assert "thread loop: RuntimeError: a fault" in job.daemon.ready().reasons
     until(lambda: job.daemon.tick() or not job.daemon.supervisor.problems(), 20, job.daemon.ready)
@@ -143,15 +134,17 @@ def test_a_reload_during_a_take_over_stays(job: Job, monkeypatch: pytest.MonkeyP
     assert job.daemon.reload().applied == ()
 
 
-def test_parts_that_do_not_end_end_the_daemon(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_do_not_end_end_the_daemon(job: Job) -> None:
     """Beside new parts they would count the stream twice."""
     job.propose()
     job.daemon.tick()
     components = job.daemon.components
     ingest_stops = components.ingestor.stop
-    with monkeypatch.context() as patch:
-        patch.setattr(components.ingestor, "stop", lambda seconds: False)
-        patch.setattr(components.coordinator, "proposed_tables", lambda: replace(PROPOSED, attempt="a2"))
+    proposed = replace(PROPOSED, attempt="a2")
+    with (
+        patch.object(components.ingestor, "stop", return_value=False),
+        patch.object(components.coordinator, "proposed_tables", return_value=proposed),
+    ):
         job.daemon.tick()
     assert (
         job.daemon.supervisor.fatal
@@ -283,8 +276,11 @@ def test_ranks_with_different_tables_are_named(start: Callable[..., Any], config
 
     running = start(config)
     with Ranks(config.control.listen_port, RankLayout(1, 2), identities=by_rank, timeout_seconds=1.5):
-        cause = "ranks of attempt 'a1' have different tables"
-        until(lambda: cause in running.daemon.ready().reasons[0], 20, running.daemon.ready)
+        until(
+            lambda: "ranks of attempt 'a1' have different tables" in running.daemon.ready().reasons[0],
+            20,
+            running.daemon.ready,
+        )
     assert known(config) == {}
 
 

@@ -75,8 +75,7 @@ def test_a_half_counted_message_ends_the_daemon_in_order_and_nothing_is_lost(
     for _ in range(6):
         log.send(encode_arrow([AccessBatch("item", np.arange(100, dtype=np.int32), 0, 1.7e9)]))
     log.close()
-    source = {"kind": "file_log", "path": str(tmp_path / "log")}
-    settings = make_config(stream={"source": source, "poll_seconds": 0.05})
+    settings = make_config(stream={"source": {"kind": "file_log", "path": str(tmp_path / "log")}, "poll_seconds": 0.05})
     file = tmp_path / "flexd.yaml"
     file.write_text(yaml.safe_dump(settings.document()))
     environ = {**child_environment(), faults.VARIABLE: "thread.counting:4:raise"}
@@ -118,8 +117,7 @@ def test_every_thread_of_the_daemon_is_supervised() -> None:
 
 
 def test_the_table_of_threads_names_them_all() -> None:
-    table = (ROOT / "docs" / "threads.md").read_text()
-    named = set(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE))
+    named = set(re.findall(r"^\| `([\w-]+)`", (ROOT / "docs" / "threads.md").read_text(), re.MULTILINE))
     made = {
         name
         for path in (ROOT / "flexd").rglob("*.py")

@@ -14,8 +14,7 @@ SECRETS = {"./secrets/control"}
 
 def mounts(service: str) -> dict[str, str]:
     """Return the path or volume outside by path in the container."""
-    found = [text.split(":") for text in SERVICES[service]["volumes"]]
-    return {inside: outside for outside, inside, *_ in found}
+    return {inside: outside for outside, inside, *_ in (text.split(":") for text in SERVICES[service]["volumes"])}
 
 
 def test_every_mounted_path_exists():
@@ -35,8 +34,7 @@ def test_the_daemon_has_its_broker_files_and_state():
     assert any(path.startswith("/tmp") for path in daemon["tmpfs"])
     broker = SERVICES["kafka"]["environment"]["KAFKA_ADVERTISED_LISTENERS"]
     assert f"INSIDE://{config.stream.source.bootstrap_servers}" in broker
-    assert daemon["read_only"] is True
-    assert daemon["cap_drop"] == ["ALL"]
+    assert (daemon["read_only"], daemon["cap_drop"]) == (True, ["ALL"])
     assert int(daemon["stop_grace_period"].removesuffix("s")) > config.shutdown_seconds
     assert f"127.0.0.1:{config.control.listen_port}:{config.control.listen_port}" in daemon["ports"]
 
@@ -47,8 +45,7 @@ def test_nothing_is_published_beyond_this_machine():
 
 
 def test_prometheus_scrapes_the_daemon_and_has_the_rules():
-    config = load_config(DEPLOY / "flexd.yaml", {})
-    _, port = split_address(config.server.metrics_listen)
+    _, port = split_address(load_config(DEPLOY / "flexd.yaml", {}).server.metrics_listen)
     settings = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     (scrape,) = settings["scrape_configs"]
     assert scrape["static_configs"] == [{"targets": [f"flexd:{port}"]}]

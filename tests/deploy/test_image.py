@@ -24,16 +24,13 @@ def environment(python: str) -> dict[str, str]:
     return {**default_environment(), "python_version": python, "python_full_version": f"{python}.9"}  # type: ignore[dict-item]
 
 
-def locked_lines() -> list[re.Match[str]]:
-    """Return name, version, marker and hashes of each line: those of all wheels and source distributions."""
-    text = LOCK.read_text(encoding="utf-8").replace("\\\n", " ")
-    lines = (" ".join(line.split()) for line in text.splitlines())
-    found = {line: _ENTRY.match(line) for line in lines if line and not line.startswith("#")}
-    assert all(found.values()), "not NAME==VERSION with hashes"
-    return [entry for entry in found.values() if entry]
-
-
-LINES = locked_lines()
+LINES = [
+    _ENTRY.match(" ".join(line.split()))
+    for line in LOCK.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    if line.strip() and not line.strip().startswith("#")
+]
+"""Name, version, marker and hashes of each line: those of all wheels and source distributions."""
+assert all(LINES), "not NAME==VERSION with hashes"
 
 
 def versions(python: str) -> dict[str, str]:
@@ -97,8 +94,7 @@ def test_the_base_image_is_named_by_digest() -> None:
     given = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", DOCKERFILE, re.MULTILINE)
     assert len(given) == 1
     assert re.fullmatch(r"python:3\.12\.\d+-slim-\w+@sha256:[0-9a-f]{64}", given[0])
-    stages = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
-    assert stages == ["${PYTHON_IMAGE}", "${PYTHON_IMAGE}"]
+    assert re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE) == ["${PYTHON_IMAGE}", "${PYTHON_IMAGE}"]
     assert "# syntax=" not in DOCKERFILE, "an image of its own, by tag"
     (refused,) = re.findall(r"grep -qE '(.+?)'", DOCKERFILE)
     assert re.search(refused, given[0])

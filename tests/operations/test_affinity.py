@@ -35,8 +35,9 @@ def with_samples(directory: Path, batches: int = 20, **planner: float) -> Planni
     for batch in range(batches):
         group = random.integers(0, 10, SAMPLES)
         rows = (group[:, None] + 10 * random.integers(0, ROWS // 10, (SAMPLES, LENGTH))).reshape(-1)
-        lengths = np.full(SAMPLES, LENGTH, np.int32)
-        sketches.ingest("item", rows, 0, float(batch), lengths, step=batch, user_ids=group + 100)
+        sketches.ingest(
+            "item", rows, 0, float(batch), np.full(SAMPLES, LENGTH, np.int32), step=batch, user_ids=group + 100
+        )
     harness.planning.affinity = AffinityMonitor(keyspace, sketches.coaccess, wait_seconds=60)
     harness.report(SAMPLES * LENGTH // 4)
     return harness
@@ -46,15 +47,12 @@ def test_a_plan_says_what_affinity_would_win_and_moves_nothing_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     harness = with_samples(tmp_path)
-    per_step = harness.training.accesses_per_step(4)
-    assert per_step
     proposal = harness.propose("why not", dry_run=True)
     report = proposal_report(proposal)
     shown = report.affinity
-    found = proposal.affinity
     assert shown.dealing_loader is not None
     assert shown.loader.expected < 0.9
-    assert found.forecast.rehomed_rows > 0
+    assert proposal.affinity.forecast.rehomed_rows > 0
     assert shown == AffinityReport.model_validate(json.loads(shown.model_dump_json()))
     emit(report, plan_blocks(report), OutputFormat.TABLE)
     text = " ".join(capsys.readouterr().out.split())
@@ -99,16 +97,13 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     assert np.array_equal(harness.propose("no sample").plan.target.rehomed.keys, moved.keys)
 
     made = harness.planning
-    assert made.last_profile is not None
-    drift = made.maker.basis().drift(live, live.copies)
-    assert drift.ratio == 1.0, "drift knows copies alone"
+    assert made.maker.basis().drift(live, live.copies).ratio == 1.0, "drift knows copies alone"
 
     off = {"rehomed_slots_share": 0, "min_saving": {"seconds": 1.0, "share": 0.9}}
     document = harness.config.model_dump() | {"planner": harness.config.planner.model_dump() | off}
     made.apply_config(type(harness.config).model_validate(document))
     _, execution = harness.execute("off")
-    assert execution is not None, "rows come home whatever that saves"
-    harness.coordinator.execute(execution)
+    harness.coordinator.execute(execution)  # rows come home whatever that saves
     assert not len(harness.coordinator.placement().rehomed)
 
 
@@ -128,7 +123,6 @@ def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(
     harness.planning.affinity = monitor
     for _ in range(3):
         proposal = harness.propose("meanwhile")
-        assert proposal.affinity is not None
         assert "are being learnt for the first time" in proposal_report(proposal).affinity.messages[0]
         assert not len(proposal.plan.target.rehomed)
     assert begun == [0], "one at a time"
@@ -142,8 +136,7 @@ def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(
     monitor._wait_seconds = 0.01
     _, execution = harness.execute("with those of before")
     harness.coordinator.execute(execution)
-    live = harness.coordinator.placement()
-    assert np.array_equal(live.rehomed.keys, moved.keys)
+    assert np.array_equal(harness.coordinator.placement().rehomed.keys, moved.keys)
     after = harness.propose("while rows have moved")
     assert np.array_equal(after.plan.target.rehomed.keys, moved.keys)
     assert after.plan.moves_save_seconds == 0
@@ -167,7 +160,6 @@ def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(
 
 def test_nodes_of_users_come_from_the_newest_homes(tmp_path: Path) -> None:
     harness = with_samples(tmp_path, rehomed_slots_share=0.5)
-    monitor = harness.planning.affinity
     commands = PlanCommands(
         harness.config.keyspace(), harness.planning, None, harness.coordinator, threading.Event(), None
     )
@@ -175,7 +167,7 @@ def test_nodes_of_users_come_from_the_newest_homes(tmp_path: Path) -> None:
         commands.user_nodes(0, 10)
     shown = proposal_report(harness.propose("first")).affinity
     assert shown.by_user.expected < 0.9
-    found = monitor.newest.plan
+    found = harness.planning.affinity.newest.plan
     page = commands.user_nodes(4, 3)
     assert (page.ids, page.users, page.nodes, page.learnt) == ((104, 105, 106), 10, 2, 1)
     assert (page.nodes_of, page.by_user) == (tuple(found.users.nodes_of[4:7].tolist()), shown.by_user)

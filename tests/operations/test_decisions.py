@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -112,21 +113,15 @@ def test_decisions_that_cannot_be_used_are_not_in_force(tmp_path: Path, document
 def test_a_full_disk_delays_no_command_and_the_write_is_repeated(tmp_path: Path) -> None:
     it = Start(tmp_path)
     it.commands.set_throttle(4_096, None)
-    write = it.state.write
-
-    def full(statements: object) -> None:
-        raise SnapshotError("No space left on device")
-
-    it.state.write = full  # type: ignore[method-assign]
-    paused = it.commands.pause("night")
-    assert (paused.changed, paused.saved) == (True, False)
-    it.commands.tick()
+    with patch.object(it.state, "write", side_effect=SnapshotError("No space left on device")):
+        paused = it.commands.pause("night")
+        assert (paused.changed, paused.saved) == (True, False)
+        it.commands.tick()
     assert (it.held, it.commands.decisions_status().failures) == (True, 2)
     assert "No space left" in it.file.problem
     before = DecisionFile(it.state)
     assert before.current.pause is None
     assert before.current.throttle is not None, "the file is unchanged"
-    it.state.write = write  # type: ignore[method-assign]
     it.commands._retry_at = 0.0
     it.commands.tick()
     assert it.commands.pause("night").saved is True

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -156,15 +157,12 @@ class DaemonSequence:
     def crash(self, between: Callable[[], object] = lambda: None) -> None:
         assert self.current.history.write()
         before, self._count = self._directory / str(self._count), self._count + 1
-        after = self._directory / str(self._count)
-        shutil.copytree(before, after, copy_function=_copied)
+        shutil.copytree(before, self._directory / str(self._count), copy_function=_copied)
+        self.restart(between)
+
+    def restart(self, between: Callable[[], object] = lambda: None) -> None:
         self.current.stop()
         between()
-        self.current = self._start(after, self.port)
-        until(self.current.ready, SECONDS)
-
-    def restart(self) -> None:
-        self.current.stop()
         self.current = self._start(self._directory / str(self._count), self.port)
         until(self.current.ready, SECONDS)
 
@@ -188,12 +186,7 @@ class DaemonSequence:
         return done
 
     def _states(self) -> dict[str, str]:
-        found = self.current.commands.migrations(10, None).migrations
-        return {each.migration_id: each.state.name for each in found}
-
-    def wait_until_logged(self, plan_id: str) -> None:
-        """Wait until the history has the end of the plan's migration on disk."""
-        until(lambda: getattr(self.current.history.find(plan_id), "settled", False), SECONDS)
+        return {each.migration_id: each.state.name for each in self.current.commands.migrations(10, None).migrations}
 
     def states(self) -> dict[str, str]:
         """Return the state of every migration in the history, by id, once the newest has its present state."""
@@ -212,13 +205,16 @@ def daemons(tmp_path: Path):  # type: ignore[no-untyped-def]
 PARENT = target(1, 60)
 
 
-def apply_part_of_p2(daemons: DaemonSequence, ranks: Ranks) -> None:
-    """Apply p1, and 20 chunks of p2."""
-    until(daemons.current.ready, SECONDS, ranks.state())
-    assert daemons.current.start("p1", PARENT).wait(SECONDS) is MigrationState.COMMITTED
-    daemons.current.gate.permits = 20
-    daemons.current.start("p2", target(2))
-    daemons.wait_until_applied(20)
+@pytest.fixture
+def ranks(daemons: DaemonSequence) -> Iterator[Ranks]:
+    """Yield ranks that have applied p1, and 20 chunks of p2."""
+    with Ranks(daemons.port, LAYOUT) as made:
+        until(daemons.current.ready, SECONDS, made.state())
+        assert daemons.current.start("p1", PARENT).wait(SECONDS) is MigrationState.COMMITTED
+        daemons.current.gate.permits = 20
+        daemons.current.start("p2", target(2))
+        daemons.wait_until_applied(20)
+        yield made
 
 
 @pytest.mark.parametrize(
@@ -230,49 +226,47 @@ def apply_part_of_p2(daemons: DaemonSequence, ranks: Ranks) -> None:
         pytest.param(False, 0, marks=pytest.mark.long),
     ],
 )
-def test_the_next_daemon_resumes_a_rollback_by_itself(daemons: DaemonSequence, killed: bool, pushed: int) -> None:
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        daemons.abort(pushed)
-        until(lambda: daemons.migration.migration_id == "p2.rollback", SECONDS)
-        until(lambda: daemons.migration.state is MigrationState.PUSHING, SECONDS)
-        daemons.wait_until_applied(pushed)
-        until(lambda: "p2.rollback" in daemons.states(), SECONDS)
-        daemons.crash() if killed else daemons.restart()
-        assert daemons.current.executions.resume_rollback() is True
-        assert daemons.current.executions.resume_rollback() is False, "it is running"
-        assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
-        assert ranks.all_at(PARENT)
-        assert same_content(ranks.history)
-        versions = [version for version, _ in ranks.history[0]]
-        assert versions == list(range(1, len(versions) + 1)), "the journal was continued"
-        states = daemons.states()
-        assert (states["p2"], states["p2.rollback"], states["p2.rollback-2"]) == ("ABORTED", "FAILED", "COMMITTED")
-        entry = daemons.current.commands.migration("p2.rollback-2")
-        assert (entry.requested_by, "the daemon ended before it was done" in entry.reason) == ("flexd", True)
-        daemons.wait_until_logged("p2.rollback-2")
-        daemons.crash()
-        assert daemons.current.executions.resume_rollback() is False, "it is committed"
+def test_the_next_daemon_resumes_a_rollback_by_itself(
+    daemons: DaemonSequence, ranks: Ranks, killed: bool, pushed: int
+) -> None:
+    daemons.abort(pushed)
+    until(lambda: daemons.migration.migration_id == "p2.rollback", SECONDS)
+    until(lambda: daemons.migration.state is MigrationState.PUSHING, SECONDS)
+    daemons.wait_until_applied(pushed)
+    until(lambda: "p2.rollback" in daemons.states(), SECONDS)
+    daemons.crash() if killed else daemons.restart()
+    assert daemons.current.executions.resume_rollback() is True
+    assert daemons.current.executions.resume_rollback() is False, "it is running"
+    assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
+    assert ranks.all_at(PARENT)
+    assert same_content(ranks.history)
+    versions = [version for version, _ in ranks.history[0]]
+    assert versions == list(range(1, len(versions) + 1)), "the journal was continued"
+    states = daemons.states()
+    assert (states["p2"], states["p2.rollback"], states["p2.rollback-2"]) == ("ABORTED", "FAILED", "COMMITTED")
+    entry = daemons.current.commands.migration("p2.rollback-2")
+    assert (entry.requested_by, "the daemon ended before it was done" in entry.reason) == ("flexd", True)
+    until(lambda: daemons.current.history.find("p2.rollback-2").settled, SECONDS)
+    daemons.crash()
+    assert daemons.current.executions.resume_rollback() is False, "it is committed"
 
 
-def test_a_rollback_requested_before_the_migration_ended_is_resumed(daemons: DaemonSequence) -> None:
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        ranks.moving.clear()
-        daemons.current.gate.permits = 1
-        until(lambda: daemons.migration.record.chunks_pushed == 21, SECONDS)
-        stopped = daemons.migration
-        daemons.abort(0)
-        until(lambda: stopped.state is MigrationState.ABORTING, SECONDS)
-        daemons.crash(ranks.moving.set)
-        assert daemons.current.executions.resume_rollback() is True
-        assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
-        assert ranks.all_at(PARENT)
-        assert daemons.states()["p2"] == "FAILED"
+def test_a_rollback_requested_before_the_migration_ended_is_resumed(daemons: DaemonSequence, ranks: Ranks) -> None:
+    ranks.moving.clear()
+    daemons.current.gate.permits = 1
+    until(lambda: daemons.migration.record.chunks_pushed == 21, SECONDS)
+    stopped = daemons.migration
+    daemons.abort(0)
+    until(lambda: stopped.state is MigrationState.ABORTING, SECONDS)
+    daemons.crash(ranks.moving.set)
+    assert daemons.current.executions.resume_rollback() is True
+    assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
+    assert ranks.all_at(PARENT)
+    assert daemons.states()["p2"] == "FAILED"
 
 
 def test_a_requested_rollback_is_on_disk_before_the_migration_is_aborted(
-    daemons: DaemonSequence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    daemons: DaemonSequence, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_disk: list[tuple[str, ...]] = []
     abort = Migration.abort
@@ -282,67 +276,58 @@ def test_a_requested_rollback_is_on_disk_before_the_migration_is_aborted(
         abort(migration, reason)
 
     monkeypatch.setattr(Migration, "abort", record_file)
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        daemons.abort(0)
-        assert on_disk[0] == ("p2",)
+    daemons.abort(0)
+    assert on_disk[0] == ("p2",)
 
 
-def test_a_rollback_requested_after_a_crash_is_resumed_after_a_second_crash(daemons: DaemonSequence) -> None:
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        daemons.crash()
-        daemons.abort(0)
-        daemons.crash()
-        with pytest.raises(ApiError, match="no migration is running"):
-            daemons.current.commands.abort(rollback=False, reason="", wait_seconds=0.0, requested_by="")
-        assert daemons.current.executions.resume_rollback() is True, "the refused abort has cancelled nothing"
-        assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
-        assert ranks.all_at(PARENT)
+def test_a_rollback_requested_after_a_crash_is_resumed_after_a_second_crash(
+    daemons: DaemonSequence, ranks: Ranks
+) -> None:
+    daemons.crash()
+    daemons.abort(0)
+    daemons.crash()
+    with pytest.raises(ApiError, match="no migration is running"):
+        daemons.current.commands.abort(rollback=False, reason="", wait_seconds=0.0, requested_by="")
+    assert daemons.current.executions.resume_rollback() is True, "the refused abort has cancelled nothing"
+    assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
+    assert ranks.all_at(PARENT)
 
 
-def test_an_aborted_rollback_is_not_resumed(daemons: DaemonSequence) -> None:
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        daemons.abort(0)
-        until(lambda: daemons.migration.state is MigrationState.PUSHING, SECONDS)
-        stopped = daemons.current.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, requested_by="")
-        assert stopped.outcome == "stopped"
-        daemons.crash()
-        assert daemons.current.executions.resume_rollback() is False
-        assert daemons.current.executions.last is None
+def test_an_aborted_rollback_is_not_resumed(daemons: DaemonSequence, ranks: Ranks) -> None:
+    daemons.abort(0)
+    until(lambda: daemons.migration.state is MigrationState.PUSHING, SECONDS)
+    stopped = daemons.current.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, requested_by="")
+    assert stopped.outcome == "stopped"
+    daemons.crash()
+    assert daemons.current.executions.resume_rollback() is False
+    assert daemons.current.executions.last is None
 
 
-def test_a_full_disk_does_not_prevent_a_rollback(daemons: DaemonSequence, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise SnapshotError("no space left")
-
-    monkeypatch.setattr(daemons.current.file, "write", full)
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        assert daemons.abort(1_000_000).outcome == "accepted"
-        assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
-        assert ranks.all_at(PARENT)
-        assert daemons.current.decisions.failures == 1
+def test_a_full_disk_does_not_prevent_a_rollback(
+    daemons: DaemonSequence, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemons.current.file, "write", Mock(side_effect=SnapshotError("no space left")))
+    assert daemons.abort(1_000_000).outcome == "accepted"
+    assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
+    assert ranks.all_at(PARENT)
+    assert daemons.current.decisions.failures == 1
 
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_preview_reports_the_rows_that_a_rollback_after_the_end_of_a_daemon_moves(
-    daemons: DaemonSequence, killed: bool
+    daemons: DaemonSequence, ranks: Ranks, killed: bool
 ) -> None:
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        daemons.crash() if killed else daemons.restart()
-        preview = daemons.current.commands.preview_abort(rollback=True)
-        assert (preview.migration.migration_id, preview.migration.state) == ("p2", MigrationState.FAILED)
-        assert daemons.current.executions.last is None, "a preview starts nothing"
-        with pytest.raises(ApiError, match="no migration is running"):
-            daemons.current.commands.preview_abort(rollback=False)
-        rollback = daemons.abort(1_000_000, SECONDS)
-        assert (rollback.outcome, rollback.migration.state) == ("rolled_back", MigrationState.FAILED)
-        assert ranks.all_at(PARENT)
-        assert (rollback.rollback.requested_by, rollback.rollback.parent_plan_id) == ("ann", "p2")
-        assert rollback.rollback.rows_applied == preview.rollback.promotions + preview.rollback.demotions > 0
-        assert rollback.rollback.bytes_to_copy == preview.rollback.bytes
-        with pytest.raises(ApiError, match="no migration is running"):
-            daemons.current.commands.preview_abort(rollback=True)
+    daemons.crash() if killed else daemons.restart()
+    preview = daemons.current.commands.preview_abort(rollback=True)
+    assert (preview.migration.migration_id, preview.migration.state) == ("p2", MigrationState.FAILED)
+    assert daemons.current.executions.last is None, "a preview starts nothing"
+    with pytest.raises(ApiError, match="no migration is running"):
+        daemons.current.commands.preview_abort(rollback=False)
+    rollback = daemons.abort(1_000_000, SECONDS)
+    assert (rollback.outcome, rollback.migration.state) == ("rolled_back", MigrationState.FAILED)
+    assert ranks.all_at(PARENT)
+    assert (rollback.rollback.requested_by, rollback.rollback.parent_plan_id) == ("ann", "p2")
+    assert rollback.rollback.rows_applied == preview.rollback.promotions + preview.rollback.demotions > 0
+    assert rollback.rollback.bytes_to_copy == preview.rollback.bytes
+    with pytest.raises(ApiError, match="no migration is running"):
+        daemons.current.commands.preview_abort(rollback=True)

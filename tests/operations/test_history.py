@@ -21,7 +21,6 @@ from flexd.operations.decisions import NAME, StateDatabase, Statement
 from flexd.operations.history import ENDED_UNSEEN, MigrationHistory
 
 E = TransitionEvent
-SECONDS = 20.0
 
 
 class RunningHistory:
@@ -149,8 +148,7 @@ def test_the_transitions_of_one_migration_are_bounded(
     monkeypatch.setattr(migration_module, "KEPT_TRANSITIONS", 8)
     kept = keep()
     kept.migration("m", E.START, *(each for _ in range(20) for each in (E.EXHAUSTED, E.VOIDED)), E.FAIL)
-    found = kept.history.find("m")
-    assert [each.number for each in found.transitions] == [0, *range(36, 43)]
+    assert [each.number for each in kept.history.find("m").transitions] == [0, *range(36, 43)]
 
 
 def test_entries_wait_while_nothing_can_be_written_and_keep_their_order(

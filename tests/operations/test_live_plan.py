@@ -24,7 +24,7 @@ from flexd.core.placement import RankLayout, Tier
 from flexd.operations.live_plan import MIN_STEPS, LivePrices, TrainingJob, plan_limits, price_samples, priced_by
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.planner.model.prices import MIN_REPORTS, Exchange
-from flexd.topology.cluster import Cluster, Collective, Exposed, Link, WorldModel
+from flexd.topology.cluster import Collective, Exposed, Link, WorldModel
 from tests.support.components import report
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.planner_cases import cluster, flat
@@ -148,22 +148,13 @@ def test_the_status_says_what_was_learnt_and_why() -> None:
 LAYOUT = RankLayout(2, 2)
 
 
-def with_world(machine: Cluster) -> Cluster:
-    return replace(machine, world=WorldModel(2, 2, flat(0.5e9, 3e-4)))
-
-
-def values(phase: StepPhase, **quantities: list[float]) -> np.ndarray:
-    """One quantity of one phase by rank."""
-    result = np.zeros((4, len(StepPhase), len(PHASE_QUANTITIES)))
-    for name, by_rank in quantities.items():
-        result[:, list(StepPhase).index(phase), PHASE_QUANTITIES.index(name)] = by_rank
-    return result
-
-
-ROWS = values(
-    StepPhase.ROWS, inter_seconds=[0.5, 0.2, 0.1, 0.6], inter_bytes=[4e6, 1e6, 2e6, 3e6], inter_collectives=[1] * 4,
-    intra_seconds=[0.02, 0.03, 0.05, 0.04], intra_bytes=[1e6, 2e6, 3e6, 3e6], intra_collectives=[1] * 4,
-)  # fmt: skip
+ROWS = np.zeros((4, len(StepPhase), len(PHASE_QUANTITIES)))
+"""The quantities of one phase by rank."""
+for quantity, by_rank in {
+    "inter_seconds": [0.5, 0.2, 0.1, 0.6], "inter_bytes": [4e6, 1e6, 2e6, 3e6], "inter_collectives": [1] * 4,
+    "intra_seconds": [0.02, 0.03, 0.05, 0.04], "intra_bytes": [1e6, 2e6, 3e6, 3e6], "intra_collectives": [1] * 4,
+}.items():  # fmt: skip
+    ROWS[:, list(StepPhase).index(StepPhase.ROWS), PHASE_QUANTITIES.index(quantity)] = by_rank
 
 
 def test_a_collective_takes_as_long_as_for_the_rank_that_waits_least() -> None:
@@ -176,31 +167,28 @@ def test_a_collective_takes_as_long_as_for_the_rank_that_waits_least() -> None:
 
 
 def test_a_direct_exchange_shows_the_world() -> None:
-    over_all = price_samples(ROWS, LAYOUT, with_world(MACHINE), "direct")
-    assert over_all == {Link.INTER_NODE: pytest.approx((3e-4 + 4e6 / 0.5e9, 0.1))}
+    with_world = replace(MACHINE, world=WorldModel(2, 2, flat(0.5e9, 3e-4)))
+    assert price_samples(ROWS, LAYOUT, with_world, "direct") == {
+        Link.INTER_NODE: pytest.approx((3e-4 + 4e6 / 0.5e9, 0.1))
+    }
     assert price_samples(ROWS, LAYOUT, MACHINE, "direct")[Link.INTER_NODE][0] == pytest.approx(1e-4 + 4e6 / 1e9)
     assert price_samples(ROWS, RankLayout(1, 4), MACHINE, "direct")[Link.INTRA_NODE][1] == pytest.approx(0.02)
 
 
-def monitor(rows: float, push: float, cover: float, *, overlapped: float = 1.0, steps: int = 10) -> TrainingMonitor:
-    training = TrainingMonitor()
-    add(training, rows, push, cover, overlapped=overlapped, steps=steps)
-    return training
-
-
 def add(
     training: TrainingMonitor, rows: float, push: float, cover: float, *, overlapped: float = 1.0, steps: int = 10
-) -> None:
+) -> TrainingMonitor:
     phases = (
         PhaseReport("rows", inter_seconds=steps * rows, overlapped_seconds=steps * rows * overlapped),
         PhaseReport("push", inter_seconds=steps * push),
     )
     for rank in range(2):
         training.add(rank, replace(report(1), phases=PhasesReport(phases, steps, steps * cover)))
+    return training
 
 
 def test_shares_and_cover_are_what_ranks_measured() -> None:
-    exposed = prices_of(FakeCoordinator(), monitor(0.3, 0.1, 0.2, overlapped=0.75)).exposed()
+    exposed = prices_of(FakeCoordinator(), add(TrainingMonitor(), 0.3, 0.1, 0.2, overlapped=0.75)).exposed()
     assert (exposed.forward, exposed.backward) == (pytest.approx(0.25), 1.0)
     assert exposed.sync == pytest.approx(1 - 0.75 * 0.3 / 0.4), "no replicas yet: as the whole"
     assert exposed.cover_seconds == pytest.approx(0.2)
@@ -214,22 +202,22 @@ def test_shares_and_cover_are_what_ranks_measured() -> None:
 
 
 def test_noise_does_not_change_prices() -> None:
-    training = monitor(0.3, 0.1, 0.2)
+    training = add(TrainingMonitor(), 0.3, 0.1, 0.2)
     prices = prices_of(FakeCoordinator(), training)
     first = prices.exposed()
     add(training, 0.3, 0.1, 0.205, overlapped=0.98, steps=50)
     assert prices.exposed() is first
     add(training, 0.3, 0.1, 0.1, overlapped=1.0, steps=50)
-    changed = prices.exposed()
-    assert changed.cover_seconds == pytest.approx(0.1)
+    assert prices.exposed().cover_seconds == pytest.approx(0.1)
 
 
 def test_plans_use_the_measured_exposure(tmp_path: Path) -> None:
     """Ranks that report everything beside long compute get a plan that moves nothing."""
     harness = filled_harness(tmp_path)
     assert harness.propose("before reports").plan.promotions > 0
-    names = ("ids", "rows", "push", "sync")
-    phases = tuple(PhaseReport(name, inter_seconds=1.0, overlapped_seconds=1.0) for name in names)
+    phases = tuple(
+        PhaseReport(name, inter_seconds=1.0, overlapped_seconds=1.0) for name in ("ids", "rows", "push", "sync")
+    )
     for rank in range(4):
         harness.training.add(rank, replace(report(2, tiers=(200_000, 0, 0)), phases=PhasesReport(phases, 1, 1000.0)))
     plan = harness.propose("after them").plan

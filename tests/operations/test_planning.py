@@ -44,9 +44,8 @@ def test_no_plan_without_ranks(harness: PlanningHarness) -> None:
 
 def test_a_dry_run_leaves_no_trace(harness: PlanningHarness) -> None:
     seen = harness.propose("look", dry_run=True)
-    plan, live = seen.plan, seen.live
-    assert len(plan.delta) > 0
-    assert live == harness.coordinator.now
+    assert len(seen.plan.delta) > 0
+    assert seen.live == harness.coordinator.now
     assert harness.planning.last_plan is None
     assert harness.planning.executions.last is None
     assert sum(harness.planning.outcomes.values()) == 0
@@ -87,10 +86,9 @@ def test_a_plan_that_changes_nothing_pushes_nothing(harness: PlanningHarness) ->
     plan, execution = harness.execute("first")
     harness.coordinator.execute(execution)
     proposal = harness.propose("second")
-    second, live = proposal.plan, proposal.live
-    assert second.origin.parent_id == plan.plan_id
-    assert len(second.delta) == 0
-    assert live.digest() == plan.target.digest()
+    assert proposal.plan.origin.parent_id == plan.plan_id
+    assert len(proposal.plan.delta) == 0
+    assert proposal.live.digest() == plan.target.digest()
     assert harness.planning.execute(proposal) is None
     assert harness.planning.outcomes == {"changed": 1, "unchanged": 1}
     assert harness.planning.proposals.all() == (), "neither can be applied any more"
@@ -113,8 +111,7 @@ def test_plans_are_made_one_at_a_time_with_ids_of_their_own(harness: PlanningHar
 
 def test_an_explanation_names_pins_and_exclusions(tmp_path: Path) -> None:
     def explained(row: int, **planner: Any) -> tuple[str, str]:
-        harness = filled_harness(tmp_path, **planner)
-        (answer,) = explanation(*harness.planning.explain("item", row, 0)).explained
+        (answer,) = explanation(*filled_harness(tmp_path, **planner).planning.explain("item", row, 0)).explained
         return answer.planned, answer.reason
 
     coldest = ROWS - 1
@@ -245,36 +242,30 @@ def test_each_gate_closes_by_its_own_key(closed: str, bound: dict[str, float], s
 def test_tables_count_by_their_accesses_in_coverage() -> None:
     (table,) = profile().tables
     exact = replace(table, table="exact", weight=900.0, hot_share=np.array([0.3, 0.2]), hot_bounds=None)
-    both = profile(tables=(table, exact))
-    measured = {gate.gate: gate.measured for gate in evaluate_gates(both, PlannerConfig(**OPEN))}
-    assert measured["coverage"] == pytest.approx(0.54)
+    gates = evaluate_gates(profile(tables=(table, exact)), PlannerConfig(**OPEN))
+    assert {gate.gate: gate.measured for gate in gates}["coverage"] == pytest.approx(0.54)
 
 
 MUCH = {"seconds": 1.0, "share": 0.0}
-
-
-def intervals(it: PlanningHarness, count: int, more: int = 20_000) -> None:
-    """Let a daemon plan ``count`` times while equally distributed look-ups arrive; every migration succeeds."""
-    auto = AutoPlanner(it.config.planner, it.planning, SimpleNamespace(pop_reason=lambda: None), it.coordinator.live)
-    for number in range(count):
-        before = len(it.coordinator.migrations)
-        auto.triggers._next_plan_at = 0.0
-        auto.tick()
-        for migration in it.coordinator.migrations[before:]:
-            it.coordinator.execute(migration)
-        it.see(more, draw=number + 1)
 
 
 def test_a_daemon_does_not_migrate_a_few_rows_up_and_down_at_every_interval(tmp_path: Path) -> None:
     """Noise of the counts makes some rows look better elsewhere in every plan, for nanoseconds."""
     moves = {}
     for name, seconds in (("any", 0.0), ("some", 1e-7)):
-        directory = tmp_path / name
-        directory.mkdir()
-        it = filled_harness(directory, min_saving={"seconds": seconds, "share": 0.0}, horizon_steps=1e9)
+        it = filled_harness(tmp_path, min_saving={"seconds": seconds, "share": 0.0}, horizon_steps=1e9)
         said: list[tuple[str, ...]] = []
         it.planning._on_withheld = lambda *reason, said=said: said.append(reason)
-        intervals(it, 8)
+        drift = SimpleNamespace(pop_reason=lambda: None)
+        auto = AutoPlanner(it.config.planner, it.planning, drift, it.coordinator.live)
+        # Equally distributed look-ups arrive between plans, and every migration succeeds.
+        for number in range(1, 9):
+            before = len(it.coordinator.migrations)
+            auto.triggers._next_plan_at = 0.0
+            auto.tick()
+            for migration in it.coordinator.migrations[before:]:
+                it.coordinator.execute(migration)
+            it.see(20_000, draw=number)
         moves[name] = len(it.coordinator.migrations)
         outcomes = it.planning.outcomes
     assert moves["any"] > 2, "the case has no noise"

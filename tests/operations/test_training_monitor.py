@@ -85,8 +85,9 @@ def test_waiting_reports_are_merged_by_table() -> None:
 
 
 def with_known_phases(report: StepReport) -> StepReport:
-    known = zip(report.phases.by_phase, StepPhase, strict=False)
-    by_phase = tuple(replace(phase, phase=name.value) for phase, name in known)
+    by_phase = tuple(
+        replace(phase, phase=name.value) for phase, name in zip(report.phases.by_phase, StepPhase, strict=False)
+    )
     return replace(report, phases=replace(report.phases, by_phase=by_phase))
 
 
@@ -128,8 +129,7 @@ def test_averages_sums_and_prices_stay_finite(received: list[tuple[int, StepRepo
         training.step_seconds(), training.intervals(),
         training.slow_memory(), seconds,
     )  # fmt: skip
-    wrong = {where: value for where, value in numbers(kept).items() if not math.isfinite(value) or value < 0}
-    assert wrong == {}
+    assert not {where: value for where, value in numbers(kept).items() if not math.isfinite(value) or value < 0}
 
 
 def test_sums_of_slow_memory_stop_before_they_overflow() -> None:
@@ -137,8 +137,7 @@ def test_sums_of_slow_memory_stop_before_they_overflow() -> None:
     most = SlowMemoryReport(tuple(SlowTableReport(0, *[2**53] * 4) for _ in range(256)))
     for _ in range(5):
         monitor.add(0, replace(step_report(1.0), slow_memory=most))
-    totals = monitor.slow_memory()
-    assert (totals.by_table[0] == 2**62).all()
+    assert (monitor.slow_memory().by_table[0] == 2**62).all()
 
 
 def block_report(version: int, seconds: float, steps: int = 2, apply_seconds: float = 0.0) -> StepReport:

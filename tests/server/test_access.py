@@ -35,9 +35,8 @@ def caller_daemon() -> CallerDaemon:
 
 @pytest.fixture(scope="module")
 def guarded(caller_daemon: CallerDaemon, directory: Path) -> Iterator[str]:
-    server = serve(caller_daemon, tokens=token_configs(directory))
-    yield server.address
-    assert server.stop(10)
+    with serve(caller_daemon, tokens=token_configs(directory)) as server:
+        yield server.address
 
 
 def refused(url: str) -> dict[str, float]:
@@ -94,9 +93,8 @@ def test_admin_requests_are_logged_with_sender_and_outcome(guarded: str, caplog:
 
 @pytest.fixture
 def own_tokens(tmp_path: Path) -> Iterator[str]:
-    server = serve(FakeDaemon(), tokens=token_configs(tmp_path))
-    yield server.address
-    assert server.stop(10)
+    with serve(FakeDaemon(), tokens=token_configs(tmp_path)) as server:
+        yield server.address
 
 
 def test_a_token_is_replaced_without_a_restart(
@@ -115,13 +113,11 @@ def test_a_token_is_replaced_without_a_restart(
 def test_a_token_is_its_whole_line(tmp_path: Path, token: str) -> None:
     """A token that begins like a digest, is long, or is not ASCII is compared as a whole."""
     (tmp_path / "token").write_text(token + "\n", encoding="utf-8")
-    server = serve(FakeDaemon(), tokens=[TokenConfig(name="x", scope="read", file=tmp_path / "token")])
-    try:
+    tokens = [TokenConfig(name="x", scope="read", file=tmp_path / "token")]
+    with serve(FakeDaemon(), tokens=tokens) as server:
         for sent, status in ((token, 200), (token.strip() + "x", 401), (token.strip()[:-1], 401)):
             headers = {b"authorization": b"Bearer " + sent.strip().encode()}
             assert httpx.get(f"{server.address}/v1/status", headers=headers, timeout=10).status_code == status
-    finally:
-        assert server.stop(10)
 
 
 DISCONNECT = {"type": "http.disconnect"}
@@ -249,18 +245,12 @@ FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form
 """Content types that a page may send to another site without asking it first."""
 
 
-def routes() -> list[tuple[str, str]]:
-    """Return method and path of every route of the admin API, the page included."""
-    fake = FakeDaemon()
-    app = create_app(fake, Metrics(fake))
-    return sorted(
-        (method, re.sub(r"{\w+}", "latest", route.path))
-        for route in app.routes
-        for method in route.methods - {"HEAD"}  # type: ignore[attr-defined]
-    )
-
-
-ROUTES = routes()
+ROUTES = sorted(
+    (method, re.sub(r"{\w+}", "latest", route.path))
+    for route in create_app(FakeDaemon(), Metrics(FakeDaemon())).routes
+    for method in route.methods - {"HEAD"}  # type: ignore[attr-defined]
+)
+"""Method and path of every route of the admin API, the page included."""
 POSTS = [path for method, path in ROUTES if method == "POST"]
 
 
@@ -295,8 +285,9 @@ def test_every_post_needs_a_header_that_no_form_can_send(bare: httpx.Client, dae
 
 def test_a_preflight_gets_no_permission(bare: httpx.Client, daemon: FakeDaemon) -> None:
     for path in POSTS:
-        asked = {"origin": "https://evil.example", "access-control-request-headers": REQUEST_HEADER}
-        answer = bare.options(path, headers=asked)
+        answer = bare.options(
+            path, headers={"origin": "https://evil.example", "access-control-request-headers": REQUEST_HEADER}
+        )
         assert not [name for name in answer.headers if name.startswith("access-control")]
         assert answer.status_code == 403
     assert daemon.calls == []

@@ -9,7 +9,6 @@ import pytest
 from schemathesis import checks
 
 from flexd.api.base import http_status
-from flexd.config.sections import ServerConfig, TokenConfig
 from flexd.core.errors import (
     ApiError,
     ConfigError,
@@ -22,12 +21,11 @@ from flexd.core.errors import (
 )
 from flexd.server.access import READING_POSTS
 from flexd.server.app import Metrics, create_app
-from flexd.server.http import DaemonServer
 from tests.support.api_contract import RESPONSE_CHECKS, asks_for_something, for_every_request, operations_of
 from tests.support.api_requests import COMMAND_HEADERS
+from tests.support.api_tokens import ADMIN, READ, serve, token_configs
 from tests.support.fake_daemon import FakeDaemon
 
-READ, ADMIN = "the token of the dashboard", "the token of the operator"
 ERRORS: list[Exception | None] = [
     None, ApiError("x", status=409), ApiError("x", status=503), ConfigError("x"), ControlError("x"),
     PlacementError("x"), PlanError("x"), SnapshotError("x"), StreamError("x"), TopologyError("x"),
@@ -36,32 +34,15 @@ ERRORS: list[Exception | None] = [
 
 @pytest.fixture(scope="module")
 def url(fake: FakeDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = tmp_path_factory.mktemp("tokens")
-    (directory / "read").write_text(READ)
-    (directory / "admin").write_text(ADMIN)
-    config = ServerConfig(
-        port=0,
-        tokens=[
-            TokenConfig(name="dashboard", file=directory / "read"),
-            TokenConfig(name="operator", scope="admin", file=directory / "admin"),
-        ],
-    )
-    server = DaemonServer(fake, Metrics(fake), config)
-    server.start()
-    yield server.address
-    assert server.stop(10)
+    with serve(fake, tokens=token_configs(tmp_path_factory.mktemp("tokens"))) as server:
+        yield server.address
 
 
 def bearer(token: str) -> dict[str, str]:
     return {**COMMAND_HEADERS, "authorization": f"Bearer {token}"}
 
 
-def document() -> dict[str, Any]:
-    fake = FakeDaemon()
-    return create_app(fake, Metrics(fake)).openapi()
-
-
-OPERATIONS = operations_of(document())
+OPERATIONS = operations_of(create_app(FakeDaemon(), Metrics(FakeDaemon())).openapi())
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)

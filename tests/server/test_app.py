@@ -105,16 +105,16 @@ def test_waits_are_bounded_and_probes_answer_meanwhile(client, daemon, server):
     statuses: list[int] = []
 
     def wait() -> None:
-        body = {"wait_seconds": 20}
-        answer = httpx.post(f"{server.address}/v1/replan", json=body, headers=COMMAND_HEADERS, timeout=30)
+        answer = httpx.post(
+            f"{server.address}/v1/replan", json={"wait_seconds": 20}, headers=COMMAND_HEADERS, timeout=30
+        )
         statuses.append(answer.status_code)
 
     waiting = [threading.Thread(target=wait) for _ in range(MAX_SLOW_CALLS)]
     for thread in waiting:
         thread.start()
     until(lambda: len(daemon.calls) >= MAX_SLOW_CALLS, 10)
-    refused = client.post("/v1/replan", json={})
-    assert refused.status_code == 429
+    assert client.post("/v1/replan", json={}).status_code == 429
     assert client.post("/v1/plan").status_code == 429
     assert client.get("/healthz").status_code == 200
     assert client.get("/v1/status").status_code == 200

@@ -18,6 +18,7 @@ from flexd.server import http
 from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
 from tests.support.api_requests import COMMAND_HEADERS
+from tests.support.api_tokens import serve
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.until import until
 
@@ -27,8 +28,9 @@ def make_server(daemon, **config) -> DaemonServer:
 
 
 def over(path: Path) -> httpx.Client:
-    transport = httpx.HTTPTransport(uds=str(path))
-    return httpx.Client(transport=transport, base_url="http://flexd", timeout=10, headers=COMMAND_HEADERS)
+    return httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(path)), base_url="http://flexd", timeout=10, headers=COMMAND_HEADERS
+    )
 
 
 def test_a_taken_port_is_an_error_with_a_remedy(server, daemon):
@@ -40,16 +42,12 @@ def test_a_taken_port_is_an_error_with_a_remedy(server, daemon):
 
 def test_unix_socket_is_private_served_and_removed(daemon, tmp_path):
     path = tmp_path / "flexd.sock"
-    served = make_server(daemon, unix_socket=path)
-    served.start()
-    try:
+    with serve(daemon, unix_socket=path) as served:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert (served.address, served.port) == (f"unix:{path}", 0)
         with over(path) as client:
             assert client.get("/v1/status").json()["job"] == "job"
             assert client.post("/v1/pause", json={}).status_code == 200
-    finally:
-        assert served.stop(10)
     assert not path.exists()
 
 
@@ -57,15 +55,11 @@ def test_a_stale_socket_is_replaced_a_live_one_is_not(daemon, tmp_path):
     path = tmp_path / "flexd.sock"
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(path))
-    served = make_server(daemon, unix_socket=path)
-    served.start()
-    try:
+    with serve(daemon, unix_socket=path):
         with pytest.raises(ApiError, match="another process serves"):
             make_server(daemon, unix_socket=path).start()
         with over(path) as client:
             assert client.get("/healthz").status_code == 200
-    finally:
-        assert served.stop(10)
 
 
 def test_stop_ends_although_a_call_hangs(daemon):
@@ -105,14 +99,12 @@ def test_no_descriptor_or_thread_is_left(daemon):
     def open_descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    warm = make_server(daemon, port=0)
-    warm.start()
-    warm.stop(10)
+    with serve(daemon):  # warms up
+        pass
     before, threads = open_descriptors(), threading.active_count()
     for _ in range(3):
-        served = make_server(daemon, port=0, metrics_listen="127.0.0.1:0")
-        served.start()
-        assert served.stop(10)
+        with serve(daemon, metrics_listen="127.0.0.1:0"):
+            pass
     # Other tests of this process may still release or hold descriptors.
     until(
         lambda: open_descriptors() <= before and threading.active_count() <= threads, 10,
@@ -128,10 +120,8 @@ def served(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daem
     monkeypatch.setattr(http, "HEAD_SECONDS", 0.5)
     monkeypatch.setattr(http, "WRITE_SECONDS", 0.3)
     monkeypatch.setattr("flexd.server.http.MAX_CONNECTIONS", LIMIT)
-    server = DaemonServer(daemon, Metrics(daemon), ServerConfig(port=0))
-    server.start()
-    yield server
-    assert server.stop(10)
+    with serve(daemon) as server:
+        yield server
 
 
 def opened(server: DaemonServer, say: bytes = b"") -> socket.socket:

@@ -15,11 +15,10 @@ from flexd.api.rank import TopologyStatus
 from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.training import ArmStatus, SlowMemoryStatus, SlowTableStatus, TrainingStatus, TuningStatus
-from flexd.config.sections import ServerConfig
 from flexd.control.daemon.migration import MigrationRecord, MigrationState, VerificationReport
-from flexd.server.app import Metrics
 from flexd.server.http import DaemonServer
 from tests.support.api_requests import COMMAND_HEADERS
+from tests.support.api_tokens import serve
 from tests.support.fake_daemon import STRANGE, FakeDaemon
 from tests.support.ops_tools import tool
 from tests.support.until import until
@@ -65,12 +64,6 @@ class BusyDaemon(FakeDaemon):
         )  # fmt: skip
 
 
-def served(daemon: FakeDaemon, **settings: Any) -> DaemonServer:
-    server = DaemonServer(daemon, Metrics(daemon), ServerConfig(port=0, **settings))
-    server.start()
-    return server
-
-
 def test_the_page_may_run_only_its_own_scripts(server):
     answer = httpx.get(f"{server.address}/", timeout=10)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
@@ -95,13 +88,10 @@ def test_the_page_may_run_only_its_own_scripts(server):
 def test_the_page_needs_no_token_and_holds_no_data(tmp_path):
     (tmp_path / "token").write_text("r" * 32)
     daemon = BusyDaemon()
-    server = served(daemon, tokens=[{"name": "ops", "file": str(tmp_path / "token")}])
-    try:
+    with serve(daemon, tokens=[{"name": "ops", "file": str(tmp_path / "token")}]) as server:
         assert httpx.get(f"{server.address}/", timeout=10).status_code == 200
         assert httpx.get(f"{server.address}/v1/status", timeout=10).status_code == 401
         assert daemon.calls == []
-    finally:
-        assert server.stop(10)
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +134,8 @@ def open_page(browser: Any) -> Iterator[Open]:
 @pytest.fixture
 def busy() -> Iterator[tuple[BusyDaemon, DaemonServer]]:
     daemon = BusyDaemon()
-    server = served(daemon)
-    yield daemon, server
-    assert server.stop(10)
+    with serve(daemon) as server:
+        yield daemon, server
 
 
 def test_the_page_shows_names_and_figures(open_page, busy):
@@ -203,8 +192,7 @@ def test_rows_in_tiered_storage_are_shown_by_table_those_with_most_misses_first(
             )  # fmt: skip
             return super().status().model_copy(update={"slow_memory": slow})
 
-    server = served(InTieredStorage())
-    try:
+    with serve(InTieredStorage()) as server:
         page = open_page(server)
         page.wait_for_selector("#slow-tables td")
         cells = page.locator("#slow-tables tbody tr").all_inner_texts()
@@ -214,8 +202,6 @@ def test_rows_in_tiered_storage_are_shown_by_table_those_with_most_misses_first(
         ]
         assert page.text_content("#slow-tables p") == "2.00 MB read, 1.00 MB written, 3.00 s waited over all ranks"
         assert page.complaints == []
-    finally:
-        assert server.stop(10)
 
 
 def test_light_and_dark_and_narrow(open_page, busy):
@@ -252,8 +238,7 @@ def test_the_page_requests_a_token_and_a_read_token_cannot_replan(open_page, tmp
     (tmp_path / "admin").write_text("a" * 32)
     daemon = BusyDaemon()
     tokens = [{"name": name, "scope": name, "file": str(tmp_path / name)} for name in ("read", "admin")]
-    server = served(daemon, tokens=tokens)
-    try:
+    with serve(daemon, tokens=tokens) as server:
         page = open_page(server)
         page.wait_for_selector("dialog[open]")
         page.fill("#ask-token", "x" * 32)
@@ -275,8 +260,6 @@ def test_the_page_requests_a_token_and_a_read_token_cannot_replan(open_page, tmp
         assert [call[0] for call in daemon.calls].count("replan") == 1
         # Nothing of a token stays behind in the browser.
         assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
-    finally:
-        assert server.stop(10)
 
 
 def test_an_unreachable_daemon_is_shown_until_it_answers(open_page, busy):

@@ -1,6 +1,8 @@
-"""A server that requires bearer tokens."""
+"""A server of one test, and bearer tokens that it may require."""
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -22,10 +24,14 @@ class CallerDaemon(FakeDaemon):
         super()._enter(*call, requester(""))
 
 
-def serve(daemon: FakeDaemon, **config: object) -> DaemonServer:
+@contextlib.contextmanager
+def serve(daemon: FakeDaemon, **config: object) -> Iterator[DaemonServer]:
     server = DaemonServer(daemon, Metrics(daemon), ServerConfig(port=0, **config))  # type: ignore[arg-type]
     server.start()
-    return server
+    try:
+        yield server
+    finally:
+        assert server.stop(10)
 
 
 def token_configs(directory: Path) -> list[TokenConfig]:

@@ -85,8 +85,7 @@ def test_settle_drops_unagreed_chunks_and_frees_their_slots() -> None:
     box.offer(1, delta([4]))
     agree(box)
     box.offer(2, delta([6]))
-    placement = Placement.empty().apply(delta([4]))
-    assert box.settle(1) == (1, placement.digest())
+    assert box.settle(1) == (1, Placement.empty().apply(delta([4])).digest())
     box.offer(2, delta([8]))
     with pytest.raises(ChunkRefusedError, match="replica slots"):
         box.offer(3, delta([10]))

@@ -70,8 +70,9 @@ def test_a_migration_that_cannot_be_made_fails_alone(
     job: Callable[..., Any], plan: Any, generation: int | None, reason: str
 ) -> None:
     with job(RankLayout(2, 1)) as (hosted, ranks):
-        record = MigrationRecord(migration_id="bad", generation=generation)
-        migration = hosted.coordinator.migrate(record, Placement.empty(), plan)
+        migration = hosted.coordinator.migrate(
+            MigrationRecord(migration_id="bad", generation=generation), Placement.empty(), plan
+        )
         assert migration.wait(15) is MigrationState.FAILED
         assert reason in migration.record.problem
         committed(hosted.coordinator, ranks, "good", target(9, 50), 1000)

@@ -68,8 +68,7 @@ def hello(rank: int, ranks: int = RANKS, nonce: str = "") -> Hello:
 def channels(timeout_seconds: float = 15.0) -> tuple[RankChannels, _Server]:
     server = _Server()
     members = Membership("job", TABLES, silent_seconds=1e9)
-    notice = DaemonNotice("job", "i", TABLES.digest)
-    made = RankChannels(notice, timeout_seconds, members, lambda *_, **__: None)
+    made = RankChannels(DaemonNotice("job", "i", TABLES.digest), timeout_seconds, members, lambda *_, **__: None)
     made.server = cast(ChannelServer, server)
     return made, server
 

@@ -41,8 +41,7 @@ def test_a_new_attempt_starts_from_an_empty_placement(job: Callable[..., Any]) -
 
 def test_a_silent_rank_is_reported_as_lost(job: Callable[..., Any]) -> None:
     with job(RankLayout(2, 1), timeout_seconds=1.5) as (hosted, ranks):
-        agent = ranks.ranks[1].agent
-        agent.stop(10)
+        ranks.ranks[1].agent.stop(10)
         until(lambda: not hosted.ready())
         until(lambda: "1 of 2 ranks" in hosted.coordinator.live().reason)
         assert "rank_disconnected" in hosted.names()
@@ -123,7 +122,6 @@ def test_pushing_pauses_after_a_repeat_until_an_operator_resumes(job: Callable[.
         until(lambda: hosted.names().count("pushing_paused") == 2, what=lambda: hosted.events)
         assert hosted.names().count("placement_listed") == 2
         ranks.false_digests.clear()
-        seen = mismatches(hosted)
         hosted.coordinator.resume()
         committed(hosted.coordinator, ranks, "p2", target(2, 50), 10)
 
@@ -170,14 +168,13 @@ def test_chunks_that_never_arrive_fail_their_migration_after_bounded_tries(
     host: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosted = host()
-    error = ControlError("the connection is cut")
     receive, broken, tries = RowsAssembly.rows, threading.Event(), [0]
 
     def fail(assembly: RowsAssembly) -> tuple[np.ndarray, np.ndarray]:
         keys, changed = receive(assembly)
         if broken.is_set() and threading.current_thread().name.endswith("-1"):
             tries[0] += 1
-            raise error
+            raise ControlError("the connection is cut")
         return keys, changed
 
     monkeypatch.setattr(RowsAssembly, "rows", fail)

@@ -5,6 +5,7 @@ import stat
 import tracemalloc
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -103,8 +104,7 @@ def test_voided_versions_agreement_and_restarts(
 ) -> None:
     """Compare with a list of placements: append after dropping up to 3 versions, compact and reopen at random."""
     directory = tmp_path_factory.mktemp("journal")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flexd.control.daemon.journal._COMPACT_ROWS", 12)
+    with patch.object(journal_module, "_COMPACT_ROWS", 12):
         journal = PlacementJournal(directory)
         journal.begin(SEGMENT, Placement.empty())
         model = [Placement.empty()]
@@ -138,11 +138,10 @@ def test_a_chunk_out_of_sequence_is_not_recorded(tmp_path: Path, version: int) -
     assert PlacementJournal(tmp_path).last_version == 1
 
 
-def test_a_failed_write_leaves_the_journal_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_journal_intact(tmp_path: Path) -> None:
     placements = filled(tmp_path, 2)
     journal = PlacementJournal(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with patch("os.fsync", side_effect=OSError(28, "No space left on device")):
         with pytest.raises(SnapshotError, match="No space left"):
             journal.append(Chunk(3, random_delta(placements[2], 77)))
         with pytest.raises(SnapshotError, match="No space left"):
@@ -191,7 +190,7 @@ def test_many_voided_chunks_leave_a_small_file(tmp_path: Path, monkeypatch: pyte
     again.close()
 
 
-def watch_disk(patch: pytest.MonkeyPatch) -> list[str]:
+def watch_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that records later operations: ``sync NAME``, ``name NAME`` (a file is renamed to it)."""
     operations: list[str] = []
     sync, replace = os.fsync, os.replace
@@ -204,8 +203,8 @@ def watch_disk(patch: pytest.MonkeyPatch) -> list[str]:
         replace(source, target)
         operations.append(f"name {target.name}")
 
-    patch.setattr(os, "fsync", synced)
-    patch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
     return operations
 
 
@@ -264,12 +263,6 @@ def test_chunks_kept_for_a_rollback_are_bounded(
     assert journal.newest_migration is None, "not known any more"
 
 
-def _frame(header: dict[str, Any], version: int) -> bytes:
-    delta = step(version)
-    full = {"kind": "chunk", "version": version, "rows": ROWS, **header}
-    return framed(payload_of(full, delta.keys, delta.old_tiers, delta.new_tiers))
-
-
 @pytest.mark.parametrize(
     ("header", "version"), [({}, 0), ({}, 4), ({"version": -1}, 3), ({"kind": "other"}, 3), ({"rows": ROWS + 1}, 3)]
 )
@@ -277,7 +270,8 @@ def test_a_complete_record_out_of_sequence_ends_the_journal(
     tmp_path: Path, header: dict[str, Any], version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun(tmp_path, None, None).close()
-    extra = _frame(header, version)
+    delta, full = step(version), {"kind": "chunk", "version": version, "rows": ROWS, **header}
+    extra = framed(payload_of(full, delta.keys, delta.old_tiers, delta.new_tiers))
     with (tmp_path / "placement.journal").open("ab") as file:
         file.write(extra)
     journal = PlacementJournal(tmp_path)
@@ -315,12 +309,7 @@ def test_a_placement_is_synced_before_its_rename_and_a_chunk_before_it_is_record
 def test_a_directory_that_cannot_be_synced_loses_no_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
     journal = begun(tmp_path, None, None)
-
-    def fail(directory: Path) -> None:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(journal_module, "sync_directory", fail)
+    with patch.object(journal_module, "sync_directory", side_effect=OSError(5, "Input/output error")):
         with pytest.raises(SnapshotError, match="Input/output error"):
             journal.compact(2)
         with pytest.raises(SnapshotError, match="Input/output error"):

@@ -55,8 +55,7 @@ def test_what_the_trainer_says_of_itself_is_that_of_rank_0_and_is_checked() -> N
     )
     for rank in range(4):
         ranks.accept(hello(rank, trainer=TrainerSettings("chain", pooling="-r")), 0.0)
-    topology = ranks.complete()
-    assert topology.trainer == TrainerSettings("chain", pooling="-r")
+    assert ranks.complete().trainer == TrainerSettings("chain", pooling="-r")
 
 
 @pytest.mark.parametrize(

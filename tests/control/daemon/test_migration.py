@@ -52,8 +52,7 @@ def test_one_that_is_aborted_before_it_starts_has_no_base() -> None:
 def test_events_are_logged_and_passed_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     coordinator = Coordinator(ControlOptions("job"), TABLES, PlacementJournal(tmp_path))
-    origin = MigrationRecord(migration_id="m", requested_by="ada")
-    migration = coordinator.migrate(origin, Placement.empty())
+    migration = coordinator.migrate(MigrationRecord(migration_id="m", requested_by="ada"), Placement.empty())
     migration.fire(TransitionEvent.START)
     migration.fire(TransitionEvent.FAIL, "why")
     taken = list(iter(coordinator.next_event, None))

@@ -170,7 +170,7 @@ def test_void_chunks_of_an_aborted_migration_are_not_pushed_again(tmp_path: Path
     assert migration.state is MigrationState.ABORTED
     progress = migration.record
     assert (progress.rows_pushed, progress.rows_applied, progress.last_version) == (10 * agreed, 10 * agreed, agreed)
-    assert f"stopped at version {agreed}, {10 * agreed} of 50 rows applied" in migration.record.problem
+    assert f"stopped at version {agreed}, {10 * agreed} of 50 rows applied" in progress.problem
     assert list(iter(harness.pusher.next_event, None))[-1].transition is None
 
 
@@ -182,9 +182,8 @@ def test_no_migration_is_left_waiting_by_a_stop(tmp_path: Path) -> None:
     harness.pusher.submit(waiting)
     harness.pusher.stop("the daemon is stopping")
     assert (running.state, waiting.state) == (MigrationState.FAILED, MigrationState.FAILED)
-    late = planned("r", target(3, 50))
     with pytest.raises(ControlError, match="the daemon is stopping"):
-        harness.pusher.submit(late)
+        harness.pusher.submit(planned("r", target(3, 50)))
 
 
 LARGEST_ROW = max(table.row_bytes + table.state_bytes for table in TABLES.tables)

@@ -102,15 +102,13 @@ def test_a_payload_is_sent_again_only_if_the_daemon_dies_before_its_snapshot(dae
         saved = first.source.positions()  # durable, and not reported to the ranks: the daemon dies in between
         one.put(b"in no snapshot")
         until(lambda: len(first.counted) == 2)
-        port = first.kill()
-        second = daemon(saved, port=port)
+        second = daemon(saved, port=first.kill())
         until(lambda: zero.free, what=ranks.state())
         until(lambda: len(second.counted) == 1)
         assert second.counted == [(ranks.partition(1), 0, b"in no snapshot")]
         second.snapshot()
         until(lambda: one.free)
         assert second.source.losses().messages == {}
-        second.kill()
 
 
 def test_ranks_that_send_at_once_stay_below_the_channels_bound_of_partial_frames():
@@ -130,7 +128,6 @@ def test_counts_of_a_format_that_the_daemon_does_not_read_stay_in_the_outbox(dae
         monkeypatch.setattr(tap_receiver, "NEWEST_FORMAT", FORMAT + 1)
         second = daemon(port=port)
         until(lambda: second.counted == [(ranks.partition(0), 0, b"of a newer trainer")], what=ranks.state())
-        second.kill()
 
 
 def test_a_piece_of_another_length_is_counted_and_the_payload_arrives_complete(daemon, monkeypatch):
