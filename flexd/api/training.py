@@ -270,7 +270,7 @@ class TrainingStatus(Model):
 
     def by_phase_and_part(self) -> dict[tuple[str, str], float | None]:
         """Return the seconds by phase and part; None for those that no rank has reported."""
-        from flexd.control.protocol.report import StepPhase
+        from flexd.core.step_phases import StepPhase
 
         known, unknown = {phase.phase: phase for phase in self.phases}, PhaseStatus(phase="")
         return {
@@ -291,7 +291,8 @@ def training_status(
     Args:
         ranks: those that have reported.
     """
-    from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase
+    from flexd.control.protocol.report import PHASE_QUANTITIES
+    from flexd.core.step_phases import StepPhase
     from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS
 
     home, node, device = totals.accesses_by_tier

@@ -121,3 +121,14 @@ class ApiError(FlexdError):
     def __init__(self, message: str, *, status: int = 0, remedy: str = "") -> None:
         self.status = status
         super().__init__(message, remedy=remedy)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error: some libraries append stack traces to theirs."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:500]
+
+
+def named_error(error: BaseException) -> str:
+    """Return the type and the first line of an error; at most 600 characters."""
+    line = first_line(error) if str(error) else ""
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

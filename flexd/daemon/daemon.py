@@ -30,8 +30,7 @@ from flexd.api.status import DaemonStatus, ReloadReport, base_status, threads_st
 from flexd.config.model import Config, check_config
 from flexd.control.daemon.coordinator import TableLearner
 from flexd.control.daemon.membership import ProposedTables
-from flexd.control.protocol.handshake import named_error
-from flexd.core.errors import ApiError, FlexdError, StateVersionError, UnusableStateError
+from flexd.core.errors import ApiError, FlexdError, StateVersionError, UnusableStateError, named_error
 from flexd.core.fast_start import resume_garbage_collector
 from flexd.core.supervision import EXIT_UNSAFE_STATE, Supervisor, UnsafeStateError, arm, set_up_logging
 from flexd.daemon.components import DaemonComponents, ShutdownBudget

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout
 from flexd.core.sharding_types import OWNER, REQUESTER, ROW_WISE, PooledTables
+from flexd.core.step_phases import StepPhase
 from flexd.embedding.devices import allocated_device
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.calls import PhaseMeter, in_phase

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.protocol.report import ExchangeReason, StepPhase, UsedExchange
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, homes_of
 from flexd.core.sharding_types import NO_POOLED, PooledTables
+from flexd.core.step_phases import ExchangeReason, StepPhase
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.exchange.arms import AgreedArm, hops_of, wires_of
 from flexd.embedding.exchange.calls import StepGuard, in_phase
@@ -34,6 +34,7 @@ from flexd.embedding.step import ForwardPass, RoutedInput, StepGradients, StepMo
 from flexd.embedding.store.store import make_stores
 
 if TYPE_CHECKING:
+    from flexd.control.protocol.report import UsedExchange
     from flexd.embedding.store.memory import RankMemory
     from flexd.embedding.store.slow.tiered_storage import TieredStorage
     from flexd.embedding.tuning import StepTuner
@@ -169,6 +170,8 @@ class RowEngine:
         """Return what the rank reports of its arm."""
         if self.step_tuner is not None:
             return self.step_tuner.used()
+        from flexd.control.protocol.report import UsedExchange  # for reports alone
+
         return UsedExchange(self.arm.exchange, self.arm.reason or "", str(self.arm.in_use))
 
     def _rows_changed(self, parts: Sequence[tuple[int, torch.Tensor]], *, all_rows: bool = False) -> None:

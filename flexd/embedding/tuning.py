@@ -9,7 +9,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexd.control.protocol.report import ArmReport, ExchangeReason, UsedExchange
+from flexd.control.protocol.report import ArmReport, UsedExchange
+from flexd.core.step_phases import ExchangeReason
 from flexd.embedding.exchange.arms import AgreedArm, Arm
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import StepMoments

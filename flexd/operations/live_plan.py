@@ -20,10 +20,11 @@ import numpy.typing as npt
 from flexd.config.sections import PlannerConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import LiveTopology
-from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase, StepReport, TrainerSettings
+from flexd.control.protocol.report import PHASE_QUANTITIES, StepReport, TrainerSettings
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec
 from flexd.core.placement import Placement, RankLayout, Tier
+from flexd.core.step_phases import StepPhase
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.training_monitor import PHASES, PhaseAverages, TrainingMonitor, phase_values
 from flexd.planner.affinity.outlook import AffinityOutlook

@@ -18,14 +18,13 @@ from flexd.control.protocol.report import (
     PHASE_QUANTITIES,
     SLOW_TABLE_QUANTITIES,
     BatchReport,
-    ExchangeReason,
     PlacementState,
     SentBytes,
     SlowMemoryReport,
-    StepPhase,
     StepReport,
     UsedExchange,
 )
+from flexd.core.step_phases import ExchangeReason, StepPhase
 from flexd.core.usage_warnings import MAX_TEXT, UsageWarningKind, UsageWarningReport
 
 Float64Array = npt.NDArray[np.float64]

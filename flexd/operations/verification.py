@@ -28,10 +28,11 @@ import numpy.typing as npt
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import Migration, MigrationState, VerificationReport
-from flexd.control.protocol.report import ExchangeReason, StepReport
+from flexd.control.protocol.report import StepReport
 from flexd.core.errors import SnapshotError
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout, Tier, by_slots
+from flexd.core.step_phases import ExchangeReason
 from flexd.core.switchback import FIRST_LOOK, Effect, SwitchbackRule, Verdict, keeps_plan
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.executions import DAEMON_ACTOR, Executions, Trigger, TriggerKind

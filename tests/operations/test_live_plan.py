@@ -14,13 +14,13 @@ from flexd.control.protocol.report import (
     PHASE_QUANTITIES,
     PhaseReport,
     PhasesReport,
-    StepPhase,
     StepReport,
     TrainerSettings,
     UsedExchange,
 )
 from flexd.core.keyspace import TableSpec
 from flexd.core.placement import RankLayout, Tier
+from flexd.core.step_phases import StepPhase
 from flexd.operations.live_plan import MIN_STEPS, LivePrices, TrainingJob, plan_limits, price_samples, priced_by
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.planner.model.prices import MIN_REPORTS, Exchange

@@ -14,10 +14,10 @@ from flexd.control.protocol.report import (
     SentBytes,
     SlowMemoryReport,
     SlowTableReport,
-    StepPhase,
     StepReport,
     merge_reports,
 )
+from flexd.core.step_phases import StepPhase
 from flexd.operations.live_plan import MIN_STEPS
 from flexd.operations.training_monitor import StepBlocks, TrainingMonitor, trimmed_mean
 from flexd.topology.cluster import Collective, Link

@@ -18,14 +18,13 @@ from flexd.control.protocol.handshake import (
     CHANNEL_ERRORS,
     ChannelCredentials,
     TlsFiles,
-    first_line,
     new_token,
     parse_address,
     reconnect_backoff,
 )
 from flexd.control.protocol.messages import RankIdentity
 from flexd.control.protocol.report import StepReport
-from flexd.core.errors import AuthenticationError, StaleMessageError, TopologyError
+from flexd.core.errors import AuthenticationError, StaleMessageError, TopologyError, first_line
 from flexd.core.keyspace import TableSpec
 from flexd.core.secrets import Secret
 

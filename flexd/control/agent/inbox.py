@@ -28,9 +28,8 @@ from typing import Protocol
 
 import numpy as np
 
-from flexd.control.protocol.handshake import named_error
 from flexd.core.arrays import BoolArray, Int64Array, UInt8Array
-from flexd.core.errors import ChunkRefusedError, ControlError
+from flexd.core.errors import ChunkRefusedError, ControlError, named_error
 from flexd.core.keyspace import Homes
 from flexd.core.placement import REHOMED, Delta, is_rehomed, nodes_of_rehomed
 

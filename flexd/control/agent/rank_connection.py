@@ -25,7 +25,7 @@ import numpy.typing as npt
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.inbox import cannot_prepare
 from flexd.control.agent.tap_outbox import TapSender
-from flexd.control.protocol.handshake import CHANNEL_ERRORS, named_error, new_token
+from flexd.control.protocol.handshake import CHANNEL_ERRORS, new_token
 from flexd.control.protocol.messages import (
     Bytes,
     ChunkHeader,
@@ -61,6 +61,7 @@ from flexd.core.errors import (
     StaleMessageError,
     TopologyError,
     UnknownMessageError,
+    named_error,
 )
 from flexd.core.placement import Delta
 from flexd.core.supervision import Backoff

@@ -18,9 +18,9 @@ from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.membership import Membership, ProposedTables
 from flexd.control.daemon.migration import Migration, MigrationEvent, MigrationRecord
 from flexd.control.daemon.pusher import Throttle
-from flexd.control.protocol.handshake import CHANNEL_ERRORS, ChannelCredentials, first_line, new_token
+from flexd.control.protocol.handshake import CHANNEL_ERRORS, ChannelCredentials, new_token
 from flexd.control.protocol.messages import DaemonNotice
-from flexd.core.errors import ControlError
+from flexd.core.errors import ControlError, first_line
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement
 from flexd.core.supervision import Supervisor, fault_point, log_event

@@ -22,7 +22,7 @@ from flexd.control.daemon.journal import AgreedPlacement, PlacementJournal, Segm
 from flexd.control.daemon.membership import Membership, RankPresence, RefusedRank, Topology
 from flexd.control.daemon.pusher import ChunkLimits, ChunkPusher, Throttle
 from flexd.control.daemon.tap_receiver import NO_TAP, TapReceiver
-from flexd.control.protocol.handshake import CHANNEL_ERRORS, TlsFiles, first_line, new_token, reconnect_backoff
+from flexd.control.protocol.handshake import CHANNEL_ERRORS, TlsFiles, new_token, reconnect_backoff
 from flexd.control.protocol.messages import (
     Bytes,
     ChunkRefused,
@@ -38,7 +38,7 @@ from flexd.control.protocol.messages import (
     TapState,
 )
 from flexd.control.protocol.report import StepReport, TrainerSettings
-from flexd.core.errors import ControlError, SnapshotError
+from flexd.core.errors import ControlError, SnapshotError, first_line
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement, RankLayout
 from flexd.core.secrets import Secret

@@ -40,17 +40,6 @@ def new_token() -> str:
     return os.urandom(8).hex()
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error: some libraries append stack traces to theirs."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:500]
-
-
-def named_error(error: BaseException) -> str:
-    """Return the type and the first line of an error; at most 600 characters."""
-    line = first_line(error) if str(error) else ""
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
-
-
 def parse_address(address: str) -> tuple[str, int]:
     """Parse ``host:port`` or ``[v6]:port``. Raises ControlError."""
     host, separator, port = address.rpartition(":")

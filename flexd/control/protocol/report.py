@@ -11,10 +11,8 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from flexd.control.protocol.wire import Body
 from flexd.core.bounds import Count, Longest, Name, Range, Seconds
 from flexd.core.errors import ConfigError, ControlError
 from flexd.core.keyspace import TableSpec, digest_of
@@ -53,46 +51,6 @@ class TrainerSettings:
         places = {"r": "requester", "o": "owner"}
         pairs = zip(tables, self.pooling, strict=False)
         return {table.name: places[letter] for table, letter in pairs if letter in places}
-
-
-class ExchangeReason(StrEnum):
-    """Why a rank uses its exchange.
-
-    Attributes:
-        CONFIGURED: the trainer names it.
-        START: ``auto``, before prices or measurements.
-        PRICED: ``auto``: the daemon prices it lower.
-        MEASURED: ``auto``: its steps took less time.
-        TRIAL: ``auto``: its steps are being measured.
-    """
-
-    CONFIGURED = "configured"
-    START = "start"
-    PRICED = "priced"
-    MEASURED = "measured"
-    TRIAL = "trial"
-
-
-class StepPhase(StrEnum):
-    """The parts of a training step, in the order in which a report lists them.
-
-    Attributes:
-        IDS: finding where the rows of a look-up are: ids to the ranks that hold them.
-        ROWS: row values on their way back.
-        DENSE: everything outside flexd: forward and backward pass of the dense model, loading batches.
-        PUSH: gradients on their way to the rows.
-        SYNC: agreement on touched replicas, and the sums of their gradients.
-        UPDATE: the optimizer's update of the rows.
-        APPLY: applying chunks of migrations.
-    """
-
-    IDS = "ids"
-    ROWS = "rows"
-    DENSE = "dense"
-    PUSH = "push"
-    SYNC = "sync"
-    UPDATE = "update"
-    APPLY = "apply"
 
 
 @dataclass(frozen=True)
@@ -340,7 +298,7 @@ def tables_body(tables: Sequence[TableSpec]) -> bytes:
     return zlib.compress(json.dumps({"fields": _FIELDS, "tables": values}, separators=(",", ":")).encode())
 
 
-def tables_of_body(body: Body, digest: str) -> tuple[TableSpec, ...]:
+def tables_of_body(body: bytes | memoryview, digest: str) -> tuple[TableSpec, ...]:
     """Decode ``tables_body``. Fields that this version does not know are ignored.
 
     Raises:

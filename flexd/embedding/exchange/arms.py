@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexd.control.protocol.report import ExchangeReason
 from flexd.core.errors import EmbeddingError
+from flexd.core.step_phases import ExchangeReason
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.process_groups import ChainGroups
 

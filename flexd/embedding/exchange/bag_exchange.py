@@ -20,7 +20,7 @@ from itertools import accumulate
 import torch
 from torch.nn import functional
 
-from flexd.control.protocol.report import StepPhase
+from flexd.core.step_phases import StepPhase
 from flexd.embedding import devices
 from flexd.embedding.exchange.calls import in_phase
 from flexd.embedding.exchange.collectives import Traffic

@@ -20,13 +20,16 @@ from datetime import timedelta
 from functools import wraps
 from itertools import count
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from flexd.control.protocol.report import PhaseReport, StepPhase
 from flexd.core.errors import CollectiveError, EmbeddingError
+from flexd.core.step_phases import StepPhase
+
+if TYPE_CHECKING:
+    from flexd.control.protocol.report import PhaseReport
 
 _PHASES = tuple(StepPhase)
 _NUMBER = {phase: number for number, phase in enumerate(_PHASES)}
@@ -130,6 +133,8 @@ class PhaseMeter:
     def drain(self) -> tuple[tuple[PhaseReport, ...], float]:
         """Return what was measured since the last call, by phase, and the seconds that could cover the prefetch
         pipeline."""
+        from flexd.control.protocol.report import PhaseReport  # for reports alone
+
         own, counts = self._since()
         ahead, ahead_counts = ([0.0] * _BUCKETS, [0] * len(counts)) if self.beside is None else self.beside._since()
         overlaps = self.beside is not None and self.beside.overlaps

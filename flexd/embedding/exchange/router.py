@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
+from flexd.core.step_phases import StepPhase
 from flexd.embedding import devices
 from flexd.embedding.exchange.calls import in_phase
 from flexd.embedding.exchange.collectives import Traffic

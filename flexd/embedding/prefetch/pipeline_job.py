@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
+from flexd.core.step_phases import StepPhase
 from flexd.embedding import devices
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Peers

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexd.control.protocol.report import StepPhase
 from flexd.core.placement import RankLayout
+from flexd.core.step_phases import StepPhase
 from flexd.embedding import devices
 from flexd.embedding.exchange.calls import in_phase
 from flexd.embedding.exchange.collectives import TrafficKind

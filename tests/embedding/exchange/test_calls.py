@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 import flexd
-from flexd.control.protocol.report import PhaseReport, StepPhase
+from flexd.control.protocol.report import PhaseReport
 from flexd.core.placement import RankLayout
+from flexd.core.step_phases import StepPhase
 from flexd.embedding.exchange import calls
 from flexd.embedding.exchange.calls import PhaseMeter, ProcessEnd
 from tests.support.forked import Forked

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import flexd
-from flexd.control.protocol.report import StepPhase
 from flexd.core.placement import RankLayout
+from flexd.core.step_phases import StepPhase
 from tools.bench.harness import Outcome, at_most, in_turns
 from tools.bench.peers import torchrec_collection
 from tools.bench.ranks import on_ranks
