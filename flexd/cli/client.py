@@ -345,7 +345,7 @@ class DaemonClient:
         except httpx.TimeoutException as error:
             raise DaemonTimeoutError(
                 f"the daemon at {self._address} did not answer {method} {path} within {seconds:g} s",
-                remedy="see its log, and flexd status",
+                remedy="see its log; flexd doctor checks what it needs",
             ) from error
         except httpx.TransportError as error:
             raise DaemonUnreachableError(

@@ -179,6 +179,27 @@ def test_the_page_shows_names_and_figures(open_page, busy):
     assert {httpx.URL(url).host for url in page.requested} == {"127.0.0.1"}
 
 
+BROKEN_WORDS = """() => [...document.querySelectorAll("td, th")].flatMap(cell => {
+  const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), broken = [];
+  for (let text; (text = walker.nextNode());)
+    for (const word of text.data.matchAll(/[\\w.,]+/g)) {
+      const range = document.createRange();
+      range.setStart(text, word.index); range.setEnd(text, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map(rect => rect.top)).size > 1) broken.push(word[0]);
+    }
+  return broken;
+})"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_tables_break_no_word_and_the_page_does_not_scroll_sideways(open_page, busy, width):
+    page = open_page(busy[1])
+    page.set_viewport_size({"width": width, "height": 900})
+    page.wait_for_selector("#ranks td")
+    assert page.evaluate(BROKEN_WORDS) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 def test_rows_in_tiered_storage_are_shown_by_table_those_with_most_misses_first(open_page):
     class InTieredStorage(FakeDaemon):
         def status(self) -> DaemonStatus:
