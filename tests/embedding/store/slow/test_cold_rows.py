@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.slow.block_file import PAGE_BYTES
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, KernelQueue
 from flexd.embedding.store.slow.cold_rows import ColdRows, HostRows
 from flexd.embedding.store.slow.file_rows import FileRows, rows_per_block
 from flexd.embedding.store.slow.log_rows import BlockSpace, LogRows
@@ -42,15 +43,19 @@ def log_in(path: Path) -> LogRows:
     return LogRows(path, ROWS, WIDTH, zeros, threads=2, deadline_seconds=30.0)
 
 
-@pytest.fixture(params=["host", "file", "log"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], ColdRows]]:
+@pytest.fixture(params=["host", "file", "file by threads", "log", "log by threads"])
+def make(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int], ColdRows]]:
     made: list[ColdRows] = []
+    kind, by_threads, _ = request.param.partition(" by threads")
+    if by_threads:
+        monkeypatch.setattr(KernelQueue, "make", lambda: None)
 
     def of_width(row_bytes: int) -> ColdRows:
         path = tmp_path / f"rows{len(made)}"
         fresh = partial(of, width=row_bytes)
-        in_host = request.param == "host"
-        made.append(HostRows(ROWS, row_bytes, fresh) if in_host else KINDS[request.param](path, ROWS, row_bytes, fresh))
+        made.append(HostRows(ROWS, row_bytes, fresh) if kind == "host" else KINDS[kind](path, ROWS, row_bytes, fresh))
         return made[-1]
 
     yield of_width
@@ -182,12 +187,38 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_call_that_moves_less_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelQueue, "make", lambda: None)
     slow, slots = file_in(tmp_path / "rows"), torch.arange(ROWS // 2)
     for name in ("preadv", "pwritev"):
         call = getattr(os, name)
         monkeypatch.setattr(os, name, lambda file, given, at, call=call: call(file, [given[0][:PAGE_BYTES]], at))
     slow.write(slots, of(slots, 1))
     assert torch.equal(slow.read(slots), of(slots, 1))
+    slow.close()
+
+
+@pytest.mark.parametrize("fails", ["refused", "short"])
+def test_calls_that_the_queue_does_not_do_are_made_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    slow = file_in(tmp_path / "rows")
+    run: Callable[..., Any] = KernelQueue.run
+
+    def some(queue: KernelQueue, file: int, offsets: Any, addresses: Any, sizes: Any, **named: Any) -> Any:
+        if fails == "refused":
+            return np.full(len(offsets), -11)
+        half = sizes // 2 // PAGE_BYTES * PAGE_BYTES
+        half[::2] = sizes[::2]
+        moved = run(queue, file, offsets, addresses, np.maximum(half, PAGE_BYTES), **named)
+        moved[moved != sizes] -= 1  # a call that moved less goes on from its start
+        return moved
+
+    monkeypatch.setattr(KernelQueue, "run", some)
+    slow.write(SLOTS, of(SLOTS, 1))
+    slow.write(torch.arange(ROWS // 2), torch.full((ROWS // 2, WIDTH), 9, dtype=torch.uint8))
+    expected = of(SLOTS, 1)
+    expected[ROWS // 2 > SLOTS] = 9
+    assert torch.equal(slow.read(SLOTS), expected)
     slow.close()
 
 
@@ -211,11 +242,17 @@ def test_a_full_disk_is_named(small_disk: Path, kind: str) -> None:
     slow.close()
 
 
+@pytest.mark.parametrize("by", ["queue", "threads"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_slow_disk_is_named_within_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_slow_disk_is_named_within_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, by: str
+) -> None:
+    if by == "threads":
+        monkeypatch.setattr(KernelQueue, "make", lambda: None)
     slow = KINDS[kind](tmp_path / "rows", ROWS, WIDTH, zeros, threads=2, deadline_seconds=0.05)
-    call = os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda *given: (time.sleep(0.2), call(*given))[1])
+    for owner, name in ((KernelQueue, "_submit"), (os, "pwritev")):  # no queue in some kernels
+        call: Callable[..., int] = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, call=call: (time.sleep(0.2), call(*given))[1])
     with pytest.raises(SlowMemoryError, match=r"rows: \d+ blocks took more than 0.05 s - look at the disk"):
         slow.write(SLOTS, of(SLOTS, 1))
     monkeypatch.undo()
