@@ -133,9 +133,9 @@ class KafkaSource(Source):
 
     With a ``share`` below 1 only some partitions are read (``sampled_partitions``); the others are assigned and paused.
 
-    A position is lost if the broker reports so (retention, truncation), or if it returns no messages while its
-    high-water mark is below the position (a broker that lost its log). The earliest message is next then. A topic that
-    was created anew and has grown beyond the old position cannot be told from the old one.
+    A position is lost if the broker reports so (retention, truncation), or if the source is silent and the broker
+    answers twice that the partition ends before it (a broker that lost its log). The earliest message is next then. A
+    topic that was created anew and has grown beyond the old position cannot be told from the old one.
 
     While the broker cannot be reached, ``poll`` returns nothing, and ``problem`` is set after about five seconds. A
     poll of a silent topic may take ``ANSWER_SECONDS`` longer than its deadline.
@@ -193,7 +193,8 @@ class KafkaSource(Source):
             self._name, self._connect, _disconnect, timeout_seconds=config.connect_timeout_seconds
         )
         self._positions = GroupPositions(self._name)
-        self._stale_highwater: dict[str, int | None] = {}
+        # Partitions that ended before their positions by the last answer. A new leader may know the end late.
+        self._ends_before: set[TopicPartition] = set()
         self._last_answer = self._probed_at = time.monotonic()
         self._problem: str | None = None
         self._commit_problem: str | None = None
@@ -232,8 +233,6 @@ class KafkaSource(Source):
         if messages:
             self._last_answer = time.monotonic()
             self._problem = None
-        else:
-            self._check_highwater(consumer)
         return messages
 
     def restore(self, positions: Mapping[str, int]) -> None:
@@ -290,11 +289,9 @@ class KafkaSource(Source):
     def _seek(self, consumer: KafkaConsumer, partitions: Iterable[TopicPartition]) -> None:
         """Seek each partition to its start. Also called on the client's thread: must not wait for the broker."""
         for partition in partitions:
-            key = self._key(partition)
-            self._stale_highwater[key] = _highwater(consumer, partition)
             # A partition that is being revoked may come back later, through the listener.
             with contextlib.suppress(KafkaError, ValueError, KeyError):
-                start = self._positions.next.get(key)
+                start = self._positions.next.get(self._key(partition))
                 if partition in self._unread:
                     # Without a position the client would raise on every poll.
                     consumer.pause(partition)
@@ -349,19 +346,6 @@ class KafkaSource(Source):
             later[0] = dataclasses.replace(later[0], offset=position)
         return later
 
-    def _check_highwater(self, consumer: KafkaConsumer) -> None:
-        lost = []
-        for partition in consumer.assignment() - self._unread:
-            key = self._key(partition)
-            highwater, position = _highwater(consumer, partition), self._positions.next.get(key)
-            # A mark from before the last seek proves nothing about the position after it.
-            if highwater is None or position is None or highwater == self._stale_highwater.get(key):
-                continue
-            if position > highwater:
-                lost.append(partition)
-        if lost:
-            self._lose_positions(consumer, lost, "truncated", "the broker's log ends before it")
-
     def _lose_positions(
         self, consumer: KafkaConsumer, lost: Collection[TopicPartition], reason: str, cause: str
     ) -> None:
@@ -369,18 +353,24 @@ class KafkaSource(Source):
         self._seek(consumer, lost)
 
     def _probe_if_silent(self, consumer: KafkaConsumer) -> None:
-        # Send a request to the broker after a silent while: the client hides that a broker is unreachable.
+        # Ask for the ends of the partitions after a silent while: the client hides that a broker is unreachable, and
+        # waits for ever at a position behind the end.
         if time.monotonic() - max(self._last_answer, self._probed_at) < SILENT_SECONDS:
             return
-        assignment = sorted(consumer.assignment())
+        assignment = sorted(consumer.assignment() - self._unread)
         if not assignment:
             self._problem = (
                 f"{self._name}: no partition assigned (topic missing, group joining, or more members than partitions)"
             )
             return
         try:
-            consumer.beginning_offsets(assignment[:1], timeout_ms=int(1000 * ANSWER_SECONDS))
+            ends = consumer.end_offsets(assignment, timeout_ms=int(1000 * ANSWER_SECONDS))
             self._problem, self._last_answer = None, time.monotonic()
+            positions = self._positions.next
+            before = {each for each, end in ends.items() if positions.get(self._key(each), 0) > end}
+            lost, self._ends_before = before & self._ends_before, before
+            if lost:
+                self._lose_positions(consumer, lost, "truncated", "the broker's log ends before it")
         except (KafkaError, OSError) as error:
             timed_out = isinstance(error, KafkaTimeoutError)
             reason = f"nothing within {ANSWER_SECONDS:g} s" if timed_out else type(error).__name__

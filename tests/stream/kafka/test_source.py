@@ -303,10 +303,25 @@ def test_a_silent_topic_is_a_problem_if_the_broker_does_not_answer_in_time(monke
     """A slow broker holds a fetch back for half a second, so its answer may take longer than a poll lasts."""
     monkeypatch.setattr(source_module, "SILENT_SECONDS", 0.0)
     source, consumer = scripted([], [])
-    consumer.beginning_offsets = Mock(side_effect=error)
+    consumer.end_offsets = Mock(side_effect=error, return_value={})
     assert source.poll(0.0) == []
     assert source.problem == (error and "Kafka topic 't' at nowhere:1: broker does not answer (nothing within 3 s)")
-    consumer.beginning_offsets.assert_called_once_with([PART], timeout_ms=3000)
+    consumer.end_offsets.assert_called_once_with([PART], timeout_ms=3000)
+
+
+@pytest.mark.parametrize(("ends", "lost"), [((3, 3), 1), ((3, 10, 3), 0), ((10, 10), 0)])
+def test_a_position_is_lost_when_the_broker_says_twice_that_the_log_ends_before_it(monkeypatch, ends, lost):
+    """Once is not enough: a new leader may know the end late. Marks of fetches say nothing: one may be an old one."""
+    monkeypatch.setattr(source_module, "SILENT_SECONDS", 0.0)
+    source, consumer = scripted(*[[]] * len(ends), [0])
+    source.restore({"t/0": 10})
+    consumer.seeks.clear()
+    consumer.highwater = lambda partition: 3
+    consumer.end_offsets = Mock(side_effect=[{PART: end} for end in ends])
+    for _ in ends:
+        source.poll(0.0)
+    assert sum(source.losses().positions.values()) == lost
+    assert consumer.seeks == [("beginning", None)] * lost
 
 
 def test_a_stopped_broker_is_noticed_and_the_source_can_be_closed(own_tansu, monkeypatch):
