@@ -133,9 +133,9 @@ class KafkaSource(Source):
 
     With a ``share`` below 1 only some partitions are read (``sampled_partitions``); the others are assigned and paused.
 
-    A position is lost if the broker reports so (retention, truncation), or if the source is silent and the broker
-    answers twice that the partition ends before it (a broker that lost its log). The earliest message is next then. A
-    topic that was created anew and has grown beyond the old position cannot be told from the old one.
+    A position is lost if the broker reports so (retention, truncation), or if in a silence the partition ends before it
+    by two answers and by the high-water mark of the fetches (a broker that lost its log). The earliest message is next
+    then. A topic that was created anew and has grown beyond the old position cannot be told from the old one.
 
     While the broker cannot be reached, ``poll`` returns nothing, and ``problem`` is set after about five seconds. A
     poll of a silent topic may take ``ANSWER_SECONDS`` longer than its deadline.
@@ -193,7 +193,8 @@ class KafkaSource(Source):
             self._name, self._connect, _disconnect, timeout_seconds=config.connect_timeout_seconds
         )
         self._positions = GroupPositions(self._name)
-        # Partitions that ended before their positions by the last answer. A new leader may know the end late.
+        # Partitions that ended before their positions at the last probe. A new leader may know the end late, a mark may
+        # be from before a seek, and tansu 0.6 takes the first message of the last batch for the end.
         self._ends_before: set[TopicPartition] = set()
         self._last_answer = self._probed_at = time.monotonic()
         self._problem: str | None = None
@@ -352,6 +353,10 @@ class KafkaSource(Source):
         self._positions.lose(map(self._key, lost), reason, cause)
         self._seek(consumer, lost)
 
+    def _is_beyond(self, consumer: KafkaConsumer, partition: TopicPartition, end: int) -> bool:
+        position, highwater = self._positions.next.get(self._key(partition)), _highwater(consumer, partition)
+        return position is not None and highwater is not None and position > max(end, highwater)
+
     def _probe_if_silent(self, consumer: KafkaConsumer) -> None:
         # Ask for the ends of the partitions after a silent while: the client hides that a broker is unreachable, and
         # waits for ever at a position behind the end.
@@ -366,8 +371,7 @@ class KafkaSource(Source):
         try:
             ends = consumer.end_offsets(assignment, timeout_ms=int(1000 * ANSWER_SECONDS))
             self._problem, self._last_answer = None, time.monotonic()
-            positions = self._positions.next
-            before = {each for each, end in ends.items() if positions.get(self._key(each), 0) > end}
+            before = {each for each, end in ends.items() if self._is_beyond(consumer, each, end)}
             lost, self._ends_before = before & self._ends_before, before
             if lost:
                 self._lose_positions(consumer, lost, "truncated", "the broker's log ends before it")

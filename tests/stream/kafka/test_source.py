@@ -309,14 +309,16 @@ def test_a_silent_topic_is_a_problem_if_the_broker_does_not_answer_in_time(monke
     consumer.end_offsets.assert_called_once_with([PART], timeout_ms=3000)
 
 
-@pytest.mark.parametrize(("ends", "lost"), [((3, 3), 1), ((3, 10, 3), 0), ((10, 10), 0)])
-def test_a_position_is_lost_when_the_broker_says_twice_that_the_log_ends_before_it(monkeypatch, ends, lost):
-    """Once is not enough: a new leader may know the end late. Marks of fetches say nothing: one may be an old one."""
+@pytest.mark.parametrize(
+    ("ends", "mark", "lost"), [((3, 3), 3, 1), ((3, 10, 3), 3, 0), ((3, 3), 10, 0), ((3, 3), None, 0)]
+)
+def test_a_position_is_lost_when_the_log_ends_before_it_twice(monkeypatch, ends, mark, lost):
+    """By one answer, or by answers without marks of fetches, it is not: a new leader and tansu name an earlier end."""
     monkeypatch.setattr(source_module, "SILENT_SECONDS", 0.0)
-    source, consumer = scripted(*[[]] * len(ends), [0])
+    source, consumer = scripted(*[[]] * len(ends))
     source.restore({"t/0": 10})
     consumer.seeks.clear()
-    consumer.highwater = lambda partition: 3
+    consumer.highwater = lambda partition: mark
     consumer.end_offsets = Mock(side_effect=[{PART: end} for end in ends])
     for _ in ends:
         source.poll(0.0)
