@@ -77,6 +77,7 @@ class Bench:
         prepared: answer of rank 0 to "prepare".
         chosen: strategies that run here.
         losses: by strategy, the mean over the ranks of each step since it was made.
+        arms: of the newest steps, as the tuner of rank 0 calls them.
     """
 
     def __init__(self, cluster: Cluster, ranks: Ranks, rate_mbit: float, wanted: Sequence[str] | None) -> None:
@@ -86,6 +87,7 @@ class Bench:
         lacks = self.prepared["strategies"]
         self.chosen = [name for name, why in lacks.items() if why is None and (wanted is None or name in wanted)]
         self.losses: dict[str, list[float]] = {}
+        self.arms: list[str] = []
         for name, why in lacks.items():
             if why is not None:
                 print(f"not run: {name}: {why}")
@@ -97,6 +99,7 @@ class Bench:
         """Return seconds of each step and processor seconds per step, means over the ranks."""
         answers = self.ask(60 + STEP_SECONDS * steps, "train", strategy=strategy, dense=dense, steps=steps)
         self.losses.setdefault(strategy, []).extend(np.mean([a["losses"] for a in answers], axis=0).tolist())
+        self.arms = answers[0].get("arms", [])
         used = float(np.mean([a["processor_seconds"] for a in answers]))
         return list(np.mean([a["seconds"] for a in answers], axis=0)), used
 

@@ -24,6 +24,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,13 +34,14 @@ from tools.bench.cases.verify import interval
 from tools.bench.cluster import Cluster
 from tools.bench.harness import Outcome, at_least, at_most, check
 from tools.bench.ranks import training_ranks
+from tools.bench.sections.choice_plot import Drawn, plot_choices
 from tools.bench.sections.tuning_noise import NOISES, TIMES, noise, simulate
 from tools.bench.strategies import Bench
 from tools.bench.workloads import Setting
 
 AUTO, PEER, FORMER, COPIES = "flexd", "TorchRec row-wise", "chain", "tiers, prefetch pipeline"
 FIXED = ("chain", "direct, dedup", "chain, prefetch pipeline", "direct, dedup, prefetch pipeline")
-SOON_STEPS, MOST_STEPS, TURN_STEPS = 500, 1_000, 6
+SOON_STEPS, MOST_STEPS, TURN_STEPS, SHOWN_STEPS = 500, 1_000, 6, 60
 NEAR_BEST, NEVER_SLOWER = 1.03, 1.02
 FOLLOWS_STEPS = 1_500
 PEER_TARGETS = {1.05: 2.1, 1.2: 2.5}
@@ -52,21 +54,28 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[50, 200, 0], help="Mbit/s; 0: no limit")
     parser.add_argument("--parts", nargs="+", choices=("none", "dense"), default=["none", "dense"])
     parser.add_argument("--rounds", type=int, default=9, help="turns of each strategy in a cell")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the steps of each job (matplotlib)")
     parser.add_argument("--jobs", type=int, default=100, help="simulated jobs of each kind")
 
 
 class Job:
-    """The default settings and the fixed arms in one cluster."""
+    """The default settings and the fixed arms in one cluster.
+
+    Attributes:
+        drawn: seconds and arm of each step with default settings before the comparison.
+    """
 
     def __init__(self, bench: Bench, cluster: Cluster) -> None:
         self._bench, self._cluster = bench, cluster
+        self.drawn: Drawn = []
         bench.ask(60, "make", strategy=AUTO)  # anew: what it measured elsewhere does not count
 
     def train_until(self, done: Callable[[dict[str, Any]], bool], most_steps: int, *, dense: bool) -> dict[str, Any]:
         """Train the job with default settings; return the steps, and its tuning."""
         steps, told = 0, self.tuning()
         while steps < most_steps and not done(told):
-            self._bench.train(AUTO, dense=dense, steps=20)
+            seconds, _ = self._bench.train(AUTO, dense=dense, steps=20)
+            self.drawn += zip(seconds, self._bench.arms, strict=True)
             steps, told = steps + 20, self.tuning()
         return {"steps": steps, **{name: told[name] for name in ("arm", "explored_steps", "measuring")}}
 
@@ -78,7 +87,7 @@ class Job:
         """Return the milliseconds of a step of each strategy, ratios, bytes and memory, all in turns."""
         names = [name for name in (AUTO, *FIXED, COPIES, PEER) if name in self._bench.chosen]
         turns: dict[str, list[float]] = {name: [] for name in names}
-        sent = dict.fromkeys(names, 0.0)
+        sent, order = dict.fromkeys(names, 0.0), np.random.default_rng(0)
         for _ in range(rounds):
             for name in names:
                 before = self._cluster.sent()
@@ -86,7 +95,7 @@ class Job:
                 seconds, _ = self._bench.train(name, dense=dense, steps=TURN_STEPS + 2)
                 turns[name].append(median(seconds[2:]))
                 sent[name] += (self._cluster.sent() - before).inter / (TURN_STEPS + 2) / rounds
-            names.reverse()
+            order.shuffle(names)  # what comes before a turn is felt in it
 
         def over(other: str) -> list[float]:
             return [mine / its for mine, its in zip(turns[AUTO], turns[other], strict=True)]
@@ -105,6 +114,7 @@ class Job:
 def cells(options: Namespace) -> Outcome:
     figures: dict[str, Any] = {}
     checks = []
+    drawn: dict[str, tuple[Drawn, dict[str, float]]] = {}
     few = 1 if options.quick else None
     for zipf in options.zipf[:few]:
         setting = Setting(zipf=zipf, samples=64, batches=4) if options.quick else Setting(zipf=zipf)
@@ -122,13 +132,19 @@ def cells(options: Namespace) -> Outcome:
                 if options.quick:
                     checks.append(check(f"{cell}: measures", 1, "1", settled["measuring"]))
                     continue
+                job.train_until(lambda told: False, SHOWN_STEPS, dense=dense)
                 found = figures[cell] = settled | job.compare(options.rounds, dense=dense)
-                print(cell, settled, {name: round(ms) for name, ms in found["step_ms"].items()}, flush=True)
+                taken, lines = found["step_ms"], {"TorchRec row-wise": PEER, "the former default": FORMER}
+                if rate:
+                    drawn[cell] = (job.drawn, {line: taken[name] for line, name in lines.items() if name in taken})
+                print(cell, settled, {name: round(ms) for name, ms in taken.items()}, flush=True)
                 checks.append(at_most(f"{cell}: it / the best fixed arm", found["over_best"], NEAR_BEST))
                 checks.append(at_most(f"{cell}: it / the former default", found["over_former_default"], NEVER_SLOWER))
                 checks.append(at_most(f"{cell}: steps until it has chosen", settled["steps"], SOON_STEPS))
                 if rate == 200 and dense and "peer_over_it" in found and zipf in PEER_TARGETS:
                     checks.append(at_least(f"{cell}: TorchRec / it", found["peer_over_it"], PEER_TARGETS[zipf]))
+    if options.plot and drawn:
+        plot_choices(drawn, options.plot)
     return Outcome(figures, checks)
 
 

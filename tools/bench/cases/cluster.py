@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,7 +28,6 @@ from tools.bench import strategies
 from tools.bench.cluster import ClusterError
 from tools.bench.harness import Outcome, at_least, at_most, of_runs
 from tools.bench.ranks import training_ranks
-from tools.bench.sections import cluster_plot
 from tools.bench.strategies import SPREAD_OF, STEP_SECONDS, Bench, Effort
 from tools.bench.workloads import Setting, bound_bytes
 
@@ -47,7 +45,6 @@ BOUND_TARGET, SMALL_BOUND_TARGET, CPU_TARGET = 1.05, 1.1, 1.3
 def arguments(parser: ArgumentParser) -> None:
     strategies.arguments(parser, rounds=4, steps=10)
     parser.add_argument("--zipf", type=float, nargs="+", default=[1.05, 1.2])
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the steps with a dense part (matplotlib)")
 
 
 def settings_of(options: Namespace) -> list[Setting]:
@@ -134,8 +131,6 @@ def run(options: Namespace) -> Outcome:
         answer["loss_differences"] = worst
         figures[f"zipf {setting.zipf}"] = answer
         checks += checks_of(answer, full_size=not options.quick)
-    if options.plot:
-        cluster_plot.plot_steps(list(figures.values()), options.rate_mbit, options.plot)
     return Outcome(figures, checks)
 
 

@@ -70,14 +70,16 @@ class Trainer(Protocol):
 
 
 def trained(trainer: Any, loss_of: Any, steps: int) -> dict[str, Any]:
-    losses, ends = [], []
+    losses, ends, arms = [], [], []
     dist.barrier()
     started, used = time.perf_counter(), time.process_time()
     for _ in range(steps):
         losses.append(trainer.step(loss_of))
         ends.append(time.perf_counter())
+        arms.append(trainer.collection.tuning().arm if isinstance(trainer, FlexdTrainer) else "")
     used = (time.process_time() - used) / steps
-    return {"seconds": np.diff([started, *ends]).tolist(), "processor_seconds": used, "losses": losses}
+    seconds = np.diff([started, *ends]).tolist()
+    return {"seconds": seconds, "processor_seconds": used, "losses": losses, "arms": arms}
 
 
 def forever(batches: list[Any]) -> Iterator[Any]:
