@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -168,7 +169,9 @@ class Peers:
         notices: FaultNotices,
         device_wait: DeviceWait,
     ) -> None:
-        self.group = group
+        # Weak: the set of groups holds it. What uses rows is in reference cycles, and a group that is collected in a
+        # forked child waits there for threads that only its parent has.
+        self._group = None if group is None else weakref.ref(group)
         self.rank = rank
         self.ranks = list(ranks)
         self.size = len(self.ranks)
@@ -179,6 +182,18 @@ class Peers:
         self._traffic = traffic
         self._notices = notices
         self._device_wait = device_wait
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None: there is one rank, and none is needed.
+
+        Raises:
+            RuntimeError: it has been destroyed.
+        """
+        group = None if self._group is None else self._group()
+        if group is None and self._group is not None:
+            raise RuntimeError("the process group has been destroyed")
+        return group
 
     def all_to_all(
         self,

@@ -267,7 +267,12 @@ class GroupSet:
         for group in self._made.values():
             if group in distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of groups that are destroyed: what was made of this set may be in a reference cycle."""
         self._made.clear()
+        self._world = None
 
 
 class JobGroups:
@@ -284,6 +289,7 @@ class JobGroups:
     def __init__(self, default: dist.ProcessGroup | None = None) -> None:
         self.default = default
         self._of_training: GroupSet | None = None
+        self._of_second_threads: list[GroupSet] = []  # and those that are not in use now
         self._unused: list[GroupSet] = []
         self._users = 0
 
@@ -293,14 +299,21 @@ class JobGroups:
         default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if _present[0].default is not default:
             # A collection of the group before keeps the object that counts it.
+            for one in _present[0].sets:  # torch has destroyed the groups
+                one.forget()
+            _present[0].default = None
             _present[0] = JobGroups(default)
         return _present[0]
 
     @property
+    def sets(self) -> list[GroupSet]:
+        """All sets."""
+        return [*([] if self._of_training is None else [self._of_training]), *self._of_second_threads]
+
+    @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """All groups that can be used again."""
-        sets = [self._of_training, *self._unused]
-        return [group for one in sets if one is not None for group in one.groups]
+        """All groups."""
+        return [group for one in self.sets for group in one.groups]
 
     def begin_use(self) -> None:
         """Count a collection that uses the groups until ``end_use``."""
@@ -310,10 +323,11 @@ class JobGroups:
         """End the use of a collection; destroy all groups with the last one, unless ``destroy`` is false."""
         self._users -= 1
         if self._users == 0 and destroy:
-            for one in [self._of_training, *self._unused]:
-                if one is not None:
+            used = [one for one in self._of_second_threads if one not in self._unused]  # by threads that did not end
+            for one in self.sets:
+                if one not in used:
                     one.destroy()
-            self._of_training, self._unused = None, []
+            self._of_training, self._of_second_threads, self._unused = None, used, []
 
     def of_training(self, timeout: timedelta | None) -> GroupSet:
         """Return the set of the training thread."""
@@ -323,7 +337,10 @@ class JobGroups:
 
     def of_second_thread(self, timeout: timedelta) -> GroupSet:
         """Return a set that no other thread uses; give it back with ``give_back``."""
-        return self._unused.pop() if self._unused else GroupSet(self._new_name(), timeout)
+        if self._unused:
+            return self._unused.pop()
+        self._of_second_threads.append(GroupSet(self._new_name(), timeout))
+        return self._of_second_threads[-1]
 
     def give_back(self, used: GroupSet) -> None:
         """Let another thread use a set."""

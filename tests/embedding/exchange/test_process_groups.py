@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,14 @@ def construct(rank: int, arguments: list[dict[str, Any]]) -> str:
 def closed_groups(rank: int, layout: RankLayout) -> dict[str, Any]:
     """Count the process groups that collections and loops of ``prefetch`` make, and those that are left at the end."""
     made: list[str] = []
+    groups: list[weakref.ref[Any]] = []
     new_subgroup = process_groups.new_subgroup
 
     def counted(ranks: Any, name: str, timeout: Any) -> Any:
         made.append(name.split("/")[2])
-        return new_subgroup(ranks, name, timeout)
+        group = new_subgroup(ranks, name, timeout)
+        groups.append(weakref.ref(group))
+        return group
 
     def loop(collection: EmbeddingCollection) -> None:
         for features in prefetch([some(0, step, rank) for step in range(3)], collection):
@@ -70,6 +74,7 @@ def closed_groups(rank: int, layout: RankLayout) -> dict[str, Any]:
             train_step(kept, some(0, 1, rank))
             out["kept"] = {name: kept.gather_table(name).numpy() for name in ROWS}
     out["closed"] = error_of(kept, some(0, 1, rank))
+    out["held"] = sum(group() is not None for group in groups)
     kept.close()
     return out
 
@@ -149,6 +154,7 @@ def test_groups_are_made_once_and_closed_with_the_last_collection(ranks: Ranks) 
             # The second collection with a loop has a thread of its own.
             assert found[f"{name}: another collection"] == ["node", "rail"] * 3 + ["world"] * (name == "again")
             assert found[f"{name}: left"] == 0
+        assert found["held"] == 0, "collected in a forked child, they wait for threads of their parent"
         assert f"rank {rank}: the collection is closed - read and save its tables before close()" in found["closed"]
         assert set(found["kept"]) == {"item", "odd", "tiny"}
 
