@@ -153,7 +153,7 @@ def connect(
             ``FLEXD_CONTROL``.
         job: name of the job in the daemon's configuration.
         attempt: name of this launch of the job, equal on all ranks and different for every launch; by default
-            torchrun's run id and restart count, if there are any, and a random number from rank 0 (collective).
+            rank 0's run id and restart count of torchrun, if there are any, and a random number (collective).
         secret_file: file with the shared secret, read again when it changes; default from ``FLEXD_SECRET_FILE``.
         cert_file: certificate chain of this rank, PEM, for a daemon with ``control.tls``; default from
             ``FLEXD_CONTROL_CERT_FILE``. Without it the connection has no TLS.
@@ -229,13 +229,15 @@ def _tls_files(*given: str | Path | None) -> TlsFiles | None:
 
 
 def _agreed_attempt(groups: ChainGroups, device: torch.device) -> str:
-    """Return a name for this launch that no other launch has, equal on all ranks.
+    """Return a name for this launch that no other launch has, equal on all ranks: the one that rank 0 gives it.
 
-    The random number travels over the training's own group, the only thing that all ranks of a launch share under every
-    launcher: torchrun's run id and restart count repeat when a job is requeued, and a port may be used again.
+    It travels over the training's own group, the only thing that all ranks of a launch share under every launcher:
+    torchrun's run id and restart count repeat when a job is requeued, a port may be used again, and ranks that join an
+    elastic job count restarts of their own.
     """
-    nonce = f"{groups.broadcast(int(os.urandom(7).hex(), 16), device, 'flexd.connect()'):014x}"
+    name = os.urandom(7).hex()
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if run == "none":  # torchrun's value at every launch without --rdzv-id
-        return nonce
-    return f"{run[:_MAX_RUN_ID_CHARACTERS]}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')[:10]}-{nonce}"
+    if run != "none":  # torchrun's value at every launch without --rdzv-id
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        name = f"{run[:_MAX_RUN_ID_CHARACTERS]}-{restarts[:10]}-{name}"
+    return groups.broadcast(name, device, "flexd.connect()")

@@ -60,13 +60,14 @@ def connected(rank: int, layout: RankLayout, port: int, digest: int, limit: int)
 
 
 def attempts(rank: int, run_ids: list[str]) -> list[str]:
-    """Return the default attempt of one launch for each torchrun run id ("": not launched by torchrun)."""
+    """Return the default attempt of one launch for each torchrun run id ("": not launched by torchrun). Rank 1 has
+    joined later: it has not restarted as often."""
     found = []
     groups = ChainGroups(RankLayout(1, 2), Traffic(), torch.device("cpu"))
     for run_id in run_ids:
         os.environ.pop("TORCHELASTIC_RUN_ID", None)
         if run_id:
-            os.environ.update(TORCHELASTIC_RUN_ID=run_id, TORCHELASTIC_RESTART_COUNT="1")
+            os.environ.update(TORCHELASTIC_RUN_ID=run_id, TORCHELASTIC_RESTART_COUNT=str(1 - rank))
         found.append(_agreed_attempt(groups, torch.device("cpu")))
     return found
 
@@ -122,10 +123,10 @@ def test_missing_arguments_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_all_ranks_of_a_launch_agree_on_its_attempt(ranks: Ranks) -> None:
     """Launched with plain env:// variables, and with torchrun's beside them."""
-    first, second = ranks(2).run(attempts, ["", "job-7", "job-7"])
+    first, second = ranks(2).run(attempts, ["", "job-7", "job-7", "é" * 90])
     assert first == second
-    assert len(set(first)) == 3
-    assert [name.rsplit("-", 1)[0] for name in first[1:]] == ["job-7-1", "job-7-1"]
+    assert len(set(first)) == 4, "each has its random number"
+    assert [name.rsplit("-", 1)[0] for name in first[1:3]] == ["job-7-1", "job-7-1"]
 
 
 def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:

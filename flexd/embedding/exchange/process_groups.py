@@ -30,6 +30,8 @@ from flexd.embedding.exchange.calls import FaultNotices
 from flexd.embedding.exchange.collectives import DEFAULT_TIMEOUT, DeviceWait, Peers, Traffic
 
 _NAMED_TABLES = 5
+MAX_BROADCAST_BYTES = 512
+"""Of ``ChainGroups.broadcast``."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,8 @@ class ChainGroups:
         everyone = range(self.layout.world_size)
         return self._peers(self._set.group("world", everyone), everyone)
 
-    def broadcast(self, number: int, device: torch.device, what: str) -> int:
-        """Collective. Return the number of rank 0.
+    def broadcast(self, text: str, device: torch.device, what: str) -> str:
+        """Collective. Return the text of rank 0, without what it has beyond ``MAX_BROADCAST_BYTES`` in UTF-8.
 
         Args:
             what: the call that ranks make here, for the error.
@@ -155,9 +157,10 @@ class ChainGroups:
             CollectiveError: some ranks did not make it within the timeout of the default process group.
         """
         self._meet(what)
+        mine = list(text.encode()[:MAX_BROADCAST_BYTES].ljust(MAX_BROADCAST_BYTES, b"\0"))
         with self._traffic.uncounted():
-            everyone = self.world.all_gather(torch.tensor([number], dtype=torch.int64, device=device))
-        return int(everyone.view(-1)[0])
+            everyone = self.world.all_gather(torch.tensor(mine, dtype=torch.int64, device=device))
+        return bytes(everyone[0].tolist()).rstrip(b"\0").decode(errors="ignore")
 
     def close(self, *, destroy: bool = True) -> None:
         """End the use of the groups.

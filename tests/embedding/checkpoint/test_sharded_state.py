@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import flexd
@@ -34,6 +35,23 @@ def save(
     dcp.save({"tables": ShardedState(collection)}, checkpoint_id=path)
     saved = whole(collection)
     train_steps(collection, 4, 4)
+    return {"saved": saved, "end": tables_of(collection), "steps": collection.steps}
+
+
+def save_beside_training(
+    rank: int, layout: RankLayout, optimizer: str, path: str, delta: Delta, window_bytes: int
+) -> dict[str, Any]:
+    """Save as ``save`` while the training goes on, on a process group that nothing else uses."""
+    table_rows.MAX_WINDOW_BYTES = window_bytes
+    collection = make(layout, optimizer, 1)
+    offer(collection, delta)
+    train_steps(collection, 0, 4)
+    saved = whole(collection)
+    saving = dcp.async_save(
+        {"tables": ShardedState(collection)}, checkpoint_id=path, process_group=dist.new_group(backend="gloo")
+    )
+    train_steps(collection, 4, 4)
+    saving.result(60)
     return {"saved": saved, "end": tables_of(collection), "steps": collection.steps}
 
 
@@ -126,6 +144,12 @@ def test_checkpoints_of_other_optimizers_and_dtypes(ranks: Ranks, tmp_path: Path
     expected = ranks(3).run(save, three, optimizer, path, replicate(3), 2**20, dtype)
     results = ranks(2).run(load, two, optimizer, path, replicate(4), 2**20, dtype)
     check_loaded(results, expected[0], tolerance={"float32": 1e-4, "bfloat16": 0.5}[dtype])
+
+
+def test_a_checkpoint_saved_beside_training_has_the_rows_of_its_call(ranks: Ranks, tmp_path: Path) -> None:
+    path, two = str(tmp_path / "beside"), RankLayout(2, 1)
+    expected = ranks(2).run(save_beside_training, two, "adam", path, replicate(5), 300)
+    check_loaded(ranks(2).run(load, two, "adam", path, replicate(6), 100), expected[0])
 
 
 @pytest.mark.parametrize("change", ["one bit", "two rows", "a table"])
