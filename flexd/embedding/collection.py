@@ -356,6 +356,11 @@ class EmbeddingCollection(TableAccess):
 
         return InputValues(self.as_features(given), self.weighted_features(given))
 
+    def empty_input(self) -> Any:
+        """Local. Return an input of ``forward`` without samples."""
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
+        return {name: Jagged(none, none) for name in self.table_of_feature}
+
     def keys_of(self, values: InputValues) -> FeatureKeys:
         """Local. Return the keys of an input.
 

@@ -21,7 +21,17 @@ from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.exchange.arms import AgreedArm, hops_of, wires_of
 from flexd.embedding.exchange.calls import StepGuard, in_phase
 from flexd.embedding.exchange.collectives import Traffic
-from flexd.embedding.exchange.hop import BEGINS_LOOP, ENDS_LOOP, SETTINGS_BITS, Agreement, CallSignature
+from flexd.embedding.exchange.hop import (
+    BEGINS_LOOP,
+    CONTINUES_LOOP,
+    ENDS_LOOP,
+    NO_FLAGS,
+    SETTINGS_BITS,
+    Agreement,
+    AgreementFlags,
+    CallSignature,
+    NextBatch,
+)
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.exchange.router import Router
@@ -95,6 +105,8 @@ class RowEngine:
         self.stores = make_stores(homes, groups.rank, all_slots, device, cache_slots, keep_keys=keep_keys)
         self.joined: list[StepMoments] = []
         """Joined in each step, in this order."""
+        self.loops: list[NextBatch] = []
+        """Of the loops that run and that ranks may end at different batches, the innermost last."""
         self.look_ups = self.prefetched_batches = self.unused_batches = 0
         """Look-ups; batches given to be located ahead; those of them that were located twice, because what was
         announced was not what was looked up."""
@@ -258,7 +270,9 @@ class RowEngine:
         touched: TouchedRows | None = None,
     ) -> Route:
         version, proposed = self.inbox.begin_exchange(), self.arm.proposed
-        agreement = Agreement(version, fault, call, call, (settings_digest,) * 2, proposed)
+        loop = self.loops[-1] if self.loops else None
+        flags = NO_FLAGS if loop is None else loop.mine
+        agreement = Agreement(version, fault, call, call, (settings_digest,) * 2, proposed, flags)
         self.look_ups += 1
         look_up = self.look_ups
         route = self.router.find(found, agreement, touched)
@@ -266,6 +280,8 @@ class RowEngine:
             each.located(look_up)
         self.inbox.end_exchange(route.agreement.version)
         self.arm.agreed(route.agreement.arm)
+        if loop is not None:
+            loop.agreed = route.agreement.flags
         return route
 
     def agree_on_end(self, *, failed: bool) -> None:
@@ -279,6 +295,16 @@ class RowEngine:
             EmbeddingError: on every rank, if another one has a further batch or its loader failed.
         """
         self._meet(ENDS_LOOP, self.settings_digest, flag=failed)
+
+    def agree_on_next(self, loop: NextBatch) -> AgreementFlags:
+        """Return what all ranks have of a loop's next batch. Collective if no look-up has told it, in the same way as
+        ``agree_on_loop``.
+
+        Raises:
+            EmbeddingError: on every rank, if a rank makes another call.
+        """
+        del self.loops[self.loops.index(loop) + 1 :]  # loops within it that were given up
+        return self._meet(CONTINUES_LOOP, self.settings_digest).flags if loop.agreed is None else loop.agreed
 
     def _meet(self, passes: int, digest: int, *, flag: bool = False) -> Agreement:
         """Collective. Exchange the messages of a look-up without keys, and raise EmbeddingError if ranks make different

@@ -4,12 +4,42 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch.fx import Proxy
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.features import Jagged
+from flexd.embedding.prefetch.empty_batch import empty_batch
+
+
+@empty_batch.register
+def _empty_keyed_jagged(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    weights, indices, keys = batch.weights_or_none(), batch.inverse_indices_or_none(), batch.keys()
+    return KeyedJaggedTensor(
+        keys,
+        batch.values()[:0].clone(),
+        None if weights is None else weights[:0].clone(),
+        batch.lengths()[:0].clone(),
+        stride_per_key_per_rank=[[0] for _ in keys] if batch.variable_stride_per_key() else None,
+        inverse_indices=None if indices is None else (indices[0], indices[1][:, :0].clone()),
+    )
+
+
+@empty_batch.register
+def _empty_jagged(batch: JaggedTensor) -> JaggedTensor:
+    weights = batch.weights_or_none()
+    return JaggedTensor(
+        batch.values()[:0].clone(),
+        weights=None if weights is None else weights[:0].clone(),
+        lengths=batch.lengths()[:0].clone(),
+    )
+
+
+@empty_batch.register
+def _empty_tensors(batch: TensorDict) -> TensorDict:
+    return TensorDict({name: empty_batch(value) for name, value in batch.items()}, batch_size=[0])
 
 
 def as_keyed_jagged(given: Any, features: Sequence[str], rank: int) -> KeyedJaggedTensor:

@@ -323,6 +323,11 @@ class ReplacedTables(EmbeddingBagCollection):
                 check_inverse(kjt, {one.feature: by_key[one.feature] for one in module.lookups}, self.rank)
         return features
 
+    def empty_input(self) -> Any:
+        keys = dict.fromkeys(one.feature for module in self.replaced for one in module.lookups)
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
+        return KeyedJaggedTensor(list(keys), none, lengths=none, weights=none.float())
+
     def weighted_features(self, given: Any) -> frozenset[str]:
         modules = (given.module,) if isinstance(given, _ModuleInput) else self.replaced
         return frozenset(one.name for module in modules if module.is_weighted for one in module.lookups)

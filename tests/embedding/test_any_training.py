@@ -1,6 +1,6 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
-prefetch pipeline, evaluation, migrations, kills and reloads, rows in tiered storage, sharding types, bags answered by
-rows and by sums, factors of rows, optimizers and rates by table, and the kernels of an accelerator.
+prefetch pipeline, uneven loaders, evaluation, migrations, kills and reloads, rows in tiered storage, sharding types,
+bags answered by rows and by sums, factors of rows, optimizers and rates by table, and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
@@ -56,6 +56,7 @@ scenarios = st.builds(
     mixed=st.booleans(),
     moved=st.booleans(),
     weighted=st.booleans(),
+    uneven=st.booleans(),
 )
 three_nodes = st.builds(
     Scenario,
@@ -72,6 +73,7 @@ three_nodes = st.builds(
     mixed=st.booleans(),
     moved=st.booleans(),
     weighted=st.booleans(),
+    uneven=st.booleans(),
 )
 BAGS = Scenario(2, 2, pooling_at=("owner", "requester"), weighted=True, switch_every=3, replica_fraction=1.0, steps=8)
 """Of bags with factors, which are drawn too."""
@@ -117,6 +119,8 @@ def test_any_training_equals_one_process(
         scenario = replace(scenario, second_optimizer="")
     if "dense_adam" in (scenario.optimizer, scenario.second_optimizer):  # refuses tiered storage
         scenario = replace(scenario, fast_memory_bytes=None)
+    if scenario.uneven:
+        loops = 1
     tolerance = 1e-4 if scenario.comm_dtype or scenario.second_dtype else 1e-9
     loop = Loop(
         ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead or restarts else 1, depth=depth,

@@ -13,6 +13,7 @@ from flexd.core.sharding_types import ROW_WISE, ShardingType
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.features import Jagged
+from flexd.embedding.prefetch.empty_batch import empty_batch
 from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, DenseAdam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
 
 
@@ -36,6 +37,7 @@ class Scenario:
         mixed: features of the first table are not pooled where those of the second are.
         moved: rows also move to other nodes than those of their homes.
         weighted: rows that are pooled by sum have factors.
+        uneven: ranks have batches with samples for different numbers of steps.
     """
 
     nodes: int
@@ -66,6 +68,14 @@ class Scenario:
     mixed: bool = False
     moved: bool = False
     weighted: bool = False
+    uneven: bool = False
+
+    def batches(self, rank: int) -> int:
+        """Return the number of batches of a rank before those that are empty, on one rank all of them."""
+        every = self.steps * self.passes
+        if not self.uneven or rank == self.seed % self.layout.world_size:
+            return every
+        return int(np.random.default_rng([self.seed, rank, 23]).integers(1, every + 1))
 
     def due(self, step: int, chunks: int) -> int:
         """Return how many of the chunks have been released before a step."""
@@ -170,6 +180,8 @@ class PlainOptimizer:
 
 def batch(scenario: Scenario, step: int, rank: int) -> dict[str, Jagged]:
     """Make skewed ids; some batches are empty, all-unique, or without a feature."""
+    if scenario.batches(rank) <= step < scenario.steps * scenario.passes:
+        return empty_batch(batch(scenario, 0, rank))
     rng = np.random.default_rng([scenario.seed, step, rank])
     samples = int(rng.integers(0, 5))
     out: dict[str, Jagged] = {}

@@ -218,7 +218,9 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     every = [(index, batch(scenario, index, rank)) for index in range(scenario.steps * scenario.passes)]
     if loop.bad_at >= 0 and rank == scenario.layout.world_size - 1:
         every[loop.bad_at][1]["history"] = Jagged(torch.tensor([-1]), torch.tensor([1]))
-    ways = {index: way_of(loop, scenario.seed, index, rank) for index, _ in every}
+    ways = {
+        index: way_of(loop, scenario.seed, index, rank) if index < scenario.batches(rank) else "" for index, _ in every
+    }
     changed = {index: features for index, features in every if ways[index]}
     every = [
         (index, announced_as(features, ways[index]) if index in changed else features) for index, features in every
@@ -257,9 +259,9 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     def each(index: int, step: int, what: int) -> bool:
         return what > 0 and (index + 1) % scenario.passes == 0 and step % what == 0
 
-    def on(batches: Any) -> None:
+    def on(batches: Any, first: int) -> None:
         nonlocal losses, trained, unequal, deferred
-        for index, features in batches:
+        for index, (_, features) in enumerate(batches, first):
             step, number = divmod(index, scenario.passes)
             if index in changed:
                 features = change(features, changed[index], ways[index])
@@ -313,16 +315,16 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         part: Any = every[begin:end]
         if loop.ahead:
             part = flexd.prefetch(
-                part, collection, features=lambda pair: pair[1],
+                every[begin : min(end, scenario.batches(rank))], collection, features=lambda pair: pair[1],
                 passes_per_step=loop.announced_passes or scenario.passes, one_thread=loop.one_thread,
-                ahead=loop.depth or None,
+                ahead=loop.depth or None, uneven="empty" if scenario.uneven else "error",
             )  # fmt: skip
-        on(part)
+        on(part, begin)
         del part
         if loop.restarts and end < len(every):
             restart()
     if loop.break_at >= 0:
-        on(every[loop.break_at + 1 :])
+        on(every[loop.break_at + 1 :], loop.break_at + 1)
     tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
     return {
         "exchanges": exchanges, "prefetched": prefetched, "losses": losses, "trained": trained, "versions": versions,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntFlag
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +24,50 @@ Counts = npt.NDArray[np.int64]
 _RANK_BITS, _CALL_BITS = 20, 11
 _MAX_RANK = 2**_RANK_BITS - 1
 _PASSES = 128
-BEGINS_LOOP, ENDS_LOOP = _PASSES - 1, _PASSES - 2
-"""In place of the number of passes: the call is no look-up, but begins or ends a loop of ``flexd.prefetch``."""
+BEGINS_LOOP, ENDS_LOOP, CONTINUES_LOOP = _PASSES - 1, _PASSES - 2, _PASSES - 3
+"""In place of the number of passes: the call is no look-up, but begins, ends or continues a loop of
+``flexd.prefetch``."""
 SETTINGS_BITS = 22
-# Added to ``Agreement.fault`` of a rank whose input has changed.
-_CHANGED = 2 ** (_RANK_BITS + 2)
+# ``Agreement.flags`` are sent above the fault, in units of this.
+_FLAG = 2 ** (_RANK_BITS + 2)
 AGREEMENT_NUMBERS = 3
 """Numbers of an agreement in a message of sizes."""
+
+
+class AgreementFlags(IntFlag):
+    """State of a rank that all ranks learn of if any has it.
+
+    Attributes:
+        CHANGED: its last input is not the one that was located ahead for it.
+        HAS_BATCH, NO_BATCH: the loader of its loop of ``flexd.prefetch`` has a batch after that of the next forward
+            pass, or has ended.
+        LOADER_FAILED: that loader has raised an error.
+    """
+
+    CHANGED = 1
+    HAS_BATCH = 2
+    NO_BATCH = 4
+    LOADER_FAILED = 8
+
+
+NO_FLAGS = AgreementFlags(0)
+
+
+class NextBatch:
+    """The agreement of all ranks on whether their loaders have a batch after that of the next forward pass.
+
+    Attributes:
+        mine: of this rank.
+        agreed: of any rank; None until a look-up of the loop has told them.
+    """
+
+    def __init__(self, mine: AgreementFlags) -> None:
+        self.set(mine)
+
+    def set(self, mine: AgreementFlags) -> None:
+        """Set what the next look-up tells the other ranks."""
+        self.mine = mine
+        self.agreed: AgreementFlags | None = None
 
 
 @dataclass(frozen=True, order=True)
@@ -35,8 +75,8 @@ class CallSignature:
     """The state of a rank at a look-up. ``code`` must be equal on all ranks.
 
     Attributes:
-        code: passes that wait for a step, ``BEGINS_LOOP`` or ``ENDS_LOOP``, steps so far (modulo 8), and whether the
-            look-up is for training, or the loader that ended a loop has failed (``flag``).
+        code: passes that wait for a step or ``BEGINS_LOOP``, ``ENDS_LOOP`` or ``CONTINUES_LOOP``, steps so far
+            (modulo 8), and whether the look-up is for training, or the loader that ended a loop has failed (``flag``).
     """
 
     code: int
@@ -52,8 +92,9 @@ class CallSignature:
 
     def __str__(self) -> str:
         passes, steps = self.code // 2 % _PASSES, self.code // 2 // _PASSES
-        if passes == BEGINS_LOOP:
-            return f"rank {self.rank} begins a loop of flexd.prefetch, after {steps} steps (modulo 8)"
+        if passes in (BEGINS_LOOP, CONTINUES_LOOP):
+            verb = "begins" if passes == BEGINS_LOOP else "asks for the next batch of"
+            return f"rank {self.rank} {verb} a loop of flexd.prefetch, after {steps} steps (modulo 8)"
         purpose = "looks rows up for training" if self.code % 2 else "only looks rows up"
         return f"rank {self.rank} {purpose}, with {passes} passes since its last step ({steps} modulo 8)"
 
@@ -77,7 +118,7 @@ class Agreement:
         settings: lowest and highest digest (``SETTINGS_BITS``) of the optimizer settings of the last update, or of
             the settings of a loop that begins.
         arm: ``AgreedArm.proposed``; combined by maximum.
-        changed: a rank's last input is not the one that was located ahead for it; true if it is so on any rank.
+        flags: of this rank; combined to those of any rank.
     """
 
     version: int
@@ -86,7 +127,12 @@ class Agreement:
     last: CallSignature
     settings: tuple[int, int] = (0, 0)
     arm: int = 0
-    changed: bool = False
+    flags: AgreementFlags = NO_FLAGS
+
+    @property
+    def changed(self) -> bool:
+        """True if the last input of any rank is not the one that was located ahead for it."""
+        return AgreementFlags.CHANGED in self.flags
 
     @property
     def diverged(self) -> bool:
@@ -117,7 +163,7 @@ class Agreement:
         lowest, highest = self.settings
         return [
             self.version << bits | self.first.pack(),
-            self.fault + _CHANGED * self.changed << bits | self.last.pack(),
+            self.fault + _FLAG * self.flags << bits | self.last.pack(),
             (self.arm << SETTINGS_BITS | lowest) << SETTINGS_BITS | highest,
         ]
 
@@ -129,10 +175,10 @@ class Agreement:
         versions, faults, all_settings = zip(*words, strict=True)
         # Packed signatures have the order of signatures. Ranks mostly have equal settings.
         settings = set(all_settings)
-        changed = [fault >> bits >= _CHANGED // 2 for fault in faults]
+        flags = [((fault >> bits) + _FLAG // 2) // _FLAG for fault in faults]  # a fault may be negative
         return Agreement(
             min(versions) >> bits,
-            max([(fault >> bits) - _CHANGED * one for fault, one in zip(faults, changed, strict=True)]),
+            max([(fault >> bits) - _FLAG * of_rank for fault, of_rank in zip(faults, flags, strict=True)]),
             CallSignature.unpack(min([version & signature for version in versions])),
             CallSignature.unpack(max([fault & signature for fault in faults])),
             (
@@ -140,7 +186,7 @@ class Agreement:
                 max(both % 2**SETTINGS_BITS for both in settings),
             ),
             max(settings) >> 2 * SETTINGS_BITS,
-            any(changed),
+            AgreementFlags(reduce(or_, flags)),
         )
 
 
@@ -150,7 +196,7 @@ def uneven_loop(rank: int, *, loader_failed: bool) -> EmbeddingError:
         return EmbeddingError(f"rank {rank}: its loader raised an error", remedy=f"see the error of rank {rank}")
     return EmbeddingError(
         f"rank {rank} has no further batch, other ranks have",
-        remedy="give all ranks equally many batches: drop the last ones (drop_last) or pad with empty ones",
+        remedy="flexd.prefetch(..., uneven='empty') goes on with empty batches there, uneven='stop' ends all loops",
     )
 
 
@@ -211,7 +257,7 @@ class Hop:
         if faulty is not None and not agreement.fault:
             words[1].add_(faulty, alpha=self.peers.rank + 1 << _RANK_BITS + _CALL_BITS)
         if changed is not None:
-            words[1].add_(changed, alpha=_CHANGED << _RANK_BITS + _CALL_BITS)
+            words[1].add_(changed, alpha=_FLAG * AgreementFlags.CHANGED << _RANK_BITS + _CALL_BITS)
         sent = torch.cat([sizes, words.expand(size, AGREEMENT_NUMBERS)], dim=1).view(-1)
         width = groups + AGREEMENT_NUMBERS
         received = self.peers.all_to_all(sent, [width] * size, [width] * size)

@@ -27,7 +27,7 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.calls import in_phase
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import Column, ReceivedRows, add_columns, joined_columns
-from flexd.embedding.exchange.hop import Agreement, Hop, host_numbers
+from flexd.embedding.exchange.hop import Agreement, AgreementFlags, Hop, host_numbers
 from flexd.embedding.exchange.route import COUNT_SHIFT, FeatureKeys, Route, StationLookup, StationRows, counts_of_group
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
@@ -120,7 +120,7 @@ class Router:
                 if away := int(lookup.split_sections(sizes, 1)[1].sum()):
                     raise EmbeddingError(f"{away} rows were requested from a rank that is not their home")
                 if changed is not None and read[-1]:
-                    agreement = replace(agreement, changed=True)
+                    agreement = replace(agreement, flags=agreement.flags | AgreementFlags.CHANGED)
                 if faulty is not None and read[0]:
                     agreement = replace(agreement, fault=1)
             else:

@@ -55,6 +55,7 @@ from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.arms import PREFETCHES
 from flexd.embedding.exchange.calls import PhaseMeter
 from flexd.embedding.exchange.collectives import Peers, Traffic
+from flexd.embedding.exchange.hop import AgreementFlags, NextBatch
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, ChangeNotice, LoaderEnd, may_be_input
 from flexd.embedding.prefetch.pipeline_job import (
@@ -143,12 +144,17 @@ class PrefetchPipeline(StepMoments):
 
     @staticmethod
     def begin(
-        engine: RowEngine, passes_per_step: int, one_thread: bool | None = None, ahead: int | None = None
+        engine: RowEngine,
+        passes_per_step: int,
+        one_thread: bool | None = None,
+        ahead: int | None = None,
+        uneven: str = "error",
     ) -> PrefetchPipeline:
         """Collective. Begin a loop that announces its batches, ``ahead`` batches before they are trained on.
 
         Args:
             ahead: None: the tuner decides; ``batches_ahead`` is the largest of its choices.
+            uneven: as in ``flexd.prefetch``.
 
         Raises:
             EmbeddingError: a second thread is asked for on an accelerator; on every rank: ranks begin loops with
@@ -162,7 +168,9 @@ class PrefetchPipeline(StepMoments):
             )
         one_thread = not on_host if one_thread is None else one_thread
         found = PrefetchPipeline._of(engine)
-        engine.agree_on_loop(f"one_thread={one_thread}, passes_per_step={passes_per_step}, ahead={ahead}")
+        engine.agree_on_loop(
+            f"one_thread={one_thread}, passes_per_step={passes_per_step}, ahead={ahead}, uneven={uneven!r}"
+        )
         if found is None or found.one_thread != one_thread:
             engine.settle()
             if found is not None:
@@ -194,6 +202,23 @@ class PrefetchPipeline(StepMoments):
         return self._groups.world if bool(anywhere.any()) else None
 
     # Called by the loop.
+
+    def expect(self, mine: AgreementFlags) -> None:
+        """Set whether this rank has the batch that is announced next, for the next agreement."""
+        if self._job.next_batch is None:
+            self._job.next_batch = NextBatch(mine)
+            self._engine.loops.append(self._job.next_batch)
+        self._job.next_batch.set(mine)
+
+    def agree_on_next(self) -> AgreementFlags:
+        """Return what all ranks have of the announced batch. Collective if neither its job nor a look-up has told it.
+
+        Raises:
+            Exception: the error of the job.
+        """
+        self.wait()
+        assert self._job.next_batch is not None  # noqa: S101
+        return self._engine.agree_on_next(self._job.next_batch)
 
     def announce(self, batch: _Announced, farther: Sequence[_Announced] = ()) -> None:
         """Set the batch after that of the next forward pass; that forward pass starts its job.
@@ -282,6 +307,8 @@ class PrefetchPipeline(StepMoments):
         self._result = self._started = self._announced = None
         self._farther = ()
         self._looping, self._engine.arm.prefetches = False, 0
+        self._job.next_batch = None
+        self._engine.loops.clear()
         self._let_choose((0,))
         self._forget_batches()
         return self._thread.stop(self._timeout_seconds)

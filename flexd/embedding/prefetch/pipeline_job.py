@@ -18,7 +18,7 @@ from flexd.core.step_phases import StepPhase
 from flexd.embedding import devices
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Peers
-from flexd.embedding.exchange.hop import Agreement, CallSignature, uneven_loop
+from flexd.embedding.exchange.hop import NO_FLAGS, Agreement, CallSignature, NextBatch, uneven_loop
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, LoaderEnd
@@ -138,6 +138,8 @@ class PrefetchPipelineJob:
         """True if any rank's ``changed`` was true in the last job, as soon as the ranks have agreed."""
         self.world: Peers | None = None
         """All ranks, if batches farther ahead are announced to the homes; set on all ranks or on none."""
+        self.next_batch: NextBatch | None = None
+        """Of a loop that ranks may end at different batches."""
         self._slot_marks = [
             torch.zeros(len(store.rows), dtype=torch.bool, device=self._device) for store in self._stores
         ]
@@ -185,6 +187,8 @@ class PrefetchPipelineJob:
         forward_pass = ForwardPass(route, touched)
         agreement = route.agreement
         self.input_changed = agreement.changed
+        if self.next_batch is not None:
+            self.next_batch.agreed = agreement.flags
         self._engine.inbox.end_exchange(max(agreement.version, 0))
         self._engine.arm.agreed(agreement.arm)
         result = PrefetchPipelineResult(passes, found.order)
@@ -231,7 +235,8 @@ class PrefetchPipelineJob:
         if isinstance(batch, LoaderEnd):
             version, fault = -1 - self._rank - (0 if batch.error is None else _MAX_RANKS), -1
         call = CallSignature.of(self._rank, steps=0, passes=0, flag=True)
-        return Agreement(version, fault, call, call, (settings_digest,) * 2, self._engine.arm.proposed)
+        flags = NO_FLAGS if self.next_batch is None else self.next_batch.mine
+        return Agreement(version, fault, call, call, (settings_digest,) * 2, self._engine.arm.proposed, flags)
 
     def _fetch_unchanged(self, result: PrefetchPipelineResult, forward_pass: ForwardPass) -> PrefetchPipelineResult:
         """Collective. Fetch the rows that the passes of the step under way do not change."""
