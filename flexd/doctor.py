@@ -3,6 +3,7 @@ hide the next one."""
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import math
 import os
@@ -29,6 +30,7 @@ from flexd.core import units
 from flexd.core.errors import CodecError, FlexdError
 from flexd.core.model import DETAIL, Model, Show
 from flexd.core.secrets import read_keys
+from flexd.stream.types import RefusedMessages, StreamMessage
 
 
 class Level(StrEnum):
@@ -226,6 +228,8 @@ def reachable(host: str) -> str:
 
 
 MAX_MESSAGES = 200
+MAX_CAUSES = 5
+"""Of messages that cannot be read, the commonest are shown."""
 SKEW_SECONDS = 60.0
 """An event further ahead of this machine's clock comes from a wrong clock."""
 
@@ -251,7 +255,8 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
         from flexd.stream.file_log.log import FileLogSource
 
         with contextlib.closing(FileLogSource(path)) as log:
-            payloads = tuple(bytes(message.payload) for message in log.poll(0.2)[:MAX_MESSAGES])
+            newest: Sequence[StreamMessage | RefusedMessages] = log.poll(0.2)[:MAX_MESSAGES]
+            newest = [dataclasses.replace(message, payload=bytes(message.payload)) for message in newest]
     elif isinstance(source, KafkaSourceConfig):
         from flexd.stream.kafka.topic_admin import inspect_topic
 
@@ -270,36 +275,36 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
                 "create it, or correct stream.source.topic (names are exact)",
             )
             return
-        kept = units.plural(found.messages, "message")
+        kept = units.plural(found.offsets, "offset")
         yield ok("topic", f"{source.topic!r}: {units.plural(found.partitions, 'partition')}, {kept} kept")
-        name, payloads = f"topic {source.topic!r}", found.payloads
+        name, newest = f"topic {source.topic!r}", found.newest
     else:
         yield skipped("stream", f"a source of kind {source.kind} has no stream to check")
         return
-    yield from messages(config, name, payloads)
+    yield from messages(config, name, newest)
 
 
-def messages(config: Config, name: str, payloads: Sequence[bytes]) -> Iterator[Finding]:
+def messages(config: Config, name: str, sample: Sequence[StreamMessage | RefusedMessages]) -> Iterator[Finding]:
     """Check that tables, rows and times of the sampled messages fit the configuration."""
-    if not payloads:
+    if not sample:
         yield warning("messages", f"{name} has no messages", "start a publisher")
         return
     from flexd.stream.codec import decode
 
-    refused, unknown, outside = Counter[str](), Counter[str](), Counter[str]()
+    # By reason and remedy: the messages that cannot be read, and the text of the first.
+    refused, texts = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
+    unknown, outside = Counter[str](), Counter[str]()
     known = {table.name: table.rows for table in config.tables}
-    if not known:
-        yield warning(
-            "messages", "no tables are known yet: tables and rows of messages are not checked",
-            "start the training once, or list its tables in the configuration",
-        )  # fmt: skip
-        return
     accesses, newest = 0, -math.inf
-    for payload in payloads:
+    for message in sample:
         try:
-            batches = decode(payload, config.stream.max_message_bytes)
+            if isinstance(message, RefusedMessages):
+                raise CodecError(message.detail, reason=message.reason)
+            batches = decode(message.payload, config.stream.max_message_bytes)
         except CodecError as error:
-            refused[error.reason] += 1
+            cause = error.reason, error.remedy or "docs/stream.md has the schema"
+            refused[cause] += 1
+            texts.setdefault(cause, f"the first at offset {message.offset} of {message.partition}: {error.message}")
             continue
         for batch in batches:
             accesses += len(batch.rows)
@@ -308,13 +313,15 @@ def messages(config: Config, name: str, payloads: Sequence[bytes]) -> Iterator[F
                 unknown[batch.table] += len(batch.rows)
             elif len(batch.rows):
                 outside[batch.table] += int(((batch.rows < 0) | (batch.rows >= known[batch.table])).sum())
-    looked = f"of {len(payloads)} messages"
-    if refused:
-        yield fault(
-            "messages",
-            f"{refused.total()} {looked} cannot be read: {_listed(refused)}",
-            "docs/stream.md has the schema",
-        )
+    looked = f"of {len(sample)} messages"
+    for cause, count in refused.most_common(MAX_CAUSES):
+        yield fault("messages", f"{count} {looked} cannot be read, {texts[cause]}", cause[1])
+    if not known:
+        yield warning(
+            "messages", "no tables are known yet: tables and rows of messages are not checked",
+            "start the training once, or list its tables in the configuration",
+        )  # fmt: skip
+        return
     if unknown:
         yield fault("messages", f"{looked}: tables that are not configured: {_listed(unknown)}", "list them in tables")
     outside = +outside

@@ -30,9 +30,9 @@ class StreamError(FlexdError):
 class CodecError(StreamError):
     """One message cannot be decoded. ``reason`` is a bounded label for metrics."""
 
-    def __init__(self, message: str, *, reason: str) -> None:
+    def __init__(self, message: str, *, reason: str, remedy: str = "") -> None:
         self.reason = reason
-        super().__init__(message)
+        super().__init__(message, remedy=remedy)
 
 
 class SketchError(FlexdError):

@@ -76,6 +76,19 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 _CONTINUATION = b"\xff\xff\xff\xff"
+_NO_MARK = "write UTF-8 without one"
+_ONCE = "send the bytes as they are: the producer's compression.type compresses batches"
+# First bytes of what other producers send: what it is, and the remedy.
+_OTHER_HEADS = {
+    b"\x00": ("a schema registry's header", "produce without the registry's serializer"),
+    b"\xef\xbb\xbf": ("a byte-order mark", _NO_MARK),
+    b"\xff\xfe": ("a byte-order mark", _NO_MARK),
+    b"\xfe\xff": ("a byte-order mark", _NO_MARK),
+    b"[": ("a JSON array", "send its objects, one a line"),
+    b"\x1f\x8b": ("gzip data", _ONCE),
+    b"\x28\xb5\x2f\xfd": ("zstd data", _ONCE),
+    b"ARRO": ("an Arrow file", "write Arrow's stream format"),
+}
 
 _UINT16, _UINT32, _INT32 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<i")
 
@@ -129,7 +142,10 @@ def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBa
     if not head:
         _fail("empty", "no bytes")
     if head != _CONTINUATION and head[:1] not in b"{ \t\r\n":
-        _fail("not_arrow_or_json", f"begins with {head!r}")
+        what, remedy = next(
+            (known for first, known in _OTHER_HEADS.items() if head.startswith(first)), (repr(head), "")
+        )
+        _fail("not_arrow_or_json", f"begins with {what}", remedy)
     try:
         schema, batch = _read_batch(payload) if head == _CONTINUATION else _read_json(payload)
         if not 0 < batch.num_rows <= MAX_ENTRIES:
@@ -142,8 +158,8 @@ def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBa
         _fail("corrupt", f"Arrow refuses it: {str(error)[:200]}")
 
 
-def _fail(reason: str, message: str) -> NoReturn:
-    raise CodecError(f"access message refused ({reason}): {message}", reason=reason)
+def _fail(reason: str, message: str, remedy: str = "") -> NoReturn:
+    raise CodecError(f"access message refused ({reason}): {message}", reason=reason, remedy=remedy)
 
 
 def check(batch: AccessBatch) -> None:
@@ -161,7 +177,12 @@ def check(batch: AccessBatch) -> None:
         _fail("bad_source_rank", f"source_rank {batch.source_rank}")
     # In this form the comparison fails for NaN too.
     if not 0 <= batch.event_time_seconds <= MAX_EVENT_TIME_SECONDS:
-        _fail("bad_event_time", f"event_time {batch.event_time_seconds}, Unix seconds are expected")
+        is_finer = batch.event_time_seconds > MAX_EVENT_TIME_SECONDS
+        _fail(
+            "bad_event_time",
+            f"event_time {batch.event_time_seconds}, Unix seconds are expected",
+            "send seconds, not milliseconds or finer" if is_finer else "",
+        )
     if batch.step is not None and not 0 <= batch.step <= 2**62 - 1:
         _fail("bad_step", f"step {batch.step}, 0 to {2**62 - 1} are read")
     if lengths is not None and (
@@ -288,7 +309,12 @@ def _checked(schema: pa.Schema) -> _Schema:
     names = schema.names
     if len(set(names)) != len(names) or not set(_TYPES).issuperset(names) or not set(_REQUIRED).issubset(names):
         optional = " and ".join(_OPTIONAL)
-        _fail("wrong_schema", f"columns {str(names)[:200]}, expected {list(_REQUIRED)} and optionally {optional}")
+        others = [name for name in names if name not in _TYPES]
+        _fail(
+            "wrong_schema",
+            f"columns {str(names)[:200]}, expected {list(_REQUIRED)} and optionally {optional}",
+            f"leave {str(others)[:200]} out" if others else "",
+        )
     for name, kind in zip(names, schema.types, strict=True):
         if not _is_read(name, kind):
             _fail("wrong_type", f"column {name!r} is {str(kind)[:200]}")

@@ -1,10 +1,11 @@
 """The doctor's checks: the stream with its messages, clock and broker; the machine; a running daemon."""
 
 import ctypes
+import gzip
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from flexd.core.errors import StreamError
 from flexd.doctor import Finding, Level
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
-from flexd.stream.types import AccessBatch
+from flexd.stream.types import AccessBatch, RefusedMessages, StreamMessage
 from tests.support.certificates import Authority
 
 
@@ -45,26 +46,58 @@ def message(table: str = "items", rows: tuple[int, ...] = (1, 2), at: float | No
     return encode_arrow([AccessBatch(table, np.array(rows), 0, time.time() if at is None else at)])
 
 
+def sample(payloads: Sequence[bytes]) -> list[StreamMessage]:
+    return [StreamMessage("t/0", 7 + number, payload) for number, payload in enumerate(payloads)]
+
+
 @pytest.mark.parametrize(
     ("payloads", "level", "says"),
     [
         ((), Level.WARNING, "no messages"),
         ((message(),), Level.OK, "2 accesses of 1 messages fit"),
-        ((message(), b"garbage"), Level.FAULT, "1 of 2 messages cannot be read"),
+        ((message(), b"garbage"), Level.FAULT, "1 of 2 messages cannot be read, the first at offset 8 of t/0: "),
         ((message("users"),), Level.FAULT, "not configured: 'users' 2"),
         ((message(rows=(5, 100, -1)),), Level.FAULT, "beyond tables[].rows: 'items' 2"),
     ],
 )
 def test_messages_that_the_daemon_would_reject(tmp_path, payloads, level, says):
-    found = next(doctor.messages(config(tmp_path), "the log", payloads))
+    found = next(doctor.messages(config(tmp_path), "the log", sample(payloads)))
     assert (found.check, found.level) == ("messages", level)
     assert says in found.text
     assert bool(found.remedy) == (level is not Level.OK)
 
 
+LINE = b'{"table": "items", "rows": [1], "source_rank": 0, "event_time": 1700000000.5}'
+
+
+@pytest.mark.parametrize(
+    ("payload", "says", "remedy"),
+    [
+        (b"\0\0\0\0\x2a" + LINE, "a schema registry's header", "without the registry's serializer"),
+        (b"[" + LINE + b"]", "a JSON array", "its objects, one a line"),
+        (b"\xef\xbb\xbf" + LINE, "a byte-order mark", "UTF-8 without one"),
+        (LINE.decode().encode("utf-16"), "a byte-order mark", "UTF-8 without one"),
+        (gzip.compress(LINE), "gzip data", "compression.type"),
+        (LINE.replace(b"1700000000.5", b"1700000000500"), "event_time 1700000000500.0", "seconds, not milliseconds"),
+        (LINE[:-1] + b', "user": 7}', "columns ['table', 'rows', 'source_rank', 'event_time', 'user']", "['user'] out"),
+    ],
+)
+def test_the_cause_of_an_unreadable_message_is_named_with_its_offset_and_the_remedy(tmp_path, payload, says, remedy):
+    """Without tables too, beside messages that are readable or refused for another cause."""
+    wanted = config(tmp_path, tables=[])
+    other = RefusedMessages("t/1", 3, 4, "batch_too_large", "over 9 bytes decompressed", b"", 100)
+    found = list(doctor.messages(wanted, "the log", [*sample([LINE, payload, payload]), other]))
+    assert [each.level for each in found] == [Level.FAULT, Level.FAULT, Level.WARNING]
+    assert "2 of 4 messages cannot be read, the first at offset 8 of t/0: " in found[0].text
+    assert says in found[0].text
+    assert remedy in found[0].remedy
+    assert found[1].text.endswith("1 of 4 messages cannot be read, the first at offset 3 of t/1: "
+                                  "over 9 bytes decompressed")  # fmt: skip
+
+
 @pytest.mark.parametrize(("ahead", "level"), [(-30.0, Level.OK), (3600.0, Level.WARNING)])
 def test_events_from_the_future_are_a_wrong_clock(tmp_path, ahead, level):
-    found = list(doctor.messages(config(tmp_path), "the log", [message(at=time.time() + ahead)]))[-1]
+    found = list(doctor.messages(config(tmp_path), "the log", sample([message(at=time.time() + ahead)])))[-1]
     assert (found.check, found.level) == ("event time", level)
 
 
@@ -84,10 +117,10 @@ def test_a_file_log_is_read_without_touching_it(tmp_path):
 
 def test_broker_and_topic(tmp_path, monkeypatch):
     wanted = config(tmp_path, stream={"source": {"kind": "kafka", "bootstrap_servers": "b:1", "topic": "t"}})
-    seen = SimpleNamespace(partitions=0, messages=0, payloads=())
+    seen = SimpleNamespace(partitions=0, offsets=0, newest=())
     monkeypatch.setattr("flexd.stream.kafka.topic_admin.inspect_topic", lambda *_, **__: seen)
     assert levels(doctor.stream(wanted, 1.0)) == {"broker ok": 1, "topic fault": 1}
-    seen.partitions, seen.payloads = 3, (message(),)
+    seen.partitions, seen.newest = 3, sample([message()])
     assert levels(doctor.stream(wanted, 1.0)) == {"broker ok": 1, "topic ok": 1, "messages ok": 1, "event time ok": 1}
 
     def fail(*_: object, **__: object) -> None:

@@ -9,6 +9,9 @@ Of each batch the checksum, the number of records and the decompressed size are 
 batch that fails is passed over as a whole (``RefusedMessages``), as are the records behind one that cannot be read, so
 that the position always moves on. Format 2 (https://kafka.apache.org/documentation/#recordbatch) is read, which every
 producer since 2017 writes; headers and keys of records are not, since no message of flexd has any.
+
+Messages of aborted transactions are not returned. What holds no message is (``EmptyOffsets``), because a position that
+stays before it would lag for ever, and would be lost when the log is shortened.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import gzip
 import inspect
 import io
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,9 +158,22 @@ _PARTS: dict[int, Callable[[memoryview, int], Iterator[bytes]]] = {GZIP: _gzip, 
 _LOG = struct.Struct(">qi")
 _MAGIC_AT = 16
 _HEADER = struct.Struct(">qiibIhiqqqhii")
-_TIMESTAMP_TYPE_MASK, _CONTROL_MASK = 0x08, 0x20
+_TIMESTAMP_TYPE_MASK, _TRANSACTIONAL_MASK, _CONTROL_MASK = 0x08, 0x10, 0x20
+# Version and type of a control record, which are its key.
+_CONTROL_KEY = struct.Struct(">hh")
+_ABORT = 0
 
-Item = StreamMessage | RefusedMessages
+
+@dataclass(frozen=True, slots=True)
+class EmptyOffsets:
+    """Offsets of a batch, both inclusive, that hold no message: a mark that a transaction ended, messages of one that
+    was aborted, or keys that were compacted."""
+
+    offset: int
+    last_offset: int
+
+
+Item = StreamMessage | RefusedMessages | EmptyOffsets
 
 
 @dataclass(frozen=True)
@@ -214,14 +231,14 @@ def check_client() -> None:
 
 
 def bounded_consumer(options: Mapping[str, Any], limits: BatchLimits, work: OffsetsInWork) -> KafkaConsumer:
-    """Return a consumer whose polls return messages and refused ranges (``Item``) instead of kafka-python's records.
+    """Return a consumer of committed messages, whose polls return ``Item`` instead of kafka-python's records.
 
     Raises:
         StreamError: the installed kafka-python cannot be bounded.
         KafkaError, ValueError, TypeError, AssertionError, OSError: as the constructor of ``KafkaConsumer``.
     """
     check_client()
-    consumer = KafkaConsumer(**options)
+    consumer = KafkaConsumer(**{**options, "isolation_level": "read_committed"})
     consumer._fetcher = BoundedFetcher(consumer, limits, work)
     return consumer
 
@@ -300,8 +317,9 @@ class BoundedPartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
 
     def _unpack_records(self, tp: Any, records: Any, key_deserializer: Any, value_deserializer: Any) -> Iterator[Item]:
         data = memoryview(records._buffer or b"")
+        aborted = [(each.first_offset, each.producer_id) for each in self.aborted_transactions]
         reader = BatchReader(
-            f"{tp.topic}/{tp.partition}", data, self.fetch_offset, self._limits, self._work
+            f"{tp.topic}/{tp.partition}", data, self.fetch_offset, self._limits, self._work, aborted
         )  # fmt: skip
         for item in reader:
             self.next_fetch_offset, self.leader_epoch = reader.next_offset, reader.leader_epoch
@@ -314,13 +332,14 @@ class BoundedPartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
 
 
 class BatchReader:
-    """The batches of one fetched range of a partition, from an offset on. Iterates over messages and refused ranges.
+    """The batches of one fetched range of a partition, from an offset on. Iterates over ``Item``.
 
     Args:
         partition: name of the partition.
         data: record batches as the broker sent them; the last one may be cut.
         from_offset: earlier messages of the first batch are dropped.
         work: records the batch that is being read.
+        aborted: first offset and producer of each aborted transaction in the range, by rising offsets.
 
     Attributes:
         next_offset: behind everything that was returned or passed over.
@@ -335,6 +354,7 @@ class BatchReader:
         from_offset: int,
         limits: BatchLimits,
         work: OffsetsInWork,
+        aborted: Iterable[tuple[int, int]] = (),
     ) -> None:
         self._partition = partition
         self._data = data
@@ -344,6 +364,8 @@ class BatchReader:
         self.leader_epoch = -1
         self.record_bytes = 0
         self._damaged = False
+        self._aborted = deque(aborted)
+        self._aborting: set[int] = set()
 
     def __iter__(self) -> Iterator[Item]:
         at, end, start = 0, len(self._data), self.next_offset
@@ -377,7 +399,8 @@ class BatchReader:
         except (struct.error, ValueError, IndexError, OverflowError) as error:
             refused = BatchRefusedError("corrupt_batch", f"records: {error}"[:200])
         else:
-            self.next_offset = max(self.next_offset, last + 1)
+            if self.next_offset <= last:
+                yield self._empty(base, last)
             return
         if self.next_offset <= last:
             yield self._refused(last, refused.reason, str(refused), batch, refused.head)
@@ -391,13 +414,19 @@ class BatchReader:
             return base
         return base + max(int(_HEADER.unpack_from(batch)[6]), 0)
 
-    def _read(self, base: int, last: int, batch: memoryview) -> Iterator[StreamMessage]:
-        _, _, epoch, _, crc, attributes, _, _, max_time, _, _, _, count = _HEADER.unpack_from(batch)
+    def _read(self, base: int, last: int, batch: memoryview) -> Iterator[Item]:
+        _, _, epoch, _, crc, attributes, _, _, max_time, producer, _, _, count = _HEADER.unpack_from(batch)
         # The checksum covers the attributes and everything behind them.
         if calc_crc32c(batch[21:]) != crc:
             raise BatchRefusedError("corrupt_batch", "checksum")
         self.leader_epoch = epoch
+        while self._aborted and self._aborted[0][0] <= last:
+            self._aborting.add(self._aborted.popleft()[1])
         if attributes & _CONTROL_MASK:
+            if _is_abort(batch[_HEADER.size :]):
+                self._aborting.discard(producer)
+            return
+        if attributes & _TRANSACTIONAL_MASK and producer in self._aborting:
             return
         records = batch[_HEADER.size :]
         limits = self._limits
@@ -428,12 +457,19 @@ class BatchReader:
                 raise ValueError(f"a record at offset {offset}")
             expected = offset + 1
             if offset >= self.next_offset:
+                if max(self.next_offset, base) < offset:
+                    yield self._empty(base, offset - 1)
                 self.next_offset = expected
                 self.record_bytes = end - at
                 yield StreamMessage(self._partition, offset, records[position:stop], appended)
             at = end
         if at != len(records):
             raise ValueError(f"{len(records) - at} bytes behind the last record")
+
+    def _empty(self, base: int, last: int) -> EmptyOffsets:
+        # Offsets before the batch are not known to hold none.
+        first, self.next_offset, self.record_bytes = max(self.next_offset, base), last + 1, 0
+        return EmptyOffsets(first, last)
 
     def _refused(self, last: int, reason: str, detail: str, batch: memoryview, head: bytes = b"") -> RefusedMessages:
         first = self.next_offset
@@ -443,6 +479,15 @@ class BatchReader:
         return RefusedMessages(
             self._partition, first, last, reason, detail, head or bytes(batch[:HEAD_BYTES]), len(batch)
         )
+
+
+def _is_abort(records: memoryview) -> bool:
+    # Whether the one record of a control batch, which is never compressed, marks the end of an aborted transaction.
+    at = _varint(records, 0)[1] + 1
+    for _ in ("time", "offset", "bytes of the key"):
+        at = _varint(records, at)[1]
+    kind: int = _CONTROL_KEY.unpack_from(records, at)[1]
+    return kind == _ABORT
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:

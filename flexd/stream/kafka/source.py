@@ -22,7 +22,7 @@ from kafka.errors import (
 )
 from kafka.structs import OffsetAndMetadata, TopicPartition
 
-from flexd.stream.kafka.bounded_fetcher import BatchLimits, Item, bounded_consumer, check_client
+from flexd.stream.kafka.bounded_fetcher import BatchLimits, EmptyOffsets, Item, bounded_consumer, check_client
 from flexd.stream.kafka.sink import Connector, checked_options
 from flexd.stream.types import Losses, OffsetsInWork, Positions, RefusedMessages, Source, StreamMessage
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 # Offsets missing for so long are taken to hold no message.
 GAP_SECONDS = 0.25
-# After so many lasting gaps a partition is known to have them (transactions, compaction), and no gap delays it.
+# After so many lasting gaps a partition is known to have them (compaction), and no gap delays it.
 TRUSTED_GAPS = 8
 
 
@@ -68,9 +68,9 @@ class GroupPositions:
     def count_to_gap(self, key: str, offsets: Sequence[int]) -> int:
         """Count the fetched messages that can be delivered now; the others must be fetched again.
 
-        Kafka leaves offsets out where transactions ended or keys were compacted. A broker that shows a message before
-        one with a lower offset (tansu 0.6 does, with several producers) looks the same, and the message with the lower
-        offset would be lost for good. So missing offsets are fetched again for ``GAP_SECONDS``.
+        Kafka leaves offsets out where all of a batch was compacted. A broker that shows a message before one with a
+        lower offset (tansu 0.6 does, with several producers) looks the same, and the message with the lower offset
+        would be lost for good. So missing offsets are fetched again for ``GAP_SECONDS``.
 
         Args:
             offsets: rising, none below the position.
@@ -141,6 +141,7 @@ class KafkaSource(Source):
     poll of a silent topic may take ``ANSWER_SECONDS`` longer than its deadline.
 
     Batches are read within bounds (``BatchLimits``); what exceeds them is returned as ``RefusedMessages`` in its place.
+    Messages of aborted transactions are not returned, those of open ones are once they are committed.
 
     Args:
         config: the topic, and how it is read.
@@ -207,7 +208,7 @@ class KafkaSource(Source):
     def losses(self) -> Losses:
         return self._positions.losses
 
-    def poll(self, timeout_seconds: float) -> list[Item]:
+    def poll(self, timeout_seconds: float) -> list[StreamMessage | RefusedMessages]:
         deadline = time.monotonic() + timeout_seconds
         consumer = self._connector.get(timeout_seconds)
         if consumer is None:
@@ -231,7 +232,7 @@ class KafkaSource(Source):
             time.sleep(max(0.0, min(0.1, deadline - time.monotonic())))
             return []
         messages = [message for part, got in records.items() for message in self._accept(consumer, part, got)]
-        if messages:
+        if records:
             self._last_answer = time.monotonic()
             self._problem = None
         return messages
@@ -246,7 +247,8 @@ class KafkaSource(Source):
         return dict(self._positions.next)
 
     def lag(self) -> int:
-        """Sum over the partitions that are read, by the high-water marks of the last fetches."""
+        """Sum over the partitions that are read, by the high-water marks of the last fetches: with what waits for an
+        open transaction."""
         consumer = self._connector.client
         if consumer is None:
             return 0
@@ -317,12 +319,14 @@ class KafkaSource(Source):
                 consumer.resume(partition)
         return every
 
-    def _accept(self, consumer: KafkaConsumer, partition: TopicPartition, items: list[Item]) -> list[Item]:
+    def _accept(
+        self, consumer: KafkaConsumer, partition: TopicPartition, items: list[Item]
+    ) -> list[StreamMessage | RefusedMessages]:
         key = self._key(partition)
-        accepted: list[Item] = []
+        accepted: list[StreamMessage | RefusedMessages] = []
         at = 0
         while at < len(items):
-            # Refused ranges are accepted one by one, since each has more than one offset.
+            # Ranges are accepted one by one, since each has more than one offset.
             end = at + 1
             if isinstance(items[at], StreamMessage):
                 while end < len(items) and isinstance(items[end], StreamMessage):
@@ -331,7 +335,7 @@ class KafkaSource(Source):
             count = self._positions.count_to_gap(key, [item.offset for item in run]) if run else 0
             if count:
                 self._positions.accept(key, run[0].offset, run[count - 1].last_offset)
-                accepted += run[:count]
+                accepted += [item for item in run[:count] if not isinstance(item, EmptyOffsets)]
             if count < len(run):
                 self._seek(consumer, [partition])
                 break
@@ -343,7 +347,7 @@ class KafkaSource(Source):
         if position is None or items[0].offset >= position:
             return items
         later = [item for item in items if item.last_offset >= position]
-        if later and isinstance(later[0], RefusedMessages) and later[0].offset < position:
+        if later and not isinstance(later[0], StreamMessage) and later[0].offset < position:
             later[0] = dataclasses.replace(later[0], offset=position)
         return later
 

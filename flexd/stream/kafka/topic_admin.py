@@ -10,8 +10,8 @@ from kafka.admin import NewTopic
 from kafka.errors import KafkaError, TopicAlreadyExistsError
 
 from flexd.core.errors import StreamError
-from flexd.stream.kafka.bounded_fetcher import BatchLimits, bounded_consumer
-from flexd.stream.types import OffsetsInWork, RefusedMessages
+from flexd.stream.kafka.bounded_fetcher import BatchLimits, EmptyOffsets, bounded_consumer
+from flexd.stream.types import OffsetsInWork, RefusedMessages, StreamMessage
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class TopicInspection:
 
     Attributes:
         partitions: number of partitions; 0 if the topic does not exist.
-        messages: messages that the broker keeps, computed from the first and last offsets.
-        payloads: the newest messages; the first bytes of those that cannot be read.
+        offsets: number of offsets that the broker keeps; each holds at most one message.
+        newest: the newest messages, and those that are refused.
     """
 
     partitions: int
-    messages: int
-    payloads: tuple[bytes, ...]
+    offsets: int
+    newest: tuple[StreamMessage | RefusedMessages, ...]
 
 
 def ensure_topic(bootstrap_servers: str, topic: str, *, partitions: int, timeout_seconds: float) -> None:
@@ -101,13 +101,15 @@ def inspect_topic(
         for partition in partitions:
             consumer.seek(partition, max(first[partition], last[partition] - each))
         kept = sum(last[partition] - first[partition] for partition in partitions)
-        payloads: list[bytes] = []
-        wanted = min(messages, sum(min(each, last[p] - first[p]) for p in partitions))
-        while len(payloads) < wanted and time.monotonic() < deadline:
+        newest: list[StreamMessage | RefusedMessages] = []
+        while (
+            len(newest) < messages
+            and time.monotonic() < deadline
+            and any((consumer.position(partition, 0) or 0) < last[partition] for partition in partitions)
+        ):
             for items in consumer.poll(timeout_ms=int(1000 * min(1.0, _seconds_left(deadline)))).values():
-                payloads += [bytes(item.payload) for item in items]
-                wanted -= sum(item.messages - 1 for item in items if isinstance(item, RefusedMessages))
-        return TopicInspection(len(partitions), kept, tuple(payloads[:messages]))
+                newest += [item for item in items if not isinstance(item, EmptyOffsets)]
+        return TopicInspection(len(partitions), kept, tuple(newest[:messages]))
     except (KafkaError, OSError, ValueError, AssertionError) as error:
         raise StreamError(
             f"{bootstrap_servers}: {type(error).__name__}: {error}",

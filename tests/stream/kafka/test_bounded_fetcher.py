@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import lz4.frame
 import pytest
@@ -19,13 +20,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka.codec import snappy_encode
 from kafka.consumer.fetcher import Fetcher
+from kafka.protocol.consumer import IsolationLevel
 from kafka.record import MemoryRecordsBuilder
 
 from flexd.core.errors import StreamError
 from flexd.stream.kafka import bounded_fetcher
-from flexd.stream.kafka.bounded_fetcher import HEAD_BYTES, BatchLimits, BatchReader, BatchRefusedError, Item, decompress
+from flexd.stream.kafka.bounded_fetcher import (
+    HEAD_BYTES,
+    BatchLimits,
+    BatchReader,
+    BatchRefusedError,
+    BoundedFetcher,
+    EmptyOffsets,
+    Item,
+    decompress,
+)
 from flexd.stream.types import OffsetsInWork, RefusedMessages, StreamMessage
-from tests.support.reading import kafka_source
+from tests.support.reading import kafka_source, poll_until
 from tests.support.repository import ROOT, child_environment
 
 CODECS: dict[str, tuple[int, Callable[[bytes], bytes]]] = {
@@ -69,6 +80,7 @@ def batch(
     attributes: int = 0,
     crc: int | None = None,
     base_offset: int = 0,
+    producer: int = -1,
 ) -> bytes:
     """Encode a record batch of format 2; every field can be set to something that does not fit the others."""
     if records is None:
@@ -80,10 +92,17 @@ def batch(
         attributes |= code
         records = compress(records) if compressed is None else compressed
     body = struct.pack(
-        ">hiqqqhii", attributes, last_delta, timestamp_ms, timestamp_ms, -1, -1, -1, count
+        ">hiqqqhii", attributes, last_delta, timestamp_ms, timestamp_ms, producer, -1, -1, count
     ) + records  # fmt: skip
     crc = crc32c(body) if crc is None else crc
     return struct.pack(">qiibI", base_offset, len(body) + 9, 0, 2, crc) + body
+
+
+def marker(base_offset: int, producer: int, *, committed: bool) -> bytes:
+    """Encode the batch that ends a transaction."""
+    body = b"\x00" + varint(0) + varint(0) + varint(4) + struct.pack(">hh", 0, committed) + varint(6) + bytes(7)
+    records = varint(len(body)) + body
+    return batch(records=records, count=1, attributes=0x30, base_offset=base_offset, producer=producer)
 
 
 def produce(bootstrap: str, topic: str, batch: bytes, partition: int = 0) -> int:
@@ -258,9 +277,6 @@ def of_length(length: int) -> bytes:
          + batch([b"c"], base_offset=15), 10, [b"a", b"b", b"c"], [(12, 14)], 16),
         # An incomplete batch at the end is left for the next fetch.
         (batch([b"a"]) + batch([b"b"], base_offset=1)[:-1], 0, [b"a"], [], 1),
-        # Control batches are left out.
-        (batch([b"kept"], attributes=0x10) + batch([bytes(4)], attributes=0x30, base_offset=1)
-         + batch([b"too"], base_offset=2), 0, [b"kept", b"too"], [], 3),
         *((of_length(length), 4, [], [(4, 4)], 5) for length in (-1, -(2**31), 2**31 - 1)),
     ],
     ids=itertools.count(),
@@ -272,6 +288,62 @@ def test_the_position_moves_past_all_that_is_read_or_refused(data, start, read_p
     assert [(item.offset, item.last_offset) for item in passed_over] == refused
     assert {item.reason for item in passed_over} <= {"corrupt_batch"}
     assert reached == end
+
+
+@pytest.mark.parametrize(
+    ("data", "start", "read_payloads", "empty", "end"),
+    [
+        (batch([b"a"], attributes=0x10, producer=5) + marker(1, 5, committed=True), 0, [b"a"], [(1, 1)], 2),
+        # Aborted at offset 0 and 6, committed between, by one producer; another one commits beside it.
+        (batch([b"a", b"a"], attributes=0x10, producer=5) + batch([b"b"], attributes=0x10, producer=6, base_offset=2)
+         + marker(3, 5, committed=False) + batch([b"c"], attributes=0x10, producer=5, base_offset=4)
+         + marker(5, 5, committed=True) + batch([b"a"], attributes=0x10, producer=5, base_offset=6)
+         + marker(7, 5, committed=False) + batch([b"d"], producer=5, base_offset=8),
+         1, [b"b", b"c", b"d"], [(1, 1), (3, 3), (5, 5), (6, 6), (7, 7)], 9),
+        # Compacted: some keys of a batch, and all of one.
+        (batch(records=record(2, b"a") + record(5, b"b"), count=2, last_delta=7, base_offset=10)
+         + batch(count=0, last_delta=3, base_offset=18),
+         11, [b"a", b"b"], [(11, 11), (13, 14), (16, 17), (18, 21)], 22),
+        # What is missing between two batches is not known to hold no message.
+        (batch([b"a"], base_offset=3) + marker(6, 5, committed=True), 1, [b"a"], [(6, 6)], 7),
+    ],
+    ids=["markers", "aborted", "compacted", "between batches"],
+)  # fmt: skip
+def test_offsets_of_a_batch_without_a_message_are_named(data, start, read_payloads, empty, end):
+    items, reached = read(data, start, aborted=[(0, 5), (6, 5)] if len(read_payloads) == 3 else [])
+    assert payloads(items) == read_payloads
+    assert [(item.offset, item.last_offset) for item in items if isinstance(item, EmptyOffsets)] == empty
+    assert len(items) == len(read_payloads) + len(empty)
+    assert reached == end
+
+
+def test_messages_of_an_aborted_transaction_are_not_delivered(mock_broker, monkeypatch):
+    """No test broker names the aborted transactions of what it sends: this test adds one to the answers."""
+    topic = mock_broker.create_topic(1)
+    for data in (
+        batch([b"a"], attributes=0x10, producer=5),
+        batch([b"b"], attributes=0x10, producer=6),
+        marker(0, 5, committed=False),
+        marker(0, 6, committed=True),
+    ):
+        assert produce(mock_broker.bootstrap_servers, topic, data) == 0
+    isolation = set()
+    original = BoundedFetcher._parse_fetched_data
+
+    def parse(fetcher, completed):
+        isolation.add(fetcher._isolation_level)
+        completed.partition_data.aborted_transactions = [SimpleNamespace(first_offset=0, producer_id=5)]
+        return original(fetcher, completed)
+
+    monkeypatch.setattr(BoundedFetcher, "_parse_fetched_data", parse)
+    source = kafka_source(
+        mock_broker.bootstrap_servers, topic, f"group-{topic}", client_options=mock_broker.client_options
+    )
+    got = poll_until(source, lambda got: got and source.lag() == 0)
+    assert [(each.offset, bytes(each.payload)) for each in got] == [(1, b"b")]
+    assert source.positions() == {f"{topic}/0": 4}
+    assert isolation == {IsolationLevel.READ_COMMITTED}
+    source.close()
 
 
 @settings(max_examples=300, deadline=None)

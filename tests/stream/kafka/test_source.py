@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
+from confluent_kafka import Producer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka import KafkaProducer
@@ -161,6 +162,25 @@ def test_every_offset_is_delivered_once_whatever_is_fetched(fetched, delivered, 
     source, consumer = scripted(*fetched)
     assert [[m.offset for m in source.poll(0.0)] for _ in fetched] == delivered
     assert consumer.seeks == seeks
+
+
+def test_marks_of_transactions_are_no_lag_and_cause_no_wait(tansu):
+    """A position that stayed before the last mark would lag for ever, and be lost when retention deletes the mark."""
+    topic = topic_on(tansu)
+    producer = Producer({"bootstrap.servers": tansu.bootstrap_servers, "transactional.id": topic})
+    producer.init_transactions(30)
+    for number in range(3):
+        producer.begin_transaction()
+        producer.produce(topic, b"%d" % number, partition=0)
+        producer.commit_transaction(30)
+    source = open_source(tansu, topic)
+    got = poll_until(source, lambda got: len(got) == 3 and source.lag() == 0)
+    assert [(each.offset, bytes(each.payload)) for each in got] == [(0, b"0"), (2, b"1"), (4, b"2")]
+    assert source.positions() == {f"{topic}/0": 6}
+    assert source.commit(source.positions()) is None
+    assert not source._positions._lasting_gaps, "an offset that a batch covers was waited for"
+    assert (source.losses().messages, source.losses().positions) == ({}, {})
+    source.close()
 
 
 def test_a_rebalance_repeats_and_loses_nothing(mock_broker):
