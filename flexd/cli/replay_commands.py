@@ -274,7 +274,8 @@ def advise(given: AdviseOptions) -> None:
     Example: flexd advise --step-ms 180 --trace events.npz --nodes 8 --local-ranks 8
     """
     if (given.trace is None) == (given.config is None):
-        raise ConfigError("no accesses, or two of them", remedy="give --trace or --config")
+        problem = "no accesses to advise on" if given.trace is None else "--trace and --config are given"
+        raise ConfigError(problem, remedy="give a trace (--trace FILE) or a daemon's configuration (--config FILE)")
     from flexd.simulate.accesses import profile_accesses
     from flexd.simulate.advice import NOW, AdviceSettings, affinity_of_samples, affinity_of_trace
     from flexd.simulate.advice import advise as advise_on

@@ -70,6 +70,16 @@ def test_a_stream_is_read_to_its_end_and_nothing_is_written(flexd_command, tmp_p
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_without_accesses_or_with_two_sources_the_options_are_named(flexd_command):
+    for given, says in (
+        ((), "no accesses to advise on"),
+        (("--trace", __file__, "-c", __file__), "--trace and --config are given"),
+    ):
+        done = flexd_command("advise", "--step-ms", 5, *given)
+        assert (done.returncode, says in done.stderr) == (ExitCode.USAGE, True), done.stderr
+        assert "--trace FILE" in done.stderr
+
+
 def test_of_a_tap_what_the_daemon_has_counted_is_read_beside_it(flexd_command, tmp_path: Path):
     file = configured(tmp_path, {"kind": "tap"})
     state = {"state": {"dir": str(tmp_path / "state")}}

@@ -43,7 +43,15 @@ app.kubernetes.io/component: daemon
 {{- if and (eq .Values.shape "sidecar") (ne .Values.sidecar.workload "none") -}}true{{- end -}}
 {{- end -}}
 
-{{/* Rules that the schema cannot express. */}}
+{{/* Bytes of a Kubernetes quantity. */}}
+{{- define "flexd.bytes" -}}
+{{- $text := toString . -}}
+{{- $number := regexFind "^[0-9.]+([eE][+]?[0-9]+)?" $text -}}
+{{- $units := dict "" 1 "m" 1e-3 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 "Ei" 1152921504606846976 -}}
+{{- printf "%.0f" (mulf (float64 $number) (get $units (trimPrefix $number $text))) -}}
+{{- end -}}
+
+{{/* Rules that the schema cannot express, and those that the default values break, which have to pass `helm lint`. */}}
 {{- define "flexd.validate" -}}
 {{- if and (eq .Values.shape "sidecar") (semverCompare "<1.29.0-0" .Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "shape: sidecar needs native sidecar containers (Kubernetes 1.29 or later); this cluster is %s; use standalone" .Capabilities.KubeVersion.Version) -}}
@@ -54,6 +62,21 @@ app.kubernetes.io/component: daemon
 {{- $tls := .Values.control.tls -}}
 {{- if and (include "flexd.createsJob" .) (ne (empty $tls.existingSecret) (empty $tls.trainerSecret)) -}}
 {{- fail "control.tls.existingSecret and control.tls.trainerSecret go together: with TLS, daemon and ranks each show a certificate" -}}
+{{- end -}}
+{{- $server := default dict .Values.config.server -}}
+{{- $ports := dict "control.port" (int64 .Values.control.port) "metrics.port" (int64 .Values.metrics.port) -}}
+{{- if not $server.unix_socket -}}
+{{- $_ := set $ports "config.server.port" (int64 (default 9464 $server.port)) -}}
+{{- end -}}
+{{- if ne (len $ports) (len (uniq (values $ports))) -}}
+{{- fail (printf "%s: two have the same port; give each its own" (toJson $ports)) -}}
+{{- end -}}
+{{- $sketch := default dict .Values.config.sketch -}}
+{{- $needed := add (default 536870912 $sketch.memory_bytes) (default 0 $sketch.coaccess_memory_bytes) -}}
+{{- with (default dict .Values.resources.limits).memory -}}
+{{- if lt (float64 (include "flexd.bytes" .)) (float64 $needed) -}}
+{{- fail (printf "resources.limits.memory: %v is below the %d bytes of config.sketch.memory_bytes and coaccess_memory_bytes: the kernel would end the daemon; give more than twice as much" . (int64 $needed)) -}}
+{{- end -}}
 {{- end -}}
 {{- if and (eq .Values.shape "sidecar") (eq .Values.config.stream.source.kind "file_log") (gt (int .Values.sidecar.nodes) 1) -}}
 {{- fail "config.stream.source.kind: a file log has the accesses of one node; with several it must be kafka or tap" -}}
