@@ -75,7 +75,7 @@ app.kubernetes.io/component: daemon
 {{- $needed := add (default 536870912 $sketch.memory_bytes) (default 0 $sketch.coaccess_memory_bytes) -}}
 {{- with (default dict .Values.resources.limits).memory -}}
 {{- if lt (float64 (include "flexd.bytes" .)) (float64 $needed) -}}
-{{- fail (printf "resources.limits.memory: %v is below the %d bytes of config.sketch.memory_bytes and coaccess_memory_bytes: the kernel would end the daemon; give more than twice as much" . (int64 $needed)) -}}
+{{- fail (printf "resources.limits.memory: %v is below the %d bytes of config.sketch.memory_bytes and coaccess_memory_bytes: the kernel would end the daemon; give 1 GB and twice that" . (int64 $needed)) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (eq .Values.shape "sidecar") (eq .Values.config.stream.source.kind "file_log") (gt (int .Values.sidecar.nodes) 1) -}}
