@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -98,7 +99,8 @@ def table_from_document(document: Any) -> TableSpec:
 
 @dataclass(frozen=True)
 class DimGroup:
-    """Tables of equal dim, dtype and optimizer: one contiguous key range ``[first_key, first_key + rows)``."""
+    """Tables of equal dim, dtype and optimizer, all trained or all read only: one contiguous key range
+    ``[first_key, first_key + rows)``."""
 
     dim: int
     dtype: str
@@ -107,6 +109,12 @@ class DimGroup:
     rows: int
     tables: tuple[int, ...]
     """Indices into ``KeySpace.tables``, in key order."""
+    trained: bool = True
+
+    @property
+    def state_columns(self) -> dict[str, int]:
+        """The optimizer state of a row, as ``state_columns`` returns it; rows of read-only tables have none."""
+        return state_columns(self.optimizer, self.dim) if self.trained else {}
 
     @property
     def end_key(self) -> int:
@@ -116,16 +124,19 @@ class DimGroup:
 class KeySpace:
     """Maps (table, row) to one int64 key and back.
 
-    Groups follow one another in the order of their first table; within a group the tables keep their order. A key
-    therefore depends on the table list alone, not on the number of ranks, so plans and placements keep their meaning
-    when the world size changes. Home rank and node owner are arithmetic on the key (``Homes``).
+    Tables of equal dim, dtype and optimizer follow one another, in the order of the first of them. A key therefore
+    depends on the table list alone, neither on the number of ranks nor on the tables that are read only, so plans and
+    placements keep their meaning when these change. Home rank and node owner are arithmetic on the key (``Homes``).
+
+    Args:
+        read_only: names of the tables that are not trained. Those that follow one another are a dim-group.
 
     Raises:
         ConfigError: no tables, or two of the same name.
     """
 
-    def __init__(self, tables: Sequence[TableSpec]) -> None:
-        self.tables = tuple(tables)
+    def __init__(self, tables: Sequence[TableSpec], read_only: Iterable[str] = ()) -> None:
+        self.tables, self.read_only = tuple(tables), frozenset(read_only)
         if not self.tables:
             raise ConfigError("no tables", remedy="list at least one under `tables`")
         self.index = {table.name: i for i, table in enumerate(self.tables)}
@@ -141,11 +152,12 @@ class KeySpace:
         groups: list[DimGroup] = []
         key = 0
         for (dim, dtype, optimizer), indices in members.items():
-            first = key
-            for i in indices:
-                self.first_key[i] = key
-                key += self.tables[i].rows
-            groups.append(DimGroup(dim, dtype, optimizer, first, key - first, tuple(indices)))
+            for trained, run in groupby(indices, key=lambda i: self.tables[i].name not in self.read_only):
+                first, of_run = key, tuple(run)
+                for i in of_run:
+                    self.first_key[i] = key
+                    key += self.tables[i].rows
+                groups.append(DimGroup(dim, dtype, optimizer, first, key - first, of_run, trained))
         self.groups = tuple(groups)
         self.total_rows = key
 
@@ -178,6 +190,11 @@ class KeySpace:
     def sharding_types(self) -> tuple[ShardingType, ...]:
         """The sharding type of each table."""
         return tuple(ShardingType.parse(table.sharding, table.name) for table in self.tables)
+
+    @cached_property
+    def group_of_table(self) -> Int64Array:
+        """int64 [tables]: the dim-group of each."""
+        return self.group_of(self.first_key)
 
     @cached_property
     def digest(self) -> str:

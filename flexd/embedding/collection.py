@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import numpy as np
 import torch
 
 from flexd.core.errors import EmbeddingError
@@ -61,6 +62,8 @@ class EmbeddingTable:
             each row on every rank). It does not change the result. The daemon's configuration must name the same.
         optimizer: of the table's rows; default: the collection's. Tables with the same kind of optimizer may differ in
             ``lr`` alone.
+        trainable: False: the rows are read only, as those of a frozen ``nn.Embedding``: look-ups have no gradient, and
+            there is no optimizer state. ``EmbeddingCollection.unfreeze`` begins to train them.
     """
 
     name: str
@@ -72,6 +75,7 @@ class EmbeddingTable:
     lr: float | None = None
     sharding: str = ROW_WISE
     optimizer: RowOptimizer | None = None
+    trainable: bool = True
 
     @property
     def scale(self) -> float:
@@ -158,11 +162,13 @@ class EmbeddingCollection(TableAccess):
             [
                 TableSpec(t.name, t.rows, t.dim, t.dtype, of_table.name, t.sharding)
                 for t, of_table in zip(self.tables, optimizers, strict=True)
-            ]
+            ],
+            [table.name for table in self.tables if not table.trainable],
         )
         tiered_storage = _tiered_storage(fast_memory_bytes, slow_memory_dir, optimizers)
         self.given_exchange = exchange
         self.replica_slots = self._slots(replica_fraction, replica_slots)
+        """Of each dim-group, as if no table were read only."""
         self._seed = seed
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
         """Called with the input of every forward pass for training, after its look-up; must not raise."""
@@ -195,7 +201,7 @@ class EmbeddingCollection(TableAccess):
                 self.keyspace,
                 self._groups,
                 self.traffic,
-                replica_slots=self.replica_slots,
+                replica_slots=_slots_of_groups(self.keyspace, self.replica_slots),
                 exchange=exchange,
                 gradient_scale=1.0 / self.layout.world_size if average_gradients else 1.0,
                 max_migration_bytes_per_step=max_migration_bytes_per_step,
@@ -261,7 +267,7 @@ class EmbeddingCollection(TableAccess):
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps that pushed gradients."""
+        """Number of optimizer steps that pushed gradients; of look-ups for training if all tables are read only."""
         return self.engine.steps
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -385,6 +391,8 @@ class EmbeddingCollection(TableAccess):
             self.engine.drop_pass(routed.forward_pass)
             routed.replace_by(self._locate(routed.given, partial(self._checked_again, routed.given, check)))
             rows = self._fetch(routed.forward_pass, expand=expand)
+        if self._trains() and not self.engine.trains:
+            self.engine.count_read()
         if self.after_lookup is not None and self._trains():
             with self.engine.guard.publishing():  # the other ranks may be in the next exchange already
                 self.after_lookup(routed.features)
@@ -395,7 +403,7 @@ class EmbeddingCollection(TableAccess):
         return self._keys_of(given, features)
 
     def _fetch(self, forward_pass: ForwardPass, *, expand: bool) -> Sequence[torch.Tensor]:
-        if not self._trains():
+        if not self._trains() or not self.engine.trains:
             return self.engine.fetch(forward_pass, expand=expand)
         self.engine.open_pass(forward_pass)
         rows: tuple[torch.Tensor, ...] = LookupFunction.apply(  # type: ignore[no-untyped-call]
@@ -407,7 +415,7 @@ class EmbeddingCollection(TableAccess):
         return torch.is_grad_enabled() and self.training
 
     def _slots(self, fraction: float, slots: Sequence[int] | None) -> tuple[int, ...]:
-        groups = self.keyspace.groups
+        groups = KeySpace(self.keyspace.tables).groups
         if not 0.0 <= fraction <= 1.0 or (slots is not None and (len(slots) != len(groups) or min(slots) < 0)):
             raise EmbeddingError(
                 f"replica budget: fraction {fraction}, slots {slots if slots is None else list(slots)} for "
@@ -493,6 +501,14 @@ class EmbeddingCollection(TableAccess):
     def memory(self) -> RankMemory:
         """Return the current bytes and upper bounds of this rank, by part. Not collective."""
         return self.engine.memory()
+
+
+def _slots_of_groups(keyspace: KeySpace, slots: Sequence[int]) -> list[int]:
+    """Return the replica slots of each dim-group of a rank: there is room for any rows of the plans of the daemon, which
+    knows the dim-groups without read-only tables."""
+    whole = KeySpace(keyspace.tables)
+    of_whole = whole.group_of(np.array([group.first_key for group in keyspace.groups]))
+    return [min(slots[at], group.rows) for at, group in zip(of_whole.tolist(), keyspace.groups, strict=True)]
 
 
 # Loaded where a job has them, as what reads tables as wholes.

@@ -70,6 +70,36 @@ class Embedding(nn.Module):
             self.collection.set_rows(name, self.padding_idx, torch.zeros(1, embedding_dim, device="cpu"))
 
     @classmethod
+    def from_pretrained(
+        cls,
+        weight: torch.Tensor,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        *,
+        name: str = "embedding",
+        **settings: Any,
+    ) -> Self:
+        """Collective. Return an embedding with the rows of ``weight`` [rows, dim] of rank 0, as
+        ``nn.Embedding.from_pretrained``; with ``freeze`` they are read only.
+
+        Args:
+            weight: of equal shape, dtype and device on all ranks; others than rank 0 need no values.
+            settings: as of the constructor.
+
+        Raises:
+            EmbeddingError: ``weight`` is no matrix, or as of the constructor.
+        """
+        if weight.dim() != 2:
+            raise EmbeddingError(f"weight of shape {tuple(weight.shape)}", remedy="give [rows, dim]")
+        rows, dim = weight.shape
+        table = EmbeddingTable(name, rows, dim, dtype=dtype_name(weight.dtype), trainable=not freeze)
+        collection = EmbeddingCollection([table], **{"device": weight.device, **settings})
+        made = cls.of(collection, name, padding_idx)
+        made.register_collection()
+        collection.load_rows(name, 0, weight.detach(), source=0)
+        return made
+
+    @classmethod
     def of(cls, collection: EmbeddingCollection, table: str, padding_idx: int | None = None) -> Self:
         """Return an embedding that reads a table of ``collection``. The collection does not become its submodule: make
         it one of the model. Rows keep their values, that of ``padding_idx`` too.
@@ -192,7 +222,8 @@ def embed_all(model: nn.Module, *, names: Collection[str] | None = None, **setti
         tables = flexd.embed_all(model, names=["item_embedding"], optimizer=flexd.DenseAdam(1e-3))
         optimizer = flexd.JoinedOptimizer(torch.optim.Adam(model.parameters(), 1e-3), tables.optimizer)
 
-    Rows begin with the values of the modules on rank 0, as with ``DistributedDataParallel``. Each table has the path of
+    Rows begin with the values of the modules on rank 0, as with ``DistributedDataParallel``; those of modules whose
+    weight does not require gradients are read only. Each table has the path of
     its module as name; the first of the new modules has the collection as submodule. Call it after ``model.to(device)``
     and before the model is wrapped and dense optimizers are made.
 
@@ -202,8 +233,8 @@ def embed_all(model: nn.Module, *, names: Collection[str] | None = None, **setti
         settings: keyword arguments of ``EmbeddingCollection``, except tables and device.
 
     Raises:
-        EmbeddingError: there is no such module, or one cannot be replaced: it is in a wrapper of the model, is frozen,
-            shares its weight, or has ``max_norm`` or ``scale_grad_by_freq``. The model is unchanged then.
+        EmbeddingError: there is no such module, or one cannot be replaced: it is in a wrapper of the model, shares its
+            weight, or has ``max_norm`` or ``scale_grad_by_freq``. The model is unchanged then.
     """
     modules = _modules_of(model, names)
     for module, paths in modules.items():
@@ -214,9 +245,12 @@ def embed_all(model: nn.Module, *, names: Collection[str] | None = None, **setti
             f"embed_all: modules on {', '.join(sorted(map(str, devices)))}", remedy="move the model to one device first"
         )
     tables = [
-        EmbeddingTable(paths[0], module.num_embeddings, module.embedding_dim, dtype=dtype_name(module.weight.dtype))
+        EmbeddingTable(
+            paths[0], module.num_embeddings, module.embedding_dim, dtype=dtype_name(module.weight.dtype),
+            trainable=module.weight.requires_grad,
+        )
         for module, paths in modules.items()
-    ]
+    ]  # fmt: skip
     collection = EmbeddingCollection(tables, device=devices.pop(), **settings)
     for module, paths in modules.items():
         collection.load_rows(paths[0], 0, module.weight.detach(), source=0)
@@ -257,8 +291,6 @@ def _check(model: nn.Module, module: nn.Embedding, paths: list[str]) -> None:
     where = f"embed_all: {paths[0]}"
     if module.max_norm is not None or module.scale_grad_by_freq:
         raise EmbeddingError(f"{where} has max_norm or scale_grad_by_freq", remedy="not supported: leave them out")
-    if not module.weight.requires_grad:
-        raise EmbeddingError(f"{where} is frozen", remedy="leave it in the dense part: give names= without it")
     own = {f"{path}.weight" for path in paths}
     shared = [
         name

@@ -39,7 +39,7 @@ from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_hashes import fill_initial_rows
-from flexd.embedding.row_optimizers import RowUpdate
+from flexd.embedding.row_optimizers import OptimizersByGroup, RowUpdate
 from flexd.embedding.step import ForwardPass, RoutedInput, StepGradients, StepMoments
 from flexd.embedding.store.store import make_stores
 
@@ -103,6 +103,9 @@ class RowEngine:
         cache_slots = None if tiered_storage is None else tiered_storage.cache_slots(homes.groups, groups.layout)
         all_slots = [slots + homes.copied_slots(group) for group, slots in enumerate(replica_slots)]
         self.stores = make_stores(homes, groups.rank, all_slots, device, cache_slots, keep_keys=keep_keys)
+        self.trained = [group.trained for group in keyspace.groups]
+        """Of each dim-group; then whether any is."""
+        self.trains = any(self.trained)
         self.joined: list[StepMoments] = []
         """Joined in each step, in this order."""
         self.loops: list[NextBatch] = []
@@ -259,7 +262,7 @@ class RowEngine:
         with self._calling():
             touched = self.sync.new_touched() if trains else None
             route = self._find(found, call, self.settings_digest, fault, touched)
-            return ForwardPass(route, touched)
+            return ForwardPass(route, touched, self.trained)
 
     def _find(
         self,
@@ -395,7 +398,7 @@ class RowEngine:
             )
         with self.guard.publishing():  # autograd calls it in a thread of its own on an accelerator
             of_rows, of_bags = list(grads[: len(self.stores)]), list(grads[len(self.stores) :])
-            reduced = self.router.reduce(forward_pass.route, of_rows) if expanded else of_rows
+            reduced = self.router.reduce(forward_pass.pushed, of_rows) if expanded else of_rows
             forward_pass.add(reduced, self.router.wide)
             forward_pass.add_of_bags(of_bags, self.router.wide)
 
@@ -443,10 +446,16 @@ class RowEngine:
         self.sync.update(summed.scaled(factor), optimizer, self.steps)
         return True
 
+    def count_read(self) -> None:
+        """Count a look-up for training without any row to train as a step."""
+        self.steps += 1
+        for each in self.joined:
+            each.updated(OptimizersByGroup(()), self.steps)
+
     def _check_backward(self) -> None:
         """Warn of passes whose rows move although no gradient has come."""
         idle = sum(
-            one.grads is None and not one.recomputes and any(rows.rows for rows in one.route.stations[0])
+            one.grads is None and not one.recomputes and any(rows.rows for rows in one.pushed.stations[0])
             for one in self.passes
         )
         if not idle:
@@ -466,8 +475,8 @@ class RowEngine:
         self._spread_bags()
         split = _first(each.split_gradients(defer=defer) for each in self.joined)
         if split is None:
-            touched = self.sync.agree([(forward_pass.route, forward_pass.touched) for forward_pass in self.passes])
-            parts = [(forward_pass.route, self._scaled(forward_pass)) for forward_pass in self.passes]
+            touched = self.sync.agree([(forward_pass.pushed, forward_pass.touched) for forward_pass in self.passes])
+            parts = [(forward_pass.pushed, self._scaled(forward_pass)) for forward_pass in self.passes]
         else:
             touched = split.touched
             parts = [split.split(number, self._scaled(one)) for number, one in enumerate(self.passes)]
@@ -479,7 +488,7 @@ class RowEngine:
         """Collective. Add the gradients of bags pooled at the owner to those of the rows of the open passes."""
         if all(one.route.bags is None for one in self.passes):  # as on every rank
             return
-        of_rows = self.router.spread([(one.route, one.bag_grads) for one in self.passes])
+        of_rows = self.router.spread([(one.pushed, one.bag_grads) for one in self.passes])
         for forward_pass, grads in zip(self.passes, of_rows, strict=True):
             forward_pass.add(grads, self.router.wide)
 
@@ -488,7 +497,7 @@ class RowEngine:
             return [
                 store.rows.new_zeros((first.rows, store.rows.shape[1]), dtype=wide)
                 for store, first, wide in zip(
-                    self.stores, forward_pass.route.stations[0], self.router.wide, strict=True
+                    self.stores, forward_pass.pushed.stations[0], self.router.wide, strict=True
                 )
             ]
         if self._scale == 1.0:

@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,19 +42,26 @@ class ForwardPass:
     """One look-up. If it is for training it waits in ``RowEngine.passes`` until its gradients are pushed.
 
     Attributes:
-        touched: the replicated rows that it reads, filled in while it is found and fetched; None if there are none.
+        touched: the trained ones of replicated rows that it reads, filled in while it is found and fetched; None if
+            there are none.
         grads: per dim-group [rows of the route's first station, dim]; None before its backward pass.
         bag_grads: per dim-group [bags, dim] of the bags that are pooled at the owner; None before its backward pass.
         recomputes: whether a backward pass looks the rows up once more, for activation checkpointing.
     """
 
-    def __init__(self, route: Route, touched: TouchedRows | None) -> None:
+    def __init__(self, route: Route, touched: TouchedRows | None, trained: Sequence[bool]) -> None:
         self.recomputes = in_backward_pass()
         self.route = route
+        self._trained = trained
         self.touched = touched
         self.grads: list[torch.Tensor] | None = None
         self.bag_grads: list[torch.Tensor] | None = None
         self.graph: weakref.ref[GraphMark] | None = None
+
+    @cached_property
+    def pushed(self) -> Route:
+        """The route of the rows that are trained."""
+        return self.route.only(self._trained)
 
     @property
     def is_lost(self) -> bool:
@@ -121,11 +129,21 @@ class LookupFunction(torch.autograd.Function):
         ctx.engine, ctx.forward_pass, ctx.expand = engine, forward_pass, expand
         ctx.mark = GraphMark()
         forward_pass.graph = weakref.ref(ctx.mark)
-        return tuple(engine.fetch(forward_pass, expand=expand))
+        rows = tuple(engine.fetch(forward_pass, expand=expand))
+        if not all(engine.trained):
+            # Else autograd would make zeros for rows that are only read.
+            ctx.set_materialize_grads(False)
+            trained = [*engine.trained] * (len(rows) // len(engine.trained))
+            ctx.mark_non_differentiable(*(part for part, trains in zip(rows, trained, strict=True) if not trains))
+            likes = [part.new_empty(0) for part in rows]
+            shapes = [part.shape if trains else (0, part.shape[1]) for part, trains in zip(rows, trained, strict=True)]
+            ctx.missing = lambda number: likes[number].new_zeros(shapes[number])
+        return rows
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.engine.reduce(ctx.forward_pass, grads, expanded=ctx.expand)
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
+        given = [ctx.missing(number) if grad is None else grad for number, grad in enumerate(grads)]
+        ctx.engine.reduce(ctx.forward_pass, given, expanded=ctx.expand)
         return None, None, None, None
 
 

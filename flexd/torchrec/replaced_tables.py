@@ -288,7 +288,9 @@ class ReplacedTables(EmbeddingBagCollection):
                     remedy="call every replaced module once with the same KeyedJaggedTensor object in each pass, or "
                     "replace(model, one_lookup=False)",
                 )
-            shared = _SharedLookup(given, mode, self._look_up(self.replaced, given, given))
+            outputs = self._look_up(self.replaced, given, given)
+            # A look-up is a step where nothing is trained.
+            shared = _SharedLookup(given, (*mode[:2], self.steps), outputs)
         output = shared.outputs.pop(module.path)
         self._shared = shared if shared.outputs else None
         return output

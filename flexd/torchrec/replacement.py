@@ -52,6 +52,7 @@ def replace(
     Tables keep their names (``path/name`` if modules before have a table of that name) and their values: each rank
     takes those of its home rows from its own module, so seed every rank alike. (``DistributedModelParallel`` does so
     with sequences, and draws the values of bags anew.)
+    Those whose weight does not require gradients are read only.
     Modules on ``meta`` are initialised by ``init_fn`` with ``seed``. All modules share one collection, and with it one
     connection (``flexd.connect(tables)``), one ``flexd.prefetch(loader, tables)`` and one optimizer.
 
@@ -90,6 +91,14 @@ def replace(
     if device is None and loaded:
         device = weights[min(loaded)].device
     rule, modules = _with_optimizers(modules, weights) if optimizer is None else (optimizer, modules)
+    read_only = {name for name, weight in weights.items() if not weight.requires_grad}
+    modules = [
+        dataclasses.replace(
+            module,
+            tables=tuple(dataclasses.replace(table, trainable=table.name not in read_only) for table in module.tables),
+        )
+        for module in modules
+    ]
     tables = ReplacedTables(modules, optimizer=rule, one_lookup=one_lookup, device=device, loaded=loaded, **arguments)
     for name, weight in weights.items():  # collective: in the same order on every rank, which a set has not
         if name in loaded:

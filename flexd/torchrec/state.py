@@ -98,7 +98,8 @@ class FusedOptimizerState:
             CheckpointError: on every rank, if state is missing on any or is of another shape or dtype; Adam's state
                 without ``steps``.
         """
-        counted = [table.optimizer for table in self._tables.keyspace.tables if table.optimizer in _NEEDS_STEPS]
+        groups = self._tables.keyspace.groups
+        counted = [group.optimizer for group in groups if group.trained and group.optimizer in _NEEDS_STEPS]
         if self._steps is None and counted:
             raise CheckpointError(
                 f"the state of {counted[0]} without the number of steps, which TorchRec does not save",
@@ -147,7 +148,7 @@ def _parts(tables: ReplacedTables) -> dict[_Key, _Part]:
             one, kind = saved[table.name], "embedding_bags" if module.pooled else "embeddings"
             weight = f"{module.path}.{kind}.{config.name}.weight"  # its name in TorchRec's ``state_dict`` of the model
             names = [("", False), *_NAMES_OF_STATE[one.spec.optimizer]]
-            for (name, by_row), held in zip(names, one.columns.values(), strict=True):
+            for (name, by_row), held in zip(names, one.columns.values(), strict=table.trainable):
                 key = weight, f"{config.name}.{name}" if name else ""
                 found[key] = _Part(one.homes, held, by_row)
     return found

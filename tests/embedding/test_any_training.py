@@ -1,6 +1,7 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
 prefetch pipeline, uneven loaders, evaluation, migrations, kills and reloads, rows in tiered storage, sharding types,
-bags answered by rows and by sums, factors of rows, optimizers and rates by table, and the kernels of an accelerator.
+bags answered by rows and by sums, factors of rows, optimizers and rates by table, read-only tables, and the kernels of
+an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
@@ -26,6 +27,7 @@ pooling_at = st.sampled_from(
 sharding_types = st.sampled_from(
     ["row_wise", "row_wise", "table_row_wise:0", "table_row_wise:1", "table_wise:1", "table_wise:2", "data_parallel"]
 )
+read_only = st.sampled_from([(), (), ("item",), ("shop",), ("item", "shop")])
 homes = st.one_of(st.just(("row_wise", "row_wise")), st.tuples(sharding_types, sharding_types))
 scenarios = st.builds(
     Scenario,
@@ -57,6 +59,7 @@ scenarios = st.builds(
     moved=st.booleans(),
     weighted=st.booleans(),
     uneven=st.booleans(),
+    read_only=read_only,
 )
 three_nodes = st.builds(
     Scenario,
@@ -74,6 +77,7 @@ three_nodes = st.builds(
     moved=st.booleans(),
     weighted=st.booleans(),
     uneven=st.booleans(),
+    read_only=read_only,
 )
 BAGS = Scenario(2, 2, pooling_at=("owner", "requester"), weighted=True, switch_every=3, replica_fraction=1.0, steps=8)
 """Of bags with factors, which are drawn too."""

@@ -80,6 +80,7 @@ class Training:
         max_norm, norm_type: of all gradients together; 0: no clipping.
         scheduler: "", "one cycle" or "step".
         scaled: with a GradScaler, and the loss of the last rank overflows in step 1.
+        frozen: the embedding of the users is not trained.
     """
 
     softmax: bool = False
@@ -88,6 +89,13 @@ class Training:
     norm_type: float = 2.0
     scheduler: str = ""
     scaled: bool = False
+    frozen: bool = False
+
+
+def recommender(case: Training, seed: int = 3) -> Recommender:
+    model = Recommender(case.softmax, seed)
+    model.users.requires_grad_(not case.frozen)
+    return model
 
 
 def dense_optimizer(case: Training, parameters: Any) -> torch.optim.Optimizer:
@@ -116,20 +124,22 @@ def factor_of(case: Training, step: int, rank: int, world_size: int) -> float:
 
 def own(rank: int, layout: RankLayout, case: Training) -> dict[str, Any]:
     """Train with ``flexd.Embedding`` modules that have a collection each."""
-    model = Recommender(case.softmax)
+    model = recommender(case)
     for parent, name, plain in ((model, "items", model.items), (model.users, "embedding", model.users["embedding"])):
-        made = flexd.Embedding(
-            plain.num_embeddings, DIM, plain.padding_idx, name=name, dtype=torch.float64, layout=layout,
-            optimizer=row_optimizer(case),
-        )  # fmt: skip
-        made.load_rows(0, plain.weight.detach())
+        given = {"name": name, "layout": layout, "optimizer": row_optimizer(case)}
+        if plain.weight.requires_grad:
+            made = flexd.Embedding(plain.num_embeddings, DIM, plain.padding_idx, dtype=torch.float64, **given)
+            made.load_rows(0, plain.weight.detach())
+        else:
+            weight = plain.weight if rank == 0 else torch.zeros_like(plain.weight)
+            made = flexd.Embedding.from_pretrained(weight, padding_idx=plain.padding_idx, **given)
         setattr(parent, name, made) if parent is model else model.users.update({name: made})
     return train(rank, layout, case, model, [model.items.collection, model.users["embedding"].collection])
 
 
 def embedded(rank: int, layout: RankLayout, case: Training) -> dict[str, Any]:
     """Train with all embeddings in one collection; ranks other than 0 draw other values before."""
-    model = Recommender(case.softmax, seed=3 if rank == 0 else 100 + rank)
+    model = recommender(case, seed=3 if rank == 0 else 100 + rank)
     tables = flexd.embed_all(model, optimizer=row_optimizer(case), layout=layout, replica_slots=[ITEMS + USERS])
     return train(rank, layout, case, model, [tables])
 
@@ -175,7 +185,7 @@ def train(
 
 def train_alone(world_size: int, case: Training) -> dict[str, Any]:
     """Train the plain model with one optimizer over the batches of all ranks."""
-    model = Recommender(case.softmax)
+    model = recommender(case)
     optimizer = dense_optimizer(case, model.parameters())
     scheduler = schedule(case, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=case.scaled)
@@ -225,6 +235,7 @@ TRAININGS = [
     Training(optimizer="adam", max_norm=0.3, scheduler="one cycle"),
     Training(optimizer="adamw", softmax=True),
     Training(optimizer="adam", max_norm=0.3, norm_type=1.0, scaled=True),
+    Training(optimizer="adam", max_norm=0.3, frozen=True),
 ]
 
 
@@ -308,7 +319,6 @@ def in_ddp() -> nn.Module:
     ("make", "names", "text"),
     [
         (Tied, None, "items shares its weight with out.weight"),
-        (lambda: nn.Sequential(nn.Embedding.from_pretrained(torch.ones(5, 3))), None, "0 is frozen"),
         (lambda: nn.Sequential(nn.Embedding(5, 3, device="meta")), None, "modules on meta"),
         (in_ddp, None, "DistributedDataParallel"),
         (Twice, ["shop", "inner"], "no nn.Embedding at shop, inner - one of items, inner.products, inner.positions"),

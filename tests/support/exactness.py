@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from flexd.core.keyspace import KeySpace
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout
 from flexd.core.sharding_types import ROW_WISE, ShardingType
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
@@ -38,6 +39,7 @@ class Scenario:
         moved: rows also move to other nodes than those of their homes.
         weighted: rows that are pooled by sum have factors.
         uneven: ranks have batches with samples for different numbers of steps.
+        read_only: the tables that are not trained.
     """
 
     nodes: int
@@ -68,6 +70,7 @@ class Scenario:
     mixed: bool = False
     moved: bool = False
     weighted: bool = False
+    read_only: tuple[str, ...] = ()
     uneven: bool = False
 
     def batches(self, rank: int) -> int:
@@ -113,6 +116,7 @@ def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
     item = {
         "name": "item", "rows": 61, "dim": 8, "features": ("history", "target"), "dtype": scenario.dtype,
         "init_scale": 0.5, "sharding": sharding_type(scenario.homes[0], scenario.layout, of_item),
+        "trainable": "item" not in scenario.read_only,
     }  # fmt: skip
     shop = {
         "name": "shop", "rows": 17, "dim": 5 if scenario.two_dims else 8,
@@ -120,6 +124,7 @@ def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
         "sharding": sharding_type(scenario.homes[1], scenario.layout, of_shop),
         "lr": None if by_table else scenario.second_rate * row_optimizer(scenario).lr,
         "optimizer": second_rule(scenario) if scenario.second_optimizer else None,
+        "trainable": "shop" not in scenario.read_only,
     }  # fmt: skip
     if scenario.pooling_at is None:
         return [EmbeddingTable(**item), EmbeddingTable(**shop)]
@@ -244,7 +249,7 @@ def pooled_alone(rows: torch.Tensor, lengths: torch.Tensor, *, mean: bool) -> to
 
 def random_chunks(scenario: Scenario, collection: EmbeddingCollection) -> list[Delta]:
     """Make a chunk every ``migrate_every`` steps that fits every rank, in every direction between tiers."""
-    keyspace = collection.keyspace
+    keyspace = KeySpace(collection.keyspace.tables)  # as the daemon knows it
     rng = np.random.default_rng([scenario.seed, 999])
     placement = Placement.empty()
     homes = collection.engine.homes
@@ -286,7 +291,10 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
         for spec in specs.values()
     ]
     reference = EmbeddingCollection(plain_tables, layout=RankLayout(1, 1), seed=scenario.seed)
-    tables = {name: nn.Embedding.from_pretrained(reference.initial_table(name), freeze=False) for name in specs}
+    tables = {
+        name: nn.Embedding.from_pretrained(reference.initial_table(name), freeze=name in scenario.read_only)
+        for name in specs
+    }
     table_of = {"history": "item", "target": "item", "shop": "shop"}
     world = scenario.layout.world_size
     shares = world if scenario.average_gradients else 1
@@ -295,7 +303,8 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
     losses: list[list[float]] = [[] for _ in range(world)]
     for step in range(scenario.steps):
         for table in tables.values():
-            table.weight.grad = torch.zeros_like(table.weight)
+            if table.weight.requires_grad:
+                table.weight.grad = torch.zeros_like(table.weight)
         seen = {name: torch.zeros(spec.rows, dtype=torch.bool) for name, spec in specs.items()}
         for rank in range(world):
             for index in range(scenario.passes):
@@ -317,6 +326,8 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
         slower = scenario.gamma**step
         with torch.no_grad():
             for name, table in tables.items():
+                if name in scenario.read_only:
+                    continue
                 rate = slower * (scenario.second_rate if name == "shop" else 1.0)
                 plain[name].step(table.weight, table.weight.grad, seen[name], rate, step + 1)
     return losses, {name: table.weight.detach().double().numpy() for name, table in tables.items()}

@@ -381,8 +381,9 @@ class SavedTables:
     """
 
     def __init__(self, tables: Sequence[dict[str, Any]], keyspace: KeySpace) -> None:
-        self.saved = KeySpace([TableSpec(**table) for table in tables])
-        self._keyspace = keyspace
+        read_only = [table["name"] for table in tables if table.get("read_only")]
+        specs = [TableSpec(**{name: table[name] for name in table if name != "read_only"}) for table in tables]
+        self.saved, self._keyspace = KeySpace(specs, read_only), keyspace
 
     def check(self) -> None:
         """Raise CheckpointError if the tables of the save differ from those of this job."""
@@ -399,11 +400,21 @@ class SavedTables:
             raise CheckpointError(
                 "; ".join(found), remedy="construct the collection with the tables and optimizer of the checkpoint"
             )
+        if differ := sorted(self._keyspace.read_only ^ self.saved.read_only):
+            frozen = differ[0] in self._keyspace.read_only
+            raise CheckpointError(
+                f"tables {', '.join(differ)} "
+                + (
+                    "are read only and were trained in the checkpoint" if frozen else "were read only in the checkpoint"
+                ),
+                remedy=f"{'unfreeze' if frozen else 'freeze'} them before it is loaded",
+            )
 
-    def group(self, saved_group: int) -> int:
-        """Return the number of a dim-group of the save in this job."""
-        table = self._keyspace.index[self.saved.tables[self.saved.groups[saved_group].tables[0]].name]
-        return next(number for number, group in enumerate(self._keyspace.groups) if table in group.tables)
+    def groups(self, saved_group: int) -> list[int]:
+        """Return the dim-groups of this job that have the tables of one of the save: several if read-only tables stand
+        between them here."""
+        here = [self._keyspace.index[self.saved.tables[at].name] for at in self.saved.groups[saved_group].tables]
+        return sorted({int(self._keyspace.group_of_table[table]) for table in here})
 
     def keys(self, keys: Int64Array) -> Int64Array:
         """int64 [n] keys of the save -> int64 [n] keys of this job."""
@@ -420,12 +431,13 @@ def load_rows_of(
     Raises:
         CheckpointError: a file cannot be read. Rows may have been replaced then.
     """
-    device = stores[0].rows.device
+    device, keyspace = stores[0].rows.device, stores[0].homes.homes.keyspace
     mine = manifest.files[world.index :: world.size]
     with ExitStack() as opened:
         readers = [opened.enter_context(closing(read_windows(directory / file.name))) for file in mine]
         for saved_group in range(len(tables.saved.groups)):
-            store = stores[tables.group(saved_group)]
+            groups = tables.groups(saved_group)
+            row_bytes = stores[groups[0]].row_bytes
             windows = (
                 window
                 for reader, file in zip(readers, mine, strict=True)
@@ -436,11 +448,15 @@ def load_rows_of(
             for _ in range(int(rounds)):
                 window = next(windows, None)
                 keys = np.empty(0, dtype=np.int64)
-                packed = torch.empty((0, store.row_bytes), dtype=torch.uint8, device=device)
+                packed = torch.empty((0, row_bytes), dtype=torch.uint8, device=device)
                 if window is not None:
                     keys = tables.keys(window.slots * window.key_step + window.first_key)
                     packed = torch.from_numpy(window.packed).to(device)
-                _send_home(world, store, store.homes.addresses(torch.from_numpy(keys).to(device)), packed)
+                of_row = keyspace.group_of(keys)
+                for group in groups:
+                    store, own = stores[group], np.flatnonzero(of_row == group)
+                    addresses = store.homes.addresses(torch.from_numpy(keys[own]).to(device))
+                    _send_home(world, store, addresses, packed[torch.from_numpy(own).to(device)])
 
 
 def _send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:
@@ -480,6 +496,7 @@ def table_fields(keyspace: KeySpace) -> tuple[dict[str, Any], ...]:
     """Return ``Manifest.tables`` of this job."""
     return tuple(
         {"name": t.name, "rows": t.rows, "dim": t.dim, "dtype": t.dtype, "optimizer": t.optimizer}
+        | ({"read_only": True} if t.name in keyspace.read_only else {})
         for t in keyspace.tables
     )
 

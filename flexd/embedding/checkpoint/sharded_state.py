@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from flexd.core.errors import CheckpointError
-from flexd.core.keyspace import TableSpec, state_columns
+from flexd.core.keyspace import TableSpec
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute, fingerprint
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.store.slow.tiered_rows import RowColumn
+from flexd.embedding.store.store import GroupStore
 
 CPU = torch.device("cpu")
 
@@ -163,7 +164,7 @@ def saved_tables(collection: EmbeddingCollection) -> list[SavedTable]:
     """Return the tables dim-group by dim-group, and which rank saves each: those that fit a window are spread evenly,
     by bytes, over owners in ascending order."""
     of_tables = [
-        (table, _columns(store.rows, store.state, collection.keyspace.tables[table]))
+        (table, _columns(store, collection.keyspace.tables[table]))
         for store in collection.engine.stores
         for table in store.group.tables
     ]
@@ -184,11 +185,11 @@ def saved_tables(collection: EmbeddingCollection) -> list[SavedTable]:
     return tables
 
 
-def _columns(rows: RowColumn, state: RowColumn, spec: TableSpec) -> dict[str, RowColumn]:
-    columns = {f"embeddings.{spec.name}.weight": rows}
+def _columns(store: GroupStore, spec: TableSpec) -> dict[str, RowColumn]:
+    columns = {f"embeddings.{spec.name}.weight": store.rows}
     first = 0
-    for name, width in state_columns(spec.optimizer, spec.dim).items():
-        columns[f"optimizer.{spec.optimizer}.{spec.name}.{name}"] = state.narrow(1, first, width)
+    for name, width in store.group.state_columns.items():
+        columns[f"optimizer.{spec.optimizer}.{spec.name}.{name}"] = store.state.narrow(1, first, width)
         first += width
     return columns
 

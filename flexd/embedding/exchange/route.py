@@ -75,6 +75,10 @@ class StationRows:
     entries: torch.Tensor
     plain: int
 
+    def none(self) -> "StationRows":
+        """Return no rows."""
+        return StationRows(0, None, 0, self.slots[:0], self.entries[:0], 0)
+
     @property
     def row_of_request(self) -> torch.Tensor:
         """int64 [requests] -> row."""
@@ -113,6 +117,29 @@ class BagRoute:
     numbers: Sequence[int]
     bags: Sequence[int]
 
+    def only(self, kept: Sequence[bool]) -> "BagRoute":
+        """Return the route of the bags of some dim-groups."""
+        legs = tuple(
+            BagLeg(
+                _only(leg.bags, kept),
+                [places if keep else places[:0] for places, keep in zip(leg.places, kept, strict=True)],
+                leg.sent * np.array(kept),
+                leg.received * np.array(kept),
+            )
+            for leg in self.legs
+        )
+        parts, before = [self.bag[:0]], 0
+        for part, bags, keep in zip(self.bag.split_with_sizes(list(self.numbers)), self.bags, kept, strict=True):
+            if keep:
+                parts.append(part - before)
+            else:
+                before += bags
+        return BagRoute(legs, torch.cat(parts), _only(self.numbers, kept), _only(self.bags, kept))
+
+
+def _only(numbers: Sequence[int], kept: Sequence[bool]) -> list[int]:
+    return [number if keep else 0 for number, keep in zip(numbers, kept, strict=True)]
+
 
 @dataclass(frozen=True)
 class Route:
@@ -134,6 +161,26 @@ class Route:
     agreement: Agreement
     keys: tuple[tuple[torch.Tensor, ...], ...]
     bags: BagRoute | None = None
+
+    def only(self, kept: Sequence[bool]) -> "Route":
+        """Return the route of the rows of some dim-groups. Local: every rank keeps the same."""
+        if all(kept):
+            return self
+        of_groups = np.array(kept)
+        return Route(
+            tuple(
+                tuple(rows if keep else rows.none() for rows, keep in zip(of_station, kept, strict=True))
+                for of_station in self.stations
+            ),
+            tuple(counts * of_groups for counts in self.requested),
+            tuple(counts * of_groups for counts in self.served),
+            self.agreement,
+            tuple(
+                tuple(keys if keep else keys[:0] for keys, keep in zip(of_station, kept, strict=True))
+                for of_station in self.keys
+            ),
+            None if self.bags is None else self.bags.only(kept),
+        )
 
 
 def counts_of_group(group: int, counts: Counts) -> list[int]:

@@ -184,7 +184,7 @@ class PrefetchPipelineJob:
                 error = fault
         touched = self._sync.new_touched()
         route = self._router.find(found, self._agreement(batch, error, settings_digest), touched, changed)
-        forward_pass = ForwardPass(route, touched)
+        forward_pass = ForwardPass(route, touched, self._engine.trained)
         agreement = route.agreement
         self.input_changed = agreement.changed
         if self.next_batch is not None:
@@ -241,14 +241,14 @@ class PrefetchPipelineJob:
     def _fetch_unchanged(self, result: PrefetchPipelineResult, forward_pass: ForwardPass) -> PrefetchPipelineResult:
         """Collective. Fetch the rows that the passes of the step under way do not change."""
         passes, route = result.passes, forward_pass.route
-        touched = tuple(self._sync.agree([(one.route, one.touched)]) for one in (*passes, forward_pass))
-        before = [(one.route, of_pass) for one, of_pass in zip(passes, touched, strict=False)]
+        touched = tuple(self._sync.agree([(one.pushed, one.touched)]) for one in (*passes, forward_pass))
+        before = [(one.pushed, of_pass) for one, of_pass in zip(passes, touched, strict=False)]
         after = [(route, touched[-1])]
         with self._router.phases.phase(StepPhase.IDS):
             marks = exchange_marks(
                 self._router.hops,
-                [route, *(one.route for one in passes)],
-                [self._shared(route, before), *(self._shared(one.route, after) for one in passes)],
+                [route, *(one.pushed for one in passes)],
+                [self._shared(route, before), *(self._shared(one.pushed, after) for one in passes)],
             )
             split = split_route(route, marks[0])
         rows = []
@@ -256,7 +256,7 @@ class PrefetchPipelineJob:
             route.stations[0], self._stores, split.rest_rows, self._router.fetch(split.rest), strict=True
         ):
             rows.append(part.new_empty((first.rows, store.rows.shape[1])).index_copy_(0, at, part))
-        pass_splits = tuple(split_route(one.route, of_pass) for one, of_pass in zip(passes, marks[1:], strict=True))
+        pass_splits = tuple(split_route(one.pushed, of_pass) for one, of_pass in zip(passes, marks[1:], strict=True))
         return replace(
             result, forward_pass=forward_pass, rows=rows, split=split, pass_splits=pass_splits, touched=touched
         )

@@ -93,7 +93,8 @@ class ReplicaSync:
         if self._router.hops is not self._hops:
             self._lists, self._hops = None, self._router.hops
         if self._lists is None or directory.blocks_version != self._blocks_version:
-            self._lists = SyncLists.of(directory, self._router.hops, self._layout)
+            trained = [store.group.trained for store in self._stores]
+            self._lists = SyncLists.of(directory, self._router.hops, self._layout, trained)
             self._blocks_version = directory.blocks_version
         return TouchedRows(self._lists, self._stores[0].rows.device) if any(self._lists.used) else None
 
@@ -151,6 +152,8 @@ class ReplicaSync:
         # One part a tier and group has the same rows in the same order on every holder: bit-equal by construction.
         groups = []
         for g, store in enumerate(self._stores):
+            if not store.group.trained:
+                continue
             parts = [(part.slots, part.grads) for part in summed if part.group == g]
             if store.tier is not None:
                 _update_tier(store.tier, store, parts, optimizer, step)

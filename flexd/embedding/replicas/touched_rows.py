@@ -107,6 +107,7 @@ class SyncLists:
         reduced: per hop, rows that all its peers hold, if it all-reduces: in the same order on each of them.
         first_entries: entry at which each dim-group begins, and the number of entries.
         used: per hop, whether any of its ranks may list rows that are exchanged over it. Equal on all of them.
+        read_only: the dim-groups whose rows are not trained: none of these are listed.
     """
 
     upstream: list[SyncList]
@@ -114,6 +115,7 @@ class SyncLists:
     reduced: list[SyncList]
     first_entries: list[int]
     used: list[bool]
+    read_only: list[int]
 
     @property
     def rows(self) -> int:
@@ -125,9 +127,13 @@ class SyncLists:
         return 2 ** torch.arange(8, dtype=torch.uint8, device=self.upstream[0].device)
 
     @staticmethod
-    def of(directory: Directory, hops: Sequence[Hop], layout: RankLayout) -> SyncLists:
-        """Build the lists of a directory as it is now, in time proportional to its blocks."""
-        blocks = _BlocksByHome(directory)
+    def of(directory: Directory, hops: Sequence[Hop], layout: RankLayout, trained: Sequence[bool]) -> SyncLists:
+        """Build the lists of a directory as it is now, in time proportional to its blocks.
+
+        Args:
+            trained: of each dim-group.
+        """
+        blocks = _BlocksByHome(directory, trained)
         device = directory.device
         upstream, downstream, reduced, used = [], [], [], []
         for hop in hops:
@@ -155,15 +161,16 @@ class SyncLists:
             reduced.append(SyncList([blocks.of(own)], device))
             # Ranks of a rail or node have rows in common or none; a rank does not have the lists of other rails.
             alike = all(on_my_rail) or not any(hop.peers.far)
-            used.append(not alike or any(upstream[-1].words) or any(downstream[-1].words))
-        return SyncLists(upstream, downstream, reduced, directory.first_entries, used)
+            used.append(any(trained) and (not alike or any(upstream[-1].words) or any(downstream[-1].words)))
+        read_only = [group for group, trains in enumerate(trained) if not trains]
+        return SyncLists(upstream, downstream, reduced, directory.first_entries, used, read_only)
 
 
 class _BlocksByHome:
-    """Blocks of entries by tier, dim-group and home: in the same order on all ranks that list their rows."""
+    """Blocks of entries of trained rows by tier, dim-group and home: in the same order on all ranks that list them."""
 
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
+    def __init__(self, directory: Directory, trained: Sequence[bool]) -> None:
+        self._directory, self._trained = directory, trained
         self._pools = []
         for pool, start in zip(directory.pools, directory.starts, strict=False):
             order, bounds = pool.blocks_by_home()
@@ -174,7 +181,10 @@ class _BlocksByHome:
         places = sorted(self._directory.places_by_home[home] for home in homes) or [0, -1]
         assert places[-1] - places[0] + 1 == len(homes)  # noqa: S101
         found = []
-        for group in range(self._directory.groups):
+        for group, trained in enumerate(self._trained):
+            if not trained:
+                found.append(np.empty(0, np.int64))
+                continue
             parts = [
                 order[bounds[places[0]] : bounds[places[-1] + 1]]
                 for order, bounds in self._pools[2 * group + device_only : 2 * group + 2]
@@ -204,6 +214,8 @@ class TouchedRows:
     def add(self, entries: torch.Tensor) -> None:
         """Add the rows of a station: int64 [n] entries of listed rows, their number for all others."""
         mark(self.entries, entries)
+        for group in self.lists.read_only:
+            self.entries[slice(*self.lists.first_entries[group : group + 2])] = 0
 
     def up(self, hop: int) -> PeerWords:
         """Return the words that travel with the ids of a hop."""

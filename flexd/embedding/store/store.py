@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from flexd.core.keyspace import NO_KEY, TURN_BITS, Homes, state_columns
+from flexd.core.keyspace import NO_KEY, TURN_BITS, Homes
 from flexd.embedding.devices import HALF_DTYPES, packed, unpacked
 from flexd.embedding.store.directory import NOT_REHOMED, Directory, max_listed_rows
 
@@ -118,7 +118,7 @@ class GroupStore:
         fast_home_rows = self.home_rows if cache_slots is None else min(cache_slots, self.home_rows)
         state_dtype = torch.promote_types(self.dtype, torch.float32)
         rows = torch.zeros((fast_home_rows + replica_slots, group.dim), dtype=self.dtype, device=directory.device)
-        floats = sum(state_columns(group.optimizer, group.dim).values())
+        floats = sum(group.state_columns.values())
         state = torch.zeros((fast_home_rows + replica_slots, floats), dtype=state_dtype, device=directory.device)
         self.rows, self.state = rows, state
         self.row_bytes = group.dim * rows.element_size() + floats * state.element_size()

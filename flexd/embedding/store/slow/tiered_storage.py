@@ -14,7 +14,7 @@ import torch
 
 from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, named_tables
 from flexd.core.errors import EmbeddingError, SlowMemoryError
-from flexd.core.keyspace import DimGroup, state_columns
+from flexd.core.keyspace import DimGroup
 from flexd.core.placement import RankLayout
 from flexd.embedding.devices import packed
 from flexd.embedding.row_hashes import fill_initial_rows
@@ -158,7 +158,7 @@ def _initial_rows(
 
 def _row_bytes(group: DimGroup) -> int:
     dtype = TORCH_DTYPES[group.dtype]
-    floats = sum(state_columns(group.optimizer, group.dim).values())
+    floats = sum(group.state_columns.values())
     return group.dim * dtype.itemsize + floats * (8 if dtype == torch.float64 else 4)
 
 
