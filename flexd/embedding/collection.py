@@ -504,8 +504,8 @@ class EmbeddingCollection(TableAccess):
 
 
 def _slots_of_groups(keyspace: KeySpace, slots: Sequence[int]) -> list[int]:
-    """Return the replica slots of each dim-group of a rank: there is room for any rows of the plans of the daemon, which
-    knows the dim-groups without read-only tables."""
+    """Return the replica slots of each dim-group of a rank: there is room for any rows that the daemon, which knows the
+    dim-groups without read-only tables, may plan."""
     whole = KeySpace(keyspace.tables)
     of_whole = whole.group_of(np.array([group.first_key for group in keyspace.groups]))
     return [min(slots[at], group.rows) for at, group in zip(of_whole.tolist(), keyspace.groups, strict=True)]

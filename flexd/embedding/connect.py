@@ -209,7 +209,9 @@ def _trainer_settings(collection: EmbeddingCollection) -> TrainerSettings:
         for number, table in enumerate(collection.keyspace.tables)
     )
     pooling = places if engine.pooling_at.pooled else ""
-    return TrainerSettings(collection.given_exchange, engine.arm.arms[0].wire or None, pooling)
+    only_read = "".join("-" if table.trainable else "r" for table in collection.tables)
+    wire = engine.arm.arms[0].wire or None
+    return TrainerSettings(collection.given_exchange, wire, pooling, only_read if "r" in only_read else "")
 
 
 def _tls_files(*given: str | Path | None) -> TlsFiles | None:

@@ -254,6 +254,8 @@ class TrainingJob:
     Attributes:
         exchange, comm_dtype: of their collections.
         at_owner: tables that are pooled at the owner; none of their rows is copied or moves.
+        read_only: tables that are not trained.
+        chooses_exchange: whether the ranks choose their exchange by measuring.
         passes: forward passes for each step of the optimizer, as the ranks report them. Their gradients are pushed
             once.
     """
@@ -262,6 +264,8 @@ class TrainingJob:
     comm_dtype: str | None = None
     at_owner: frozenset[str] = frozenset()
     passes: int = 1
+    read_only: frozenset[str] = frozenset()
+    chooses_exchange: bool = False
 
     @classmethod
     def of(
@@ -280,11 +284,13 @@ class TrainingJob:
             trainer.comm_dtype if trainer.comm_dtype in DTYPE_BYTES else None,
             frozenset(name for name, place in trainer.pooling_at_by_table(tables).items() if place == "owner"),
             passes,
+            trainer.read_only_tables(tables),
+            trainer.exchange == "auto",
         )
 
     @property
     def shape(self) -> TrainingShape:
-        return TrainingShape(micro_batches=self.passes, comm_dtype=self.comm_dtype)
+        return TrainingShape(self.passes, self.comm_dtype, self.read_only)
 
 
 def cheaper_exchange(plan: Plan) -> str:
@@ -333,14 +339,32 @@ class PlanBasis:
         return plan_limits(self.settings, self.job)
 
     def plan(self, plan_id: str, parent_id: str = "", reason: str = "") -> Plan:
-        """Return ``make_plan`` with the configured limits and shape of the training. Raises PlanError."""
+        """Return ``make_plan`` with the configured limits and shape of the training.
+
+        If the job chooses its exchange and has read-only tables, whose copies cost nothing per step, the plan is for
+        the exchange that takes less time with the copies of its plan.
+
+        Raises:
+            PlanError: as ``make_plan``.
+        """
+        origin = PlanOrigin(plan_id, parent_id, self.topology.generation, reason, time.time())
+        plan = self._plan(self.job.exchange, origin)
+        if not (self.job.read_only and self.job.chooses_exchange):
+            return plan
+        other = Exchange.CHAIN if self.job.exchange is Exchange.DIRECT_DEDUP else Exchange.DIRECT_DEDUP
+        of_other = self._plan(other, origin)
+        if of_other.costs.after.exposed_seconds >= plan.costs.after.exposed_seconds:
+            return plan
+        # It saves what steps take now, with the exchange that is used.
+        return replace(of_other, costs=replace(of_other.costs, before=plan.costs.before))
+
+    def _plan(self, exchange: Exchange, origin: PlanOrigin) -> Plan:
         kept = slots_of_moves(self.topology, self.settings)
         of_copies = [slots - of_moves for slots, of_moves in zip(self.topology.replica_slots, kept, strict=True)]
         return make_plan(
-            self.profile, self.keyspace, self.topology.layout, self.cluster, of_copies, self.live,
-            PlanOrigin(plan_id, parent_id, self.topology.generation, reason, time.time()),
-            horizon_steps=self.settings.horizon_steps, shape=self.job.shape, limits=self.limits,
-            exchange=self.job.exchange, step_seconds=self.step_seconds,
+            self.profile, self.keyspace, self.topology.layout, self.cluster, of_copies, self.live, origin,
+            horizon_steps=self.settings.horizon_steps, shape=self.job.shape, limits=self.limits, exchange=exchange,
+            step_seconds=self.step_seconds,
         )  # fmt: skip
 
     def drift(self, target: Placement, placement: Placement) -> Drift:

@@ -31,7 +31,7 @@ from tests.support.planner_cases import cluster, flat
 from tests.support.planning_harness import filled_harness
 
 TABLES = [TableSpec(name, 10, 4) for name in "abc"]
-TOLD = TrainerSettings("direct", "float16", "o-r")
+TOLD = TrainerSettings("direct", "float16", "o-r", "-r-")
 
 
 def test_every_setting_is_passed_on() -> None:
@@ -43,7 +43,7 @@ def test_every_setting_is_passed_on() -> None:
     )
     job = TrainingJob.of(TOLD, TABLES, 4)
     limits, shape = plan_limits(settings, job), job.shape
-    assert (shape.micro_batches, shape.comm_dtype) == (4, "float16")
+    assert (shape.micro_batches, shape.comm_dtype, shape.frozen_tables) == (4, "float16", {"b"})
     assert job.exchange is Exchange.DIRECT_DEDUP
     assert job.at_owner == {"a"}
     assert limits.exclude_tables == {"a", "b"}, "no row of a table that is pooled at the owner is copied"
@@ -55,7 +55,8 @@ def test_every_setting_is_passed_on() -> None:
 
 def test_a_trainer_that_says_nothing_or_what_is_not_known_has_the_defaults() -> None:
     assert TrainingJob.of(None, TABLES) == TrainingJob()
-    assert TrainingJob.of(TrainerSettings("auto", "float8"), TABLES) == TrainingJob()
+    assert TrainingJob.of(TrainerSettings("chain", "float8"), TABLES) == TrainingJob()
+    assert TrainingJob.of(TrainerSettings("auto"), TABLES) == TrainingJob(chooses_exchange=True)
 
 
 def test_plans_for_a_trainer_that_chooses_are_for_the_exchange_that_it_has_measured() -> None:

@@ -20,7 +20,9 @@ from flexd.core.errors import ApiError, PlanError
 from flexd.core.placement import Placement, RankLayout
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.executions import Trigger, TriggerKind
+from flexd.operations.live_plan import cheaper_exchange
 from flexd.operations.planning import MAX_PER_KIND, evaluate_gates, require_open
+from flexd.planner.model.prices import Exchange
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile, TableProfile
 from tests.support.planning_harness import ROWS, PlanningHarness, filled_harness
@@ -122,9 +124,9 @@ def test_an_explanation_names_pins_and_exclusions(tmp_path: Path) -> None:
     assert explained(0, exclude_tables=["item"]) == ("HOME", "excluded")
 
 
-def planned_for(tmp_path: Path, trainer: TrainerSettings | None) -> tuple[PlanningHarness, Plan]:
+def planned_for(tmp_path: Path, trainer: TrainerSettings | None, slots: int = 200) -> tuple[PlanningHarness, Plan]:
     harness = filled_harness(tmp_path)
-    harness.coordinator.topology = LiveTopology(1, "a", RankLayout(2, 2), (200,), True, "", trainer=trainer)
+    harness.coordinator.topology = LiveTopology(1, "a", RankLayout(2, 2), (slots,), True, "", trainer=trainer)
     return harness, harness.propose("why").plan
 
 
@@ -135,6 +137,23 @@ def test_a_plan_copies_no_row_of_a_table_that_answers_by_sums(tmp_path: Path) ->
     assert len(at_owner.target) == 0
     (answer,) = explanation(*harness.planning.explain("item", 0, 0)).explained
     assert (answer.planned, answer.reason) == ("HOME", "excluded")
+
+
+def test_a_plan_for_read_only_rows_is_for_the_exchange_that_is_faster_with_its_copies(tmp_path: Path) -> None:
+    """Copies of all rows leave the exchange its latency, of which one hop has less than two."""
+    plans = {
+        (exchange, read_only): planned_for(tmp_path, TrainerSettings(exchange, read_only=read_only), ROWS)[1]
+        for exchange in ("auto", "chain", "direct")
+        for read_only in ("", "r")
+    }
+    chain, direct, chosen = (plans[exchange, "r"] for exchange in ("chain", "direct", "auto"))
+    assert plans["auto", ""].costs.exchange is Exchange.CHAIN, "trained: that which is measured"
+    assert direct.costs.after.exposed_seconds < chain.costs.after.exposed_seconds
+    assert chosen.costs.exchange is Exchange.DIRECT_DEDUP
+    assert chosen.target.digest() == direct.target.digest()
+    assert chosen.costs.before.exposed_seconds == chain.costs.before.exposed_seconds, "it saves what is used now"
+    assert cheaper_exchange(chosen) == "direct"
+    assert chosen.costs.after.sync_bytes(0) == chosen.costs.after.sync_bytes(1) == 0
 
 
 ANN = Trigger(TriggerKind.MANUAL, "applied by hand", "ann@host")

@@ -387,7 +387,10 @@ class Membership:
         elif len(me.replica_slots) != len(keyspace.groups):
             fault = f"{len(me.replica_slots)} replica slot counts for {len(keyspace.groups)} dim-groups"
         elif me.trainer is not None and not me.trainer.fits(len(keyspace.tables)):
-            fault = f"its pooling {me.trainer.pooling[:40]!r} is not of {len(keyspace.tables)} tables"
+            fault = (
+                f"its pooling {me.trainer.pooling[:40]!r} or read-only tables {me.trainer.read_only[:40]!r} are not of "
+                f"{len(keyspace.tables)} tables"
+            )
             remedy = "run the same version of flexd on all ranks"
         else:
             peer = next((member.hello.identity for member in self._attempts.get(me.attempt, {}).values()), me)

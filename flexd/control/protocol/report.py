@@ -36,15 +36,25 @@ class TrainerSettings:
             other values.
         pooling: a letter for each table, in order: where its look-ups are pooled, r at the requester, o at the owner,
             - if they are not; empty if those of no table are.
+        read_only: a letter for each table, in order: r if it is read only, - if it is trained; empty if all are.
     """
 
     exchange: str = ""
     comm_dtype: str | None = None
     pooling: str = ""
+    read_only: str = ""
 
     def fits(self, table_count: int) -> bool:
         """Return whether it can be of so many tables."""
-        return len(self.pooling) in (0, table_count) and set(self.pooling) <= set("ro-")
+        return all(
+            len(letters) in (0, table_count) and set(letters) <= set(known)
+            for letters, known in ((self.pooling, "ro-"), (self.read_only, "r-"))
+        )
+
+    def read_only_tables(self, tables: Sequence[TableSpec]) -> frozenset[str]:
+        """Return the names of the tables that are read only."""
+        pairs = zip(tables, self.read_only, strict=False)
+        return frozenset(table.name for table, letter in pairs if letter == "r")
 
     def pooling_at_by_table(self, tables: Sequence[TableSpec]) -> dict[str, str]:
         """Return "requester" or "owner" by name of each pooled table."""

@@ -62,6 +62,15 @@ def test_the_places_of_pooling_are_a_letter_for_each_table(pooling: str, fits: b
     assert not fits or settings.pooling_at_by_table(TABLES) == places
 
 
+@pytest.mark.parametrize(
+    ("letters", "fits", "names"), [("", True, ""), ("r-r", True, "ac"), ("rr", False, ""), ("ro-", False, "")]
+)
+def test_read_only_tables_are_a_letter_for_each_table(letters: str, fits: bool, names: str) -> None:
+    settings = TrainerSettings("auto", None, "ooo", letters)
+    assert settings.fits(len(TABLES)) == fits
+    assert not fits or settings.read_only_tables(TABLES) == set(names)
+
+
 FENCE = Fence("job", "a" * 100, 2, 7, "token")
 LEAVES = tuple(leaves())
 NUMBERS = tuple(leaf for leaf in LEAVES if leaf.type.base is not str)
