@@ -140,7 +140,8 @@ class AbortPreviewRequest(RequestBody):
     """Count the rows that a rollback would move."""
 
 
-AbortOutcome = Literal["stopped", "rolled_back", "ended", "accepted", "timed_out", "rollback_failed"]
+RollbackOutcome = Literal["rolled_back", "accepted", "timed_out", "rollback_failed"]
+AbortOutcome = Literal["stopped", "ended"] | RollbackOutcome
 
 
 class AbortResult(Model):
@@ -156,6 +157,36 @@ class AbortResult(Model):
     message: str = ""
 
 
+class PastPlacementRequest(RequestBody):
+    """Body of ``POST /v1/rollback/preview``: one of the two."""
+
+    migration_id: Annotated[str, Field(max_length=500)] = ""
+    """Migration, or its plan, before which the placement is restored; ``latest`` is the newest that is kept."""
+    to_version: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    """Version whose placement is restored; 0: no row has copies or lives outside its home."""
+
+
+class RollbackRequest(CommandRequest, PastPlacementRequest):
+    """Body of ``POST /v1/rollback``: one of ``migration_id`` and ``to_version``."""
+
+    wait_seconds: WaitSeconds = 10.0
+    """Time to wait for the end of the rollback; 0 returns as soon as it has started."""
+
+
+class RollbackResult(Model):
+    """The result of a rollback."""
+
+    outcome: RollbackOutcome
+    """``rolled_back``: every rank has the earlier placement. ``accepted``, ``timed_out``: it goes on.
+    ``rollback_failed``: it ended before all was applied."""
+    migration: MigrationRecord
+    """The rollback, a migration like others."""
+    takes_back: tuple[str, ...] = ()
+    """Ids of the migrations whose changes it takes back, newest first."""
+    placement_version: int = 0
+    message: str = ""
+
+
 class RollbackPreview(Model):
     """The rows that a rollback would move if it began now, without those of chunks that are in flight."""
 
@@ -164,6 +195,8 @@ class RollbackPreview(Model):
     demotions: int = 0
     bytes: int = 0
     """Row values and optimizer state of the promoted rows, each once."""
+    takes_back: tuple[str, ...] = ()
+    """Ids of the ended migrations whose changes it takes back, newest first."""
 
 
 class AbortPreview(Model):

@@ -1,10 +1,18 @@
-"""Commands on migrations: their history, and abort."""
+"""Commands on migrations: their history, abort, and rollback."""
 
 import threading
 import time
 from collections.abc import Sequence
 
-from flexd.api.migration import AbortOutcome, AbortPreview, AbortResult, MigrationList, RollbackPreview
+from flexd.api.migration import (
+    AbortOutcome,
+    AbortPreview,
+    AbortResult,
+    MigrationList,
+    RollbackOutcome,
+    RollbackPreview,
+    RollbackResult,
+)
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import LiveTopology
 from flexd.control.daemon.migration import Migration, MigrationRecord, MigrationState
@@ -14,8 +22,7 @@ from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import MAX_ROLLED_BACK, DecisionFile
 from flexd.operations.executions import Executions, stopped_of
 from flexd.operations.history import MigrationHistory
-
-LATEST = "latest"
+from flexd.operations.rollback import LATEST, PastPlacement, Rollbacks
 
 
 class MigrationCommands:
@@ -35,6 +42,7 @@ class MigrationCommands:
         decisions: DecisionFile,
     ) -> None:
         self._executions = executions
+        self._rollbacks = Rollbacks(executions, coordinator, history, decisions)
         self._decisions = decisions
         self._history = history
         self._coordinator = coordinator
@@ -91,13 +99,8 @@ class MigrationCommands:
         # Otherwise the next interval could start the same migration again at once.
         self._auto.record_manual_plan(executed=True)
         for migration in (stopped, back):
-            while (
-                migration is not None
-                and not migration.done
-                and (left := deadline - time.monotonic()) > 0
-                and not self._stopping.is_set()
-            ):
-                migration.wait(min(0.5, left))
+            if migration is not None:
+                self._wait(migration, deadline)
         if stopped is not None:
             shown = stopped.report()
         return AbortResult(
@@ -108,18 +111,60 @@ class MigrationCommands:
             message=_message(shown, back),
         )
 
+    def _wait(self, migration: Migration, deadline: float) -> None:
+        while not migration.done and (left := deadline - time.monotonic()) > 0 and not self._stopping.is_set():
+            migration.wait(min(0.5, left))
+
+    def rollback(
+        self, *, migration_id: str, to_version: int | None, reason: str, wait_seconds: float, requested_by: str
+    ) -> RollbackResult:
+        """Restore the placement before an ended migration, or of a version. Waits as ``abort``.
+
+        Raises:
+            ApiError: as ``Rollbacks.find``; paused (409), not exactly one of both is given (422), or shutting down
+                (503).
+        """
+        deadline, requested_by = time.monotonic() + wait_seconds, requested_by or "anonymous"
+        pause = self._decisions.current.pause
+        if pause is not None:
+            raise ApiError(f"paused: {pause.reason}", status=409, remedy="flexd resume")
+        past = self._past(migration_id, to_version)
+        back = self._rollbacks.restore(past, reason, requested_by)
+        self._auto.record_manual_plan(executed=True)
+        self._wait(back, deadline)
+        now = back.report()
+        return RollbackResult(
+            outcome=_rollback_outcome(back, wait_seconds > 0), migration=now, takes_back=past.takes_back,
+            placement_version=self._coordinator.placement().version,
+            message=f"to version {past.placement.version}: {now.state.value}, {now.rows_applied} of {len(past.delta)} "
+            "rows applied",
+        )  # fmt: skip
+
+    def preview_rollback(self, *, migration_id: str, to_version: int | None) -> RollbackPreview:
+        """Return what ``rollback`` would do now. Changes nothing. Raises ApiError as ``rollback``, but for a pause."""
+        past = self._past(migration_id, to_version)
+        preview = self._rollback_preview(past.placement, past.live)
+        return preview.model_copy(update={"takes_back": past.takes_back})
+
+    def _past(self, migration_id: str, to_version: int | None) -> PastPlacement:
+        if self._stopping.is_set():
+            raise ApiError("the daemon is shutting down", status=503)
+        if bool(migration_id) is (to_version is not None):
+            raise ApiError("a rollback takes a migration or a version", status=422, remedy="give one of the two")
+        return self._rollbacks.find(migration_id, to_version)
+
     def preview_abort(self, *, rollback: bool) -> AbortPreview:
         """Return what ``abort`` would do now. Changes nothing. Raises ApiError as ``abort``."""
         live = self._coordinator.live()
         if self._of_earlier_daemon(rollback):
             shown, base = self._executions.preview_interrupted()
-            return AbortPreview(migration=shown, rollback=self._rollback_preview(base, live))
+            return AbortPreview(migration=shown, rollback=None if live is None else self._rollback_preview(base, live))
         unfinished = self._executions.unfinished(rollback, live)
         stopped = stopped_of(unfinished)
         return AbortPreview(
             migration=stopped.report(),
             waiting=tuple(each.migration_id for each in unfinished if each is not stopped),
-            rollback=self._rollback_preview(stopped.base, live) if rollback else None,
+            rollback=self._rollback_preview(stopped.base, live) if rollback and live is not None else None,
         )
 
     def _of_earlier_daemon(self, rollback: bool) -> bool:
@@ -128,9 +173,7 @@ class MigrationCommands:
             raise ApiError("the daemon is shutting down", status=503)
         return rollback and not self._executions.migrating and self._executions.interrupted is not None
 
-    def _rollback_preview(self, base: Placement | None, live: LiveTopology | None) -> RollbackPreview | None:
-        if live is None:
-            return None
+    def _rollback_preview(self, base: Placement | None, live: LiveTopology) -> RollbackPreview:
         delta, to_copy = self._executions.rollback_delta(base, live)
         promotions = int((delta.new_tiers > delta.old_tiers).sum())
         return RollbackPreview(
@@ -146,13 +189,18 @@ class MigrationCommands:
 
 
 def _outcome(stopped: Migration | None, back: Migration | None, waited: bool) -> AbortOutcome:
-    last = stopped if back is None or (stopped is not None and not stopped.done) else back
-    assert last is not None  # noqa: S101
-    if not last.done:
+    if back is not None and (stopped is None or stopped.done):
+        return _rollback_outcome(back, waited)
+    assert stopped is not None  # noqa: S101
+    if not stopped.done:
         return "timed_out" if waited else "accepted"
-    if last is back:
-        return "rolled_back" if back.state is MigrationState.COMMITTED else "rollback_failed"
-    return "stopped" if last.state is MigrationState.ABORTED else "ended"
+    return "stopped" if stopped.state is MigrationState.ABORTED else "ended"
+
+
+def _rollback_outcome(back: Migration, waited: bool) -> RollbackOutcome:
+    if not back.done:
+        return "timed_out" if waited else "accepted"
+    return "rolled_back" if back.state is MigrationState.COMMITTED else "rollback_failed"
 
 
 def _message(stopped: MigrationRecord, back: Migration | None) -> str:

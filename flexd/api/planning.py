@@ -235,7 +235,7 @@ class VerificationStatus(Model):
             lambda verified: verified.newest and verified.newest.change,
         ),
         gauge(
-            "flexd_verification_held_kinds", "Kinds of plans held back: one was not shown to win.",
+            "flexd_verification_held_kinds", "Kinds of plans held back: one was rolled back, as measured or by a user.",
             lambda verified: len(verified.held),
         ),
     )  # fmt: skip

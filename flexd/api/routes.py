@@ -14,8 +14,12 @@ from flexd.api.migration import (
     ApplyRequest,
     MigrationList,
     MigrationsRequest,
+    PastPlacementRequest,
     ReplanRequest,
     ReplanResult,
+    RollbackPreview,
+    RollbackRequest,
+    RollbackResult,
     ThrottleRequest,
     ThrottleStatus,
 )
@@ -170,6 +174,16 @@ ABORT = Operation(
     "POST", "/v1/abort", AbortResult, "migrations.abort",
     "Stops the running migration at its next chunk; with ``rollback`` restores the placement it started from.",
     AbortRequest, slow=True,
+)  # fmt: skip
+PREVIEW_ROLLBACK = Operation(
+    "POST", "/v1/rollback/preview", RollbackPreview, "migrations.preview_rollback",
+    "Dry run: the rows that a rollback of an ended migration, or to a version, would move.",
+    PastPlacementRequest, reads=True, slow=True, missing="No such migration is kept.",
+)  # fmt: skip
+ROLLBACK = Operation(
+    "POST", "/v1/rollback", RollbackResult, "migrations.rollback",
+    "Restores the placement before a migration that has ended, or of a version, and holds such plans back for a while.",
+    RollbackRequest, slow=True, missing="No such migration is kept.",
 )  # fmt: skip
 PAUSE = Operation(
     "POST", "/v1/pause", PauseState, "operator.pause",

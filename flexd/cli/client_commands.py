@@ -309,6 +309,15 @@ def abort(
 
 
 def rollback(
+    migration_id: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[ID]", help="Migration or plan in flexd get history, or: latest. Default: the running."
+        ),
+    ] = None,
+    to_version: Annotated[
+        int | None, typer.Option("--to", metavar="VERSION", min=0, help="Restore this version; 0: all copies home.")
+    ] = None,
     timeout: TimeoutOption = 60.0,
     reason: ReasonOption = "",
     yes: YesOption = False,
@@ -317,15 +326,28 @@ def rollback(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Stop the running migration, and restore the placement that it started from.
+    """Restore the placement before a migration: of the running one, which is stopped, or of one that has ended.
 
-    Exit status 0 once every rank has the earlier placement again, else as flexd abort.
-
-    Example: flexd rollback --dry-run
+    With --to all later migrations are taken back too. Plans to the same tiers are made again after ten minutes at the
+    earliest; flexd replan and flexd apply do not wait. Exit status 0 once every rank has the earlier placement again,
+    else as flexd abort.
 
     Example: flexd rollback --reason "loss is rising" --yes
+
+    Example: flexd rollback latest --dry-run
+
+    Example: flexd rollback --to 0 --yes
     """
     client = connect(url, socket)
+    if migration_id is not None or to_version is not None:
+        if migration_id is not None and to_version is not None:
+            raise ConfigError("flexd rollback takes an id or --to", remedy="leave one of them out")
+        past = {"migration_id": migration_id or "", "to_version": to_version}
+        _change(
+            client, routes.ROLLBACK, "Roll back?", yes, output, lambda: client.send(routes.PREVIEW_ROLLBACK, **past),
+            dry_run, reason=reason, wait_seconds=timeout, **past,
+        )  # fmt: skip
+        return
     _change(
         client, routes.ABORT, "Roll back?", yes, output, lambda: client.send(routes.PREVIEW_ABORT, rollback=True),
         dry_run, rollback=True, reason=reason, wait_seconds=timeout,

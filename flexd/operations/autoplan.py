@@ -391,11 +391,11 @@ class AutoPlanner:
         self.triggers.plan_made(due, live.generation)
 
     def _held_back(self, plan: Plan) -> str:
-        """Return why a plan of this kind is not executed by itself: one like it did not win; empty if it is.
+        """Return why a plan of this kind is not executed by itself: one like it was rolled back; empty if it is.
 
         What takes rows back because the live placement exceeds its limits is not held.
         """
-        kind = plan_kind(plan)
+        kind = plan_kind(plan.delta)
         if self.verifier is None or not kind or (kind == Tier.HOME.name and not plan.live_fits):
             return ""
         return self.verifier.decisions.held_reason(kind)

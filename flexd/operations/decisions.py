@@ -306,7 +306,8 @@ class ThrottleOverride(_Stored):
 
 
 class HeldPlan(_Stored):
-    """Plans of one kind (``NODE``, ``DEVICE``, ``NODE+DEVICE``) that wait because one of them was not shown to win.
+    """Plans of one kind (``NODE``, ``DEVICE``, ``NODE+DEVICE``) that wait because one of them was rolled back: it was
+    not shown to win, or a user took it back.
 
     Attributes:
         seconds: length of this hold; the next one of the kind is twice as long.
@@ -370,16 +371,17 @@ class DecisionFile:
             self.current = self.current.model_copy(update=changed)
             self._write()
 
-    def hold(self, kind: str, reason: str, first_seconds: float, unix_seconds: float) -> None:
-        """Hold plans of this kind back for ``first_seconds``, or twice the time of the hold before.
+    def hold(self, kinds: Sequence[str], reason: str, first_seconds: float, unix_seconds: float) -> None:
+        """Hold plans of these kinds back for ``first_seconds``, or twice the time of the hold before.
 
         A hold outlives the daemon, until a plan of the kind measures no slower. Users' plans are not held.
         """
         held = self._held()
-        before = held.pop(kind, None)
-        seconds = min(LONGEST_SECONDS, first_seconds if before is None else max(first_seconds, 2 * before.seconds))
-        new = HeldPlan(kind=kind, reason=reason, seconds=seconds, until_unix_seconds=unix_seconds + seconds)
-        self.update(held_plans=(*held.values(), new))
+        for kind in kinds:
+            before = held.pop(kind, None)
+            seconds = min(LONGEST_SECONDS, first_seconds if before is None else max(first_seconds, 2 * before.seconds))
+            held[kind] = HeldPlan(kind=kind, reason=reason, seconds=seconds, until_unix_seconds=unix_seconds + seconds)
+        self.update(held_plans=tuple(held.values()))
 
     def release(self, kind: str) -> None:
         """Release plans of this kind, and forget their back-off."""
@@ -389,16 +391,15 @@ class DecisionFile:
 
     def held_reason(self, kind: str, unix_seconds: float | None = None) -> str:
         """Return why plans of this kind are held back now; empty if they are not."""
-        held, now = self._held().get(kind), time.time() if unix_seconds is None else unix_seconds
-        # A clock that was set back does not extend a hold.
-        if held is None or min(held.until_unix_seconds - now, held.seconds) <= 0:
-            return ""
-        until = datetime.fromtimestamp(held.until_unix_seconds, UTC)
-        return f"{held.reason}; plans for {kind} wait until {until:%Y-%m-%d %H:%M:%S} UTC"
+        held = self._held().get(kind)
+        return "" if held is None else _held_message([held], unix_seconds)
 
     def held_reasons(self) -> tuple[str, ...]:
-        """Return the reasons of all holds in force."""
-        return tuple(filter(None, (self.held_reason(held.kind) for held in self.current.held_plans)))
+        """Return the reasons of all holds in force, each with its kinds."""
+        by_reason: dict[tuple[str, float], list[HeldPlan]] = {}
+        for held in self.current.held_plans:
+            by_reason.setdefault((held.reason, held.until_unix_seconds), []).append(held)
+        return tuple(filter(None, map(_held_message, by_reason.values())))
 
     def _held(self) -> dict[str, HeldPlan]:
         return {held.kind: held for held in self.current.held_plans}
@@ -417,3 +418,13 @@ class DecisionFile:
             self.failures += 1
             logger.log(logging.DEBUG if self.problem else logging.ERROR, "decisions are not saved: %s", error)
             self.problem = str(error)
+
+
+def _held_message(held: Sequence[HeldPlan], unix_seconds: float | None = None) -> str:
+    """Return why plans of these kinds, held by one decision, wait; empty if they do not."""
+    newest, now = held[0], time.time() if unix_seconds is None else unix_seconds
+    # A clock that was set back does not extend a hold.
+    if min(newest.until_unix_seconds - now, newest.seconds) <= 0:
+        return ""
+    until, kinds = datetime.fromtimestamp(newest.until_unix_seconds, UTC), ", ".join(each.kind for each in held)
+    return f"{newest.reason}; plans for {kinds} wait until {until:%Y-%m-%d %H:%M:%S} UTC"

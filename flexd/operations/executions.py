@@ -237,7 +237,7 @@ class Executions:
         stopped = self._stopped(interrupted)
         if not self._was_requested(interrupted):
             self._decisions.update(rollback=(interrupted.migration_id,))
-        name = self._unused_id(interrupted)
+        name = self.unused_id(interrupted)
         return stopped, self.start_rollback(interrupted, base, live.generation, reason, requested_by, name=name)
 
     def preview_interrupted(self) -> tuple[MigrationRecord, Placement]:
@@ -256,7 +256,7 @@ class Executions:
         if live is None or not live.ready:
             raise ApiError("not all ranks are ready", status=409, remedy="flexd status shows which are missing")
         try:
-            return interrupted, self._coordinator.journal.placement_at(interrupted.rollback_version), live
+            return interrupted, self.placement_at(interrupted.rollback_version), live
         except SnapshotError as error:
             raise ApiError(
                 f"migration {interrupted.migration_id} cannot be rolled back: placement version "
@@ -272,8 +272,13 @@ class Executions:
     def _was_requested(self, interrupted: MigrationRecord) -> bool:
         return interrupted.migration_id in self._decisions.current.rollback
 
-    def _unused_id(self, interrupted: MigrationRecord) -> str:
-        """Return an id that neither the history nor the interrupted rollback has: every attempt stays visible."""
+    def placement_at(self, version: int) -> Placement:
+        """Return the placement of a version; that of 0 has no copy. Raises SnapshotError if it is not kept."""
+        return self._coordinator.journal.placement_at(version) if version else Placement.empty()
+
+    def unused_id(self, interrupted: MigrationRecord) -> str:
+        """Return an id for a rollback of this migration, or for another attempt at this rollback, that neither it nor
+        the history has: every attempt stays visible."""
         base = interrupted.migration_id
         base = f"{base}{ROLLBACK}" if interrupted.returns_to is None else _AGAIN.sub("", base)
         names = (base if number == 1 else f"{base}-{number}" for number in count(1))
@@ -294,4 +299,7 @@ def stopped_of(unfinished: list[Migration]) -> Migration:
 
 def no_migration_running() -> ApiError:
     """Return the error of an abort without an unfinished migration."""
-    return ApiError("no migration is running", status=409, remedy="flexd get history shows those that have ended")
+    return ApiError(
+        "no migration is running", status=409,
+        remedy="flexd get history shows those that have ended; flexd rollback ID takes one back",
+    )  # fmt: skip

@@ -39,7 +39,7 @@ from flexd.operations.executions import DAEMON_ACTOR, Executions, Trigger, Trigg
 from flexd.operations.history import MigrationHistory
 from flexd.operations.live_plan import PlanMaker
 from flexd.operations.training_monitor import StepBlocks
-from flexd.planner.plan import Plan, moved_bytes
+from flexd.planner.plan import moved_bytes
 
 UInt8Array = npt.NDArray[np.uint8]
 
@@ -87,11 +87,10 @@ def measured_changes(
     return MeasuredChanges(base, placement, placement.apply(undone), rows / len(done), takes_back)
 
 
-def plan_kind(plan: Plan) -> str:
-    """Return ``HOME`` for a plan that takes back more rows than it promotes or moves. Of others, the tiers to which
-    they promote, such as ``NODE+DEVICE``, with ``REHOMED`` if they move rows to other nodes; empty if there is nothing
+def plan_kind(delta: Delta) -> str:
+    """Return ``HOME`` for changes that take back more rows than they promote or move. Of others, the tiers to which
+    they promote, such as ``NODE+DEVICE``, with ``MOVED`` if they move rows to other nodes; empty if there is nothing
     of these."""
-    delta = plan.delta
     if _takes_back(delta.old_tiers, delta.new_tiers):
         return Tier.HOME.name
     promoted = delta.new_tiers[by_slots(delta.new_tiers) > by_slots(delta.old_tiers)]
@@ -259,7 +258,7 @@ class Verifier:
         rule = SwitchbackRule(max(FIRST_LOOK, pairs), CONFIDENCE, RESOLUTION)
         self._blocks.clear()
         self._run = run = _Run(
-            migration, migration, plan_kind(plan), changes, live, _Pairs(rule), time.monotonic()
+            migration, migration, plan_kind(plan.delta), changes, live, _Pairs(rule), time.monotonic()
         )  # fmt: skip
         self.decisions.update(verification=migration.migration_id)
         self._report(run, RUNNING, "begun")
@@ -336,7 +335,7 @@ class Verifier:
                 run.at_plan = True
                 self._move(run, run.changes.planned, live)
         else:
-            self.decisions.hold(run.kind, f"{migration_id} measured {message}", HOLD_SECONDS, time.time())
+            self.decisions.hold((run.kind,), f"{migration_id} measured {message}", HOLD_SECONDS, time.time())
             run.newest = self._executions.start_rollback(
                 run.plan.record, run.changes.base, run.ranks.generation, f"measured {message}", DAEMON_ACTOR,
                 kind=TriggerKind.VERIFY,

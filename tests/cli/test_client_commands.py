@@ -130,6 +130,8 @@ CALLS: dict[str, list[tuple[object, ...]]] = {
     "abort --timeout 7 --reason slow": [("abort", False, "slow", 7.0, ANN)],
     "rollback --timeout 0": [("abort", True, "", 0.0, ANN)],
     "rollback --dry-run": [("preview_abort", True)],
+    "rollback p8 --timeout 7 --reason slow": [("rollback", "p8", None, "slow", 7.0, ANN)],
+    "rollback --to 0 --dry-run": [("preview_rollback", "", 0)],
     "throttle": [("throttle",)],
     "throttle --bytes-per-second 5000 --reason peak": [("set_throttle", None, 5000, "peak", ANN)],
     "throttle --bytes-per-step 0": [("set_throttle", 0, None, BY_HAND, ANN)],

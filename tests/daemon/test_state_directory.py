@@ -52,7 +52,7 @@ OPENERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", FILES)
 def test_a_newer_file_is_refused_by_name_and_unchanged(tmp_path: Path, name: str) -> None:
     (tmp_path / "placement").mkdir()
-    (tmp_path / "placement" / "placement.journal").write_bytes(b"FLEXDPJ2" + bytes(8))
+    (tmp_path / "placement" / "placement.journal").write_bytes(b"FLEXDPJ3" + bytes(8))
     with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
         database.execute("PRAGMA user_version = 4")
     before = (tmp_path / name).read_bytes()

@@ -77,7 +77,7 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     assert plan.saved_seconds == pytest.approx(
         plan.costs.before.exposed_seconds - plan.costs.after.exposed_seconds + plan.moves_save_seconds
     )
-    assert "MOVED" in plan_kind(plan)
+    assert "MOVED" in plan_kind(plan.delta)
     nodes = nodes_of_rehomed(moved.tiers)
     assert (nodes != RankLayout(2, 2).home_node(moved.keys)).all()
     status = placement_status(live, harness.config.keyspace(), 0)

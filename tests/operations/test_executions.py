@@ -303,6 +303,40 @@ def test_an_aborted_rollback_is_not_resumed(daemons: DaemonSequence, ranks: Rank
     assert daemons.current.executions.last is None
 
 
+@pytest.mark.parametrize("pushed", [0, 3])
+def test_a_rollback_of_a_committed_plan_is_resumed(daemons: DaemonSequence, ranks: Ranks, pushed: int) -> None:
+    daemons.current.gate.permits = 1_000_000
+    assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
+    daemons.current.gate.permits = pushed
+    daemons.current.commands.rollback(
+        migration_id="p2", to_version=None, reason="worse", wait_seconds=0.0, requested_by="ann"
+    )
+    until(lambda: daemons.migration.record.chunks_applied == pushed, SECONDS)
+    until(lambda: "p2.rollback" in daemons.states(), SECONDS)
+    daemons.crash()
+    assert daemons.current.executions.resume_rollback() is True
+    assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
+    assert ranks.all_at(PARENT)
+    states = daemons.states()
+    assert (states["p2"], states["p2.rollback"], states["p2.rollback-2"]) == ("COMMITTED", "FAILED", "COMMITTED")
+
+
+def test_all_copies_are_home_also_if_a_daemon_ends_on_the_way(
+    daemons: DaemonSequence, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The journal has forgotten what was before p2.
+    monkeypatch.setattr(journal_module, "_ROLLBACK_ROWS", 100)
+    daemons.current.gate.permits = 1_000_000
+    assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
+    daemons.current.gate.permits = 3
+    daemons.current.commands.rollback(migration_id="", to_version=0, reason="", wait_seconds=0.0, requested_by="ann")
+    daemons.wait_until_applied(3)
+    daemons.crash()
+    assert daemons.current.executions.resume_rollback() is True
+    assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
+    assert ranks.all_at(target(1, 0))
+
+
 def test_a_full_disk_does_not_prevent_a_rollback(
     daemons: DaemonSequence, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

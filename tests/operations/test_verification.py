@@ -205,7 +205,7 @@ def test_copies_that_may_not_stay_go_unmeasured_and_in_spite_of_a_hold(tmp_path:
     job = VerifiedJob(tmp_path, effect=-0.05, planner={"interval_seconds": 0.01})
     kept = job.verdict()
     assert job.device_rows()
-    job.verifier.decisions.hold("HOME", "p1 measured 5 % slower", 600.0, time.time())
+    job.verifier.decisions.hold(("HOME",), "p1 measured 5 % slower", 600.0, time.time())
     excluded = job.it.config.model_copy(
         update={"planner": job.it.config.planner.model_copy(update={"exclude_tables": ["item"]})}
     )
@@ -254,7 +254,7 @@ def test_holds_outlive_the_daemon_double_and_end(tmp_path: Path) -> None:
     now = time.time()
     waits = []
     for _ in range(12):
-        job.verifier.decisions.hold("NODE", "p1 measured 5 % slower", 600.0, now)
+        job.verifier.decisions.hold(("NODE",), "p1 measured 5 % slower", 600.0, now)
         (held,) = job.decisions.current.held_plans
         waits.append(held.seconds)
     assert (waits[:3], waits[-1]) == ([600.0, 1200.0, 2400.0], LONGEST_SECONDS)

@@ -8,7 +8,15 @@ from inspect import signature
 from typing import Any
 
 from flexd.api.base import ProbeResult
-from flexd.api.migration import AbortPreview, AbortResult, MigrationList, ReplanResult, RollbackPreview, ThrottleStatus
+from flexd.api.migration import (
+    AbortPreview,
+    AbortResult,
+    MigrationList,
+    ReplanResult,
+    RollbackPreview,
+    RollbackResult,
+    ThrottleStatus,
+)
 from flexd.api.plan import (
     AccessRange,
     Explanation,
@@ -254,6 +262,16 @@ class FakeDaemon:
             outcome=outcome, migration=stopped, rollback=back if rollback else None, placement_version=18,
             message="migration p8 is aborted: 2,000 of 9,000 rows applied, placement version 18",
         )  # fmt: skip
+
+    def preview_rollback(self, *, migration_id: str, to_version: int | None) -> RollbackPreview:
+        return RollbackPreview(to_version=to_version or 16, demotions=9000, takes_back=(migration_id,))
+
+    def rollback(
+        self, *, migration_id: str, to_version: int | None, reason: str, wait_seconds: float, requested_by: str
+    ) -> RollbackResult:
+        back = MigrationRecord(migration_id="p8.rollback", plan_id="p8.rollback", state="committed")
+        outcome = "rolled_back" if self.outcome == "committed" else "timed_out"
+        return RollbackResult(outcome=outcome, migration=back, takes_back=("p8",), placement_version=18)
 
     def proposals(self) -> ProposalList:
         return ProposalList(proposals=(KEPT, SEEN))

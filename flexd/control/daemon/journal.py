@@ -1,7 +1,8 @@
 """The placement on the daemon's disk: every chunk is durable here before it is sent to any rank.
 
 So a restarted daemon can rebuild the placement at any version that the ranks have agreed on. All ranks may have dropped
-the versions beyond it, which are then numbered again: a record of version v voids the earlier ones >= v.
+the versions beyond it, which are then numbered again: a record of version v voids the earlier ones >= v. Chunks of
+earlier migrations are merged, one for each: the placements between migrations stay, so that one can be taken back.
 
 File format: magic, then frames of ``u32 payload bytes, u32 crc32, payload``; a payload is one JSON line and raw little
 endian arrays. The first frame is a *segment* (a whole placement, of one job attempt), the rest are *chunks*.
@@ -14,8 +15,10 @@ import os
 import struct
 import threading
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +26,7 @@ import numpy as np
 
 from flexd.control.daemon.migration import MigrationRecord
 from flexd.control.protocol.messages import rows_body
-from flexd.core.arrays import Int64Array, UInt8Array
+from flexd.core.arrays import BoolArray, Int64Array, UInt8Array
 from flexd.core.durable import quarantine_file, sync_directory
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.placement import Delta, Placement
@@ -31,18 +34,19 @@ from flexd.core.supervision import fault_point
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-"""Of the file: the last character of its magic. A newer flexd raises it and reads the formats before it."""
+FORMAT = 2
+"""Of the file: the last character of its magic. A newer flexd raises it and reads the formats before it: 1 has no
+merged chunks."""
 _MAGIC_OF_ANY = b"FLEXDPJ"
 _MAGIC = _MAGIC_OF_ANY + str(FORMAT).encode()
-# Chunk rows beside the segment before they are compacted into it (or half the segment's rows, if more).
+_READABLE = (_MAGIC_OF_ANY + b"1", _MAGIC)
+# Chunk rows that merging would save before it is done (or half the segment's rows, if more).
 _COMPACT_ROWS = 65_536
 # Bytes of voided chunks that the file may hold beyond the size of its live content before it is rewritten.
 _DEAD_BYTES = 2**20
 
 _ROLLBACK_ROWS = 2**21
-# Rows and chunks kept beside the segment so that the newest migration can be rolled back: 10 bytes per row, in memory
-# too.
+# Rows and chunks kept beside the segment so that migrations can be rolled back: 10 bytes per row, in memory too.
 _ROLLBACK_CHUNKS = 4_096
 # Typical bytes of a frame's header, and of a row: an int64 key with two tiers.
 _HEADER_BYTES, _ROW_BYTES = 200, 10
@@ -54,20 +58,30 @@ class Chunk:
     """Rows that change their tier at a version.
 
     Attributes:
-        migration: that it belongs to, as of then; of one that was read from the file, ids and versions only.
+        migration: that it belongs to, as of then; of one that was read from the file, ids, trigger and versions only.
+        versions: that it leads over; 1 unless chunks were merged.
     """
 
     version: int
     delta: Delta
     migration: MigrationRecord | None = None
+    versions: int = 1
+
+    @property
+    def before(self) -> int:
+        """The version that it starts from."""
+        return self.version - self.versions
 
 
 def chunk_payload(chunk: Chunk) -> bytes:
     """Return the payload of a chunk's frame."""
     delta, migration = chunk.delta, chunk.migration
     header: dict[str, Any] = {"kind": "chunk", "version": chunk.version, "rows": len(delta)}
+    if chunk.versions > 1:
+        header["versions"] = chunk.versions
     if migration is not None:
         header |= {"migration": migration.migration_id, "plan": migration.plan_id, "base": migration.base_version}
+        header["trigger"] = migration.trigger
         if migration.returns_to is not None:
             header["returns_to"] = migration.returns_to
     return payload_of(header, delta.keys, delta.old_tiers, delta.new_tiers)
@@ -79,7 +93,7 @@ def migration_of(header: dict[str, Any]) -> MigrationRecord | None:
         return None
     return MigrationRecord(
         migration_id=header["migration"], plan_id=header["plan"], base_version=header["base"],
-        returns_to=header.get("returns_to"),
+        returns_to=header.get("returns_to"), trigger=header.get("trigger", ""),
     )  # fmt: skip
 
 
@@ -182,6 +196,19 @@ class PlacementJournal:
         with self._lock:
             return self._chunks[-1].migration if self._chunks else None
 
+    def migrations(self) -> tuple[MigrationRecord, ...]:
+        """Return the migrations whose placements before and after are known, the oldest first, without the moves of
+        verifications; ``last_version`` is that of their newest chunk."""
+        with self._lock:
+            known = {chunk.before for chunk in self._chunks}
+            newest = {each.migration.migration_id: each for each in self._chunks if each.migration is not None}
+            return tuple(
+                chunk.migration.model_copy(update={"last_version": chunk.version})
+                for chunk in newest.values()
+                if chunk.migration is not None and chunk.migration.base_version in known
+                and not chunk.migration.verifies
+            )  # fmt: skip
+
     def begin(self, segment: Segment, placement: Placement) -> None:
         """Replace the content by a whole placement, durably.
 
@@ -203,12 +230,13 @@ class PlacementJournal:
         """
         version = chunk.version
         with self._lock:
-            if self.segment is None or not self._base.version < version <= self.last_version + 1:
+            kept = [each for each in self._chunks if each.version < version]
+            before = kept[-1].version if kept else self._base.version
+            if self.segment is None or before != chunk.before:
                 raise PlacementError(
                     f"chunk {version} cannot follow versions {self._base.version}..{self.last_version}",
                     remedy="number chunks from the version that all ranks agreed on",
                 )
-            kept = [each for each in self._chunks if each.version < version]
             rows = len(self._base) + sum(len(each.delta) for each in kept)
             # Chunks that are pushed and never agreed on are numbered and written again and again.
             if self._size > 2 * (_HEADER_BYTES * (1 + len(kept)) + _ROW_BYTES * rows) + _DEAD_BYTES:
@@ -220,33 +248,48 @@ class PlacementJournal:
             fault_point("journal.appended")
             self._chunks = [*kept, chunk]
 
-    def placement_at(self, version: int) -> Placement:
-        """Return the placement at a version. Raises SnapshotError: the journal does not hold it."""
+    def placement_at(self, version: int, known: Placement | None = None) -> Placement:
+        """Return the placement at a version. Raises SnapshotError: the journal does not hold it.
+
+        Args:
+            known: one of an earlier version that all ranks had agreed on, which is built on if possible.
+        """
         with self._lock:
-            if not self._base.version <= version <= self.last_version:
+            held = {self._base.version, *(chunk.version for chunk in self._chunks)}
+            if version not in held:
                 raise SnapshotError(
                     f"{self._path}: holds versions {self._base.version}..{self.last_version}, not {version}",
                     remedy="the placement is requested from the ranks instead",
                 )
-            return _apply_all(self._base, [chunk for chunk in self._chunks if chunk.version <= version], version)
+            start = self._base if known is None or known.version not in held or known.version > version else known
+            chunks = [chunk for chunk in self._chunks if start.version < chunk.version <= version]
+            return _apply_all(start, chunks, version)
 
     def compact(self, version: int) -> None:
-        """Compact chunks up to ``version``, which all ranks hold, into the segment once they are many.
+        """Merge chunks up to ``version``, which all ranks hold, once they are many.
 
-        Those of the newest migration are kept up to ``_ROLLBACK_ROWS``, so that it can be rolled back.
+        Each migration before the newest becomes one chunk, and so do the moves of one verification. Beyond
+        ``_ROLLBACK_ROWS`` or ``_ROLLBACK_CHUNKS`` the oldest become a part of the segment.
 
         Raises:
             SnapshotError: the compacted file cannot be written; the journal's content stays as it was.
         """
         with self._lock:
             newest = self.newest_migration
-            kept = sum(len(chunk.delta) for chunk in self._chunks)
-            if newest is not None and kept <= _ROLLBACK_ROWS and len(self._chunks) <= _ROLLBACK_CHUNKS:
-                version = min(version, newest.rollback_version)
-            rows = sum(len(chunk.delta) for chunk in self._chunks if chunk.version <= version)
-            if self.segment is not None and rows > max(_COMPACT_ROWS, len(self._base) // 2):
-                later = [chunk for chunk in self._chunks if chunk.version > version]
-                self._rewrite(self.segment, self.placement_at(min(version, self.last_version)), later)
+            ended = version if newest is None else min(version, newest.rollback_version)
+            runs = [list(run) for _, run in groupby((each for each in self._chunks if each.version <= ended), _owner)]
+            saved = sum(len(chunk.delta) for run in runs for chunk in run[1:])
+            if self.segment is None or (saved <= max(_COMPACT_ROWS, len(self._base) // 2) and _fit(self._chunks)[0]):
+                return
+            chunks = [*map(_merged, runs), *(each for each in self._chunks if each.version > ended)]
+            if not _fit(chunks)[0]:
+                # To half of the bounds, so that not every chunk rewrites the file.
+                first = int(np.argmax(_fit(chunks, 0.5)))
+                chunks = chunks[min(first, len(runs)) :]
+            if not _fit(chunks)[0]:
+                chunks = [chunk for chunk in chunks if chunk.version > version]
+            base = chunks[0].before if chunks else min(version, self.last_version)
+            self._rewrite(self.segment, self.placement_at(base), chunks)
 
     def _rewrite(self, segment: Segment, base: Placement, chunks: list[Chunk]) -> None:
         temporary = self._path.with_suffix(".tmp")
@@ -305,7 +348,7 @@ class PlacementJournal:
         good = 0
         check_version(self._path)
         with open(self._path, "rb") as file:
-            if file.read(len(_MAGIC)) == _MAGIC:
+            if file.read(len(_MAGIC)) in _READABLE:
                 good = file.tell()
                 for header, arrays in frames(file):
                     if not self._load_frame(header, arrays):
@@ -335,12 +378,12 @@ class PlacementJournal:
                 return True
             if header["kind"] != "chunk" or self.segment is None or len(rest) != 2 * rows:
                 return False
-            if not self._base.version < version <= self.last_version + 1:
-                return False
-            while self._chunks and self._chunks[-1].version >= version:
-                self._chunks.pop()
             delta = Delta(keys, rest[:rows].copy(), rest[rows:].copy())
-            self._chunks.append(Chunk(version, delta, migration_of(header)))
+            chunk = Chunk(version, delta, migration_of(header), max(1, int(header.get("versions", 1))))
+            kept = bisect_right(self._chunks, chunk.before, key=lambda each: each.version)
+            if chunk.before != (self._chunks[kept - 1].version if kept else self._base.version):
+                return False
+            self._chunks[kept:] = [chunk]
             return True
         except (KeyError, ValueError, TypeError, PlacementError):
             return False
@@ -367,7 +410,7 @@ class AgreedPlacement:
     def placement(self) -> Placement:
         with self._lock:
             if self._placement.version != self.version:
-                self._placement = self._journal.placement_at(self.version)
+                self._placement = self._journal.placement_at(self.version, self._placement)
             return self._placement
 
     def continue_from(self, version: int, digest: int, segment: Segment) -> bool:
@@ -428,6 +471,36 @@ def check_version(path: Path) -> None:
             f"{path} is of format {int(version)}, of a newer flexd; this one reads {FORMAT}",
             remedy="run the flexd that wrote it, or a newer one",
         )
+
+
+def _owner(chunk: Chunk) -> str:
+    """Return what is merged: a migration, or the moves of a verification."""
+    migration = chunk.migration
+    if migration is None:
+        return ""
+    return migration.trigger if migration.verifies else migration.migration_id
+
+
+def _merged(chunks: list[Chunk]) -> Chunk:
+    """Return one chunk that does what successive ones do."""
+    if len(chunks) == 1:
+        return chunks[0]
+    keys, old, new = (
+        np.concatenate([getattr(chunk.delta, name) for chunk in chunks]) for name in ("keys", "old_tiers", "new_tiers")
+    )
+    changed, first = np.unique(keys, return_index=True)
+    last = len(keys) - 1 - np.unique(keys[::-1], return_index=True)[1]
+    differs = old[first] != new[last]
+    delta = Delta(changed[differs], old[first][differs], new[last][differs])
+    newest = chunks[-1]
+    return Chunk(newest.version, delta, newest.migration, newest.version - chunks[0].before)
+
+
+def _fit(chunks: list[Chunk], share: float = 1.0) -> BoolArray:
+    """Return bool[n + 1]: whether the chunks from each on are within this share of what is kept for rollbacks."""
+    rows = np.array([*(len(chunk.delta) for chunk in chunks), 0])[::-1].cumsum()[::-1]
+    fits: BoolArray = (rows <= share * _ROLLBACK_ROWS) & (np.arange(len(rows))[::-1] <= share * _ROLLBACK_CHUNKS)
+    return fits
 
 
 def _apply_all(base: Placement, chunks: list[Chunk], version: int) -> Placement:

@@ -211,6 +211,11 @@ class MigrationRecord(Model):
         """The version that its rollback restores; for a rollback, the version that it restores itself."""
         return self.base_version if self.returns_to is None else self.returns_to
 
+    @property
+    def verifies(self) -> bool:
+        """True for a move of a verification."""
+        return self.trigger == "verify"
+
     @computed_field  # type: ignore[prop-decorator]
     @property
     def seconds(self) -> float | None:

@@ -231,8 +231,15 @@ def begun(directory: Path, *migrations: MigrationRecord | None) -> PlacementJour
 BACK = MigrationRecord(migration_id="m2.rollback", plan_id="p2", base_version=4, returns_to=2)
 
 
+MOVES = tuple(
+    MigrationRecord(migration_id=f"m2.verify-{number}", plan_id="p2", base_version=4 + number, trigger="verify")
+    for number in range(3)
+)
+THIRD = MigrationRecord(migration_id="m3", plan_id="p3", base_version=7)
+
+
 @pytest.mark.parametrize("newest", [SECOND, BACK], ids=["migration", "running rollback"])
-def test_only_the_newest_migration_can_be_rolled_back(
+def test_chunks_of_the_newest_migration_are_not_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: MigrationRecord
 ) -> None:
     monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
@@ -242,9 +249,50 @@ def test_only_the_newest_migration_can_be_rolled_back(
     journal.close()
     journal = PlacementJournal(tmp_path)
     assert journal.newest_migration == newest
-    assert journal.placement_at(2).tiers_of(np.arange(ROWS)).tolist() == start.tiers_of(np.arange(ROWS)).tolist()
-    with pytest.raises(SnapshotError, match=r"versions 2\.\.5, not 1"):
+    assert same(journal.placement_at(2), start)
+    with pytest.raises(SnapshotError, match=r"versions 0\.\.5, not 1"):
         journal.placement_at(1)
+
+
+def test_placements_between_migrations_stay_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verification moves rows of its plan to and fro: that must not displace what came before the plan."""
+    monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
+    monkeypatch.setattr(journal_module, "_ROLLBACK_ROWS", 5 * ROWS)
+    journal = begun(tmp_path, FIRST, FIRST, SECOND, SECOND)
+    placements = [journal.placement_at(version) for version in range(5)]
+    for move in MOVES:
+        version = move.base_version + 1
+        journal.append(Chunk(version, step(version), move))
+        placements.append(journal.placement_at(version, placements[-1]))
+        journal.compact(version)
+    for version in (8, 9):
+        journal.append(Chunk(version, step(version), THIRD))
+        placements.append(journal.placement_at(version))
+        journal.compact(version)
+    for known in (journal, PlacementJournal(tmp_path)):
+        assert [(each.migration_id, each.base_version, each.last_version) for each in known.migrations()] == [
+            ("m1", 0, 2), ("m2", 2, 4), ("m3", 7, 9),
+        ]  # fmt: skip
+        assert all(same(known.placement_at(version), placements[version]) for version in (0, 2, 4, 7, 8, 9))
+        # What was known inside a merged chunk is not built on.
+        assert same(known.placement_at(7, placements[5]), placements[7])
+        with pytest.raises(SnapshotError, match=r"versions 0\.\.9, not 5"):
+            known.placement_at(5)
+        with pytest.raises(PlacementError, match="cannot follow versions"):
+            known.append(Chunk(6, step(6), THIRD))
+    monkeypatch.setattr(journal_module, "_ROLLBACK_ROWS", 4 * ROWS - 1)
+    journal.compact(9)
+    assert [each.migration_id for each in journal.migrations()] == ["m3"], "the oldest go first"
+    assert all(same(journal.placement_at(version), placements[version]) for version in (7, 8, 9))
+
+
+def test_a_journal_of_the_format_before_is_read(tmp_path: Path) -> None:
+    begun(tmp_path, FIRST, FIRST).close()
+    path = tmp_path / "placement.journal"
+    path.write_bytes(_MAGIC_OF_ANY + b"1" + path.read_bytes()[len(_MAGIC) :])
+    journal = PlacementJournal(tmp_path)
+    assert (journal.truncated_bytes, journal.last_version, journal.segment) == (0, 2, SEGMENT)
+    assert [each.migration_id for each in journal.migrations()] == ["m1"]
 
 
 @pytest.mark.parametrize(("name", "limit"), [("_ROLLBACK_ROWS", 3 * ROWS), ("_ROLLBACK_CHUNKS", 3)])
@@ -322,5 +370,5 @@ def test_a_directory_that_cannot_be_synced_loses_no_chunk(tmp_path: Path, monkey
     journal.close()
     reopened = PlacementJournal(tmp_path)
     assert (reopened.last_version, reopened.truncated_bytes) == (4, 0)
-    with pytest.raises(SnapshotError, match=r"versions 2\.\.4, not 1"):
+    with pytest.raises(SnapshotError, match=r"versions 0\.\.4, not 1"):
         reopened.placement_at(1)
