@@ -391,6 +391,14 @@ def daemon(status: DaemonStatus, differing_keys: Sequence[str]) -> Iterator[Find
             f"lost before they were counted: {lost}",
             "raise the retention of the topic; docs/runbook.md, FlexdMessagesLost",
         )
+    if missing := status.stream.missing_partitions:
+        since = units.age(time.time() - (status.stream.missing_since_unix_seconds or time.time()))
+        yield warning(
+            "stream",
+            f"{units.plural(len(missing), 'partition')} not assigned to the daemon for {since}, and not counted: "
+            f"{', '.join(missing[:8])}",
+            "give every job a stream.source.group_id of its own; docs/runbook.md, FlexdPartitionsMissing",
+        )
     if status.threads.ending:
         yield fault("threads", f"the daemon is ending: {status.threads.ending}", "start it again; see its log")
     if differing_keys:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     Int64Array = npt.NDArray[np.int64]
 
 
+MAX_MISSING = 100
+
+
 class StreamStatus(Model):
     """The access stream now; counters run since the daemon started, rates are of the last minute."""
 
@@ -35,6 +38,11 @@ class StreamStatus(Model):
     read_share: float = 1.0
     """Share of the stream's partitions that are read (``stream.source.share``). Messages and accesses here are those
     read; weights of tables and rows are scaled to the whole stream."""
+    missing_partitions: tuple[str, ...] = ()
+    """Partitions that another member of the consumer group reads, so that nothing of them is counted here; at most
+    100."""
+    missing_since_unix_seconds: Annotated[FiniteOrNone, Show("missing since")] = None
+    """When the first of them went missing; null if none is."""
     messages_per_second: FiniteOrNone = None
     accesses_per_second: FiniteOrNone = None
     messages: int = 0
@@ -87,6 +95,10 @@ class StreamStatus(Model):
         ),
         gauge("flexd_ingest_lag_messages", "Messages in the stream not read yet.", "lag_messages"),
         gauge("flexd_ingest_read_share", "Share of the stream's partitions that are read.", "read_share"),
+        gauge(
+            "flexd_ingest_missing_partitions", "Partitions that another member of the consumer group reads, up to 100.",
+            lambda stream: len(stream.missing_partitions),
+        ),
         gauge("flexd_ingest_connected", "0 while the source reports a problem.", "connected"),
         counter(
             "flexd_ingest_lost_messages", "Messages that existed and the source could not deliver, by reason.",
@@ -115,11 +127,13 @@ def stream_status(config: Config, ingestor: Ingestor) -> StreamStatus:
     from flexd.stream.types import LOSS_REASONS, POSITION_REASONS
 
     counter, problems, losses = ingestor.counter, ingestor.problems(), ingestor.source.losses()
-    accesses = counter.accesses
+    accesses, missing = counter.accesses, ingestor.source.missing_partitions
     return StreamStatus(
         source=config.stream.source.kind,
         lag_messages=ingestor.lag_messages,
         read_share=ingestor.source.read_share,
+        missing_partitions=tuple(missing)[:MAX_MISSING],
+        missing_since_unix_seconds=min(missing.values(), default=None),
         messages_per_second=ingestor.rates.messages_per_second,
         accesses_per_second=ingestor.rates.accesses_per_second,
         messages=counter.messages,

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 from flexd.core.arrays import Int32Array, Int64Array, RowArray
@@ -151,9 +152,12 @@ class Source(Protocol):
 
     Attributes:
         read_share: share of the stream that is read; 1 for all of it (any thread).
+        missing_partitions: partitions that go to another reader of the consumer group, each with the Unix time since
+            when (any thread).
     """
 
     read_share: float = 1.0
+    missing_partitions: Mapping[str, float] = MappingProxyType({})
 
     @property
     def problem(self) -> str | None:

@@ -216,6 +216,14 @@ def test_ports(tmp_path):
 def test_what_the_daemon_says(fields, expected):
     status = DaemonStatus(job="j", version=flexd.__version__, stream=StreamStatus(source="tap"), **fields)
     assert levels(doctor.daemon(status, [])) == expected
+    half = StreamStatus(
+        source="kafka", missing_partitions=("a/1", "a/3"), missing_since_unix_seconds=time.time() - 90
+    )  # fmt: skip
+    found = [each for each in doctor.daemon(status.model_copy(update={"stream": half}), []) if each.check == "stream"]
+    assert [each.text for each in found] == [
+        "2 partitions not assigned to the daemon for 1 min 30 s, and not counted: a/1, a/3"
+    ]
+    assert "group_id of its own" in found[0].remedy
     other = status.model_copy(update={"version": "0.0.1"})
     assert levels(doctor.daemon(other, ["log.level"]))["running configuration warning"] == 1
     assert sum(levels(doctor.daemon(other, ["log.level"])).values()) == 3

@@ -123,6 +123,8 @@ SILENT_SECONDS = 2.0
 # Deadline of the answer. A broker answers the requests of a connection in order, so it comes after that of the fetch
 # before it, which the broker holds back for half a second when nothing is new.
 ANSWER_SECONDS = 3.0
+# Time between two looks at what the group has assigned.
+ASSIGNMENT_SECONDS = 1.0
 
 
 class KafkaSource(Source):
@@ -132,6 +134,7 @@ class KafkaSource(Source):
     already reached here, or at the earliest message. So a lost commit or a rebalance repeats nothing.
 
     With a ``share`` below 1 only some partitions are read (``sampled_partitions``); the others are assigned and paused.
+    What another member of the group is assigned is not read here: it is named in ``missing_partitions``.
 
     A position is lost if the broker reports so (retention, truncation), or if in a silence the partition ends before it
     by two answers and by the high-water mark of the fetches (a broker that lost its log). The earliest message is next
@@ -197,7 +200,7 @@ class KafkaSource(Source):
         # Partitions that ended before their positions at the last probe. A new leader may know the end late, a mark may
         # be from before a seek, and tansu 0.6 takes the first message of the last batch for the end.
         self._ends_before: set[TopicPartition] = set()
-        self._last_answer = self._probed_at = time.monotonic()
+        self._last_answer = self._probed_at = self._assignment_at = time.monotonic()
         self._problem: str | None = None
         self._commit_problem: str | None = None
 
@@ -235,6 +238,7 @@ class KafkaSource(Source):
         if records:
             self._last_answer = time.monotonic()
             self._problem = None
+        self._find_missing(consumer)
         return messages
 
     def restore(self, positions: Mapping[str, int]) -> None:
@@ -360,6 +364,17 @@ class KafkaSource(Source):
     def _is_beyond(self, consumer: KafkaConsumer, partition: TopicPartition, end: int) -> bool:
         position, highwater = self._positions.next.get(self._key(partition)), _highwater(consumer, partition)
         return position is not None and highwater is not None and position > max(end, highwater)
+
+    def _find_missing(self, consumer: KafkaConsumer) -> None:
+        # The consumer's own method may wait for the broker for ever; this is what it knows of its subscription.
+        if time.monotonic() - self._assignment_at < ASSIGNMENT_SECONDS:
+            return
+        self._assignment_at, now = time.monotonic(), time.time()
+        numbers = consumer._cluster.partitions_for_topic(self._config.topic) or ()
+        every = {TopicPartition(self._config.topic, number) for number in numbers}
+        missing = sorted(every - consumer.assignment())
+        before = self.missing_partitions
+        self.missing_partitions = {(key := self._key(each)): before.get(key, now) for each in missing}
 
     def _probe_if_silent(self, consumer: KafkaConsumer) -> None:
         # Ask for the ends of the partitions after a silent while: the client hides that a broker is unreachable, and

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
@@ -22,7 +23,7 @@ from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import GAP_SECONDS, TRUSTED_GAPS, GroupPositions, KafkaSource, sampled_partitions
 from flexd.stream.types import StreamMessage
 from tests.support.reading import kafka_source, poll_until
-from tests.support.until import Clock
+from tests.support.until import Clock, until
 
 pytestmark = pytest.mark.slow
 
@@ -185,7 +186,7 @@ def test_marks_of_transactions_are_no_lag_and_cause_no_wait(tansu):
 
 def test_a_rebalance_repeats_and_loses_nothing(mock_broker):
     """A second member joins and leaves while messages arrive; each member continues at its position."""
-    topic = mock_broker.create_topic(2)
+    topic, began = mock_broker.create_topic(2), time.time()
     group = f"group-{uuid.uuid4().hex[:8]}"
     produce(mock_broker, topic, 0, 10)
     first = open_source(mock_broker, topic, group)
@@ -204,13 +205,19 @@ def test_a_rebalance_repeats_and_loses_nothing(mock_broker):
         reading = pool.submit(run)
         try:
             poll_until(first, lambda _: reading.done() or len(first._connector.client.assignment()) == 1)
+            # Each says what the other reads, and since when.
+            poll_until(first, lambda _: reading.done() or len(first.missing_partitions) == 1)
+            until(lambda: reading.done() or len(second.missing_partitions) == 1)
+            assert {*first.missing_partitions, *second.missing_partitions} == {f"{topic}/0", f"{topic}/1"}
+            (since,) = first.missing_partitions.values()
+            assert began < since < time.time()
             first.commit(first.positions())
         finally:
             stop.set()
         reading.result(60)
     second.close()
     handed_over = second.positions()
-    poll_until(first, lambda _: len(first._connector.client.assignment()) == 2)
+    poll_until(first, lambda _: len(first._connector.client.assignment()) == 2 and not first.missing_partitions)
     produce(mock_broker, topic, 10, 6)
     rest = poll_until(first, lambda more: len(more) + len(from_second) >= 6)
     first.close()
