@@ -47,6 +47,7 @@ class FakeSource:
         self.problem: str | None = None
         self.lost = Losses()
         self.read_share = 1.0
+        self.missing_partitions: dict[str, float] = {}
         self.closed = False
         self.drained = threading.Event()
 
