@@ -69,13 +69,22 @@ class Connection(StepMoments):
             self._report_usage_warning()
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """Send pending reports and the tap's counts, and stop the agent's thread, within the deadline."""
+        """Send pending reports and the tap's counts, and stop the agent's thread, within the deadline.
+
+        With a tap it waits, for a part of the deadline, until all ranks have handed over their counts: the daemon
+        accepts none once a rank has left.
+        """
         deadline = time.monotonic() + timeout_seconds
         if self in self._collection.engine.joined:
             self._collection.engine.joined.remove(self)
         USAGE_WARNINGS.remove_listener(self._report_usage_warning)
-        if self.tap is not None and not self.tap.close(timeout_seconds * _TAP_SHARE):
-            logger.warning("rank %d: the daemon did not acknowledge all counts of the tap", self._collection.rank)
+        if self.tap is not None:
+            if not self.tap.close(timeout_seconds * _TAP_SHARE):
+                logger.warning("rank %d: the daemon did not acknowledge all counts of the tap", self._collection.rank)
+            groups, until = self._collection.engine.groups, deadline - timeout_seconds * (1 - _TAP_SHARE)
+            groups.notices.wait_for_all(
+                groups.rank, groups.layout.world_size, f"{self.agent.identity.attempt}/counted", until
+            )
         self.agent.stop(deadline - time.monotonic())
 
     def _report_usage_warning(self) -> None:

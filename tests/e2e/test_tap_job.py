@@ -10,6 +10,7 @@ import torch
 
 import flexd
 from tests.support.flexd_processes import DAEMON_START_SECONDS, RunningDaemon, saved_sketches
+from tests.support.rank_pool import Ranks
 from tests.support.until import until
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
@@ -78,3 +79,31 @@ def test_every_access_is_counted_once_whenever_the_daemon_is_killed(tmp_path: Pa
     profile = sketches.profile().tables[1]
     assert profile.weight == exact["wide"].sum()
     assert set(np.argsort(-exact["wide"])[:20].tolist()) <= set(profile.hot_rows.tolist())
+
+
+def end_one_after_another(rank: int, port: int) -> tuple[bool, int]:
+    """Train with a tap and end, each rank a while after the one before; return whether no counts are left here, and how
+    many messages were acknowledged."""
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", ITEMS, 4)])
+    tap = flexd.Tap(collection)
+    connection = flexd.connect(collection, f"127.0.0.1:{port}", job="tapped", attempt="a", tap=tap)
+    for _ in range(10):
+        collection({"item": flexd.Jagged(torch.arange(500), torch.tensor([500]))})["item"].values.sum().backward()
+        collection.optimizer.step()
+    until(lambda: connection.agent.counters["epochs"], 60)
+    time.sleep(rank)
+    connection.close(40.0)
+    return tap.outbox.free, tap.counters.messages
+
+
+def test_a_rank_that_ends_first_leaves_the_counts_of_the_others_to_be_acknowledged(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    settings = {**SETTINGS, "job": "tapped", "tables": SETTINGS["tables"][:1]}
+    with RunningDaemon(tmp_path, settings) as daemon:
+        port = daemon.config.control.listen_port
+        for left, messages in ranks(2).run(end_one_after_another, port, timeout=150):
+            assert left
+            assert messages > 0
+        stream = until(lambda: (now := daemon.status()["stream"])["lag_messages"] == 0 and now, what=daemon.status)
+    assert stream["accesses"] == 2 * 10 * 500

@@ -448,30 +448,47 @@ class FaultNotices:
             CollectiveError: a rank did not come within the deadline.
         """
         self._meetings += 1
-        if world_size == 1:
+        key = f"{self._key}/meeting/{self._meetings}"
+        if self._arrive(key, rank, world_size, time.monotonic() + timeout_seconds):
             return
-        key, store = f"{self._key}/meeting/{self._meetings}", self._store
+        missing = self._store.request(
+            lambda requested: [other for other in range(world_size) if not requested.check([f"{key}/{other}"])]
+        )
+        named = "ranks that the store of rank 0 does not name" if not missing else f"ranks {missing}"
+        raise CollectiveError(
+            f"rank {rank}: {what}: {named} did not call it within {timeout_seconds:.0f} s",
+            remedy="they have died, hang, or run other code: see their logs; if they are only slow, give "
+            "init_process_group a longer timeout",
+        )
+
+    def wait_for_all(self, rank: int, world_size: int, what: str, deadline: float) -> bool:
+        """Wait until all ranks have made a call that is not collective; return whether they have.
+
+        Args:
+            what: the call; after a further one of this name nothing is waited for.
+            deadline: by ``time.monotonic``. Without a process group nothing is waited for.
+        """
+        return self.live and dist.is_initialized() and self._arrive(f"{self._key}/{what}", rank, world_size, deadline)
+
+    def _arrive(self, key: str, rank: int, world_size: int, deadline: float) -> bool:
+        """Wait at a barrier in the store until the deadline; return whether all ranks have come."""
+        if world_size == 1:
+            return True
+        store = self._store
 
         def arrive(requested: Store) -> None:
             requested.set(f"{key}/{rank}", "1")
             if requested.add(f"{key}/arrived", 1) == world_size:
                 requested.set(f"{key}/all", "1")
 
-        deadline, pause = time.monotonic() + timeout_seconds, _FIRST_POLL_SECONDS
+        pause = _FIRST_POLL_SECONDS
         store.request(arrive)
         while not store.request(lambda requested: requested.check([f"{key}/all"])):
             if time.monotonic() >= deadline:
-                missing = store.request(
-                    lambda requested: [other for other in range(world_size) if not requested.check([f"{key}/{other}"])]
-                )
-                named = "ranks that the store of rank 0 does not name" if not missing else f"ranks {missing}"
-                raise CollectiveError(
-                    f"rank {rank}: {what}: {named} did not call it within {timeout_seconds:.0f} s",
-                    remedy="they have died, hang, or run other code: see their logs; if they are only slow, give "
-                    "init_process_group a longer timeout",
-                )
+                return False
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_SECONDS)
+        return True
 
     def find(self) -> str | None:
         """Return the notice of a rank that failed, or None."""
