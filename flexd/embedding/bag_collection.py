@@ -49,6 +49,7 @@ class EmbeddingBagTable(EmbeddingTable):
     pooling_at: str = "requester"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for what, value, known in (
             ("pooling", self.pooling, POOLINGS),
             ("pooling_at", self.pooling_at, POOLING_PLACES),

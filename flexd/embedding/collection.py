@@ -77,6 +77,9 @@ class EmbeddingTable:
     optimizer: RowOptimizer | None = None
     trainable: bool = True
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "features", tuple(self.features))  # a list may change later
+
     @property
     def scale(self) -> float:
         return self.rows**-0.5 if self.init_scale is None else self.init_scale

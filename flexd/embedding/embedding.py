@@ -124,8 +124,8 @@ class Embedding(nn.Module):
         self.num_embeddings, self.embedding_dim, self.padding_idx = table.rows, table.dim, padding_idx
         self.name = table.name
         self._feature = table.feature_names[0]
-        # Changes of rows before it, and the table.
-        self._gathered: tuple[int, torch.Tensor] | None = None
+        # Changes of rows before it, the table, and writes to the table.
+        self._gathered: tuple[int, torch.Tensor, int] | None = None
         self.__dict__["collection"] = collection
 
     def register_collection(self) -> None:
@@ -160,16 +160,27 @@ class Embedding(nn.Module):
         In training with gradients it is a look-up of all rows, for a softmax over them: every rank receives the table
         and returns a gradient of its size, and each row is in the next push. As in torch, the row of ``padding_idx``
         has a gradient here. Otherwise it is a copy without gradients, gathered again only after rows have changed, and
-        held until then. Writes to either are lost: use ``load_rows``. To evaluate without the whole table on a rank,
-        look up blocks of rows: ``embedding(torch.arange(first, last))``.
+        held until then. To evaluate without the whole table on a rank, look up blocks of rows:
+        ``embedding(torch.arange(first, last))``.
+
+        Raises:
+            EmbeddingError: the copy that is held was written to.
         """
         if self.training and torch.is_grad_enabled():
             return self._rows(torch.arange(self.num_embeddings, device=self.collection.device))
         changes = self.collection.engine.row_changes
         if self._gathered is None or self._gathered[0] != changes:
             self._gathered = None  # no second table while it is gathered
-            self._gathered = changes, self.collection.gather_table(self.name)
-        return self._gathered[1]
+            with torch.inference_mode(mode=False), torch.no_grad():  # else writes to it are not counted
+                table = self.collection.gather_table(self.name)
+            self._gathered = changes, table, table._version
+        _, table, version = self._gathered
+        if table._version != version:  # this rank alone cannot gather it again
+            raise EmbeddingError(
+                f"table {self.name!r}: its weight was written to, which changes no row",
+                remedy="set rows with load_rows; to change a copy, clone() it first",
+            )
+        return table
 
     def _dense(self, ids: object) -> torch.Tensor | RefusedInput:
         if isinstance(ids, torch.Tensor) and not ids.is_nested and ids.layout == torch.strided:

@@ -46,10 +46,11 @@ def one_buffer(rank: int, one_thread: bool, depth: int) -> str:
     return error_of(loop)
 
 
-def masked_badly(rank: int, one_thread: bool | None, bad: int) -> str:
-    """Train; the loop of the last rank masks an id that no row has. Without the prefetch pipeline if ``one_thread``
-    is None."""
+def masked_badly(rank: int, one_thread: bool | None, bad: int) -> tuple[str, list[int]]:
+    """Train with a tap; the loop of the last rank masks an id that no row has. Without the prefetch pipeline if
+    ``one_thread`` is None. Return the error, and the rows that the tap has counted."""
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=RankLayout(2, 1))
+    tap = flexd.Tap(collection)
     loader: Any = [{"item": Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(4)]
     if one_thread is not None:
         loader = flexd.prefetch(loader, collection, one_thread=one_thread)
@@ -61,7 +62,8 @@ def masked_badly(rank: int, one_thread: bool | None, bad: int) -> str:
             collection(features)["item"].values.sum().backward()
             collection.optimizer.step()
 
-    return error_of(loop)
+    text = error_of(loop)
+    return text, tap._counting.tables[0].drain().rows.tolist()
 
 
 pytestmark = pytest.mark.slow
@@ -156,8 +158,9 @@ def test_a_loader_that_fills_one_buffer_again_is_named(ranks: Ranks, one_thread:
 def test_ids_masked_out_of_range_raise_as_without_prefetch_pipeline(ranks: Ranks, one_thread: bool, bad: int) -> None:
     plain, ahead = (ranks(2).run(masked_badly, each, bad) for each in (None, one_thread))
     assert plain == ahead
-    assert f"row {bad} of table 'item' is outside 0..49" in plain[1]
-    assert "rank 1 has input" in plain[0]
+    assert [rows for _, rows in plain] == [[0, 1, 2, 3]] * 2, "of the two steps before"
+    assert f"row {bad} of table 'item' is outside 0..49" in plain[1][0]
+    assert "rank 1 has input" in plain[0][0]
 
 
 scenarios = st.builds(
