@@ -279,8 +279,10 @@ class StepGradients:
         self.clip = 1.0
 
     def add(self, parts: Sequence[RowGradients]) -> None:
-        """Add gradients of the same step; no chunk was applied in between."""
-        self._finite = self._gate = None
+        """Add gradients of the same step; no chunk was applied in between. As in torch, those that are here stay
+        clipped and unscaled, and the others are neither."""
+        before = self.scaled(self.factor)
+        self._finite, self._gate, self.clip = None, None, 1.0
         # A sum of two numbers a row does not depend on the order in which a holder has them.
         self._parts = [
             RowGradients(
@@ -288,7 +290,7 @@ class StepGradients:
                 *sum_by_index(torch.cat([old.slots, new.slots]), torch.cat([old.grads, new.grads])),
                 sole=old.sole,
             )
-            for old, new in zip(self._parts, parts, strict=True)
+            for old, new in zip(before, parts, strict=True)
         ]
 
     @property
