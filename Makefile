@@ -105,11 +105,14 @@ e2e-ops: $(STAMP) ops-tools
 	$(BIN)/python -m pytest -rs tests/e2e/test_ops.py tests/deploy
 
 # atheris is installed here and not by the dev extra: only this target needs it, and it has no wheel for every Python.
+# Then sequences of legal and illegal calls of the trainer's side.
 FUZZ_SECONDS ?= 60
+MISUSE_EXAMPLES ?= 100
 fuzz: $(STAMP)
 	$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "atheris>=2.3"
 	$(BIN)/python tools/fuzz.py decode --seconds $(FUZZ_SECONDS)
 	$(BIN)/python tools/fuzz.py snapshot --seconds $(FUZZ_SECONDS)
+	FLEXD_MISUSE_EXAMPLES=$(MISUSE_EXAMPLES) $(PYTEST) tests/embedding/test_api_misuse.py --hypothesis-profile=random
 
 # Kill rate by module of PATHS, of up to MUTATE="--sample N" mutants each (40), judged by the tests of the same folder.
 # mutmut is installed here and not by the dev extra: only this target needs it.

@@ -45,6 +45,9 @@ OF_ONE_RANK = ("other mode", "other rows", "other loop")
 """With one rank they are legal."""
 FATAL = ("other rate", "skips a step", "raises", "extra look-up", "leaves", "leaves a loop", "closes")
 """Calls of one rank after which training ends on all of them."""
+MAY_END_IN_GLOO = ("skips a step", "leaves a loop")
+"""Of these: one rank looks rows up where the others push gradients, and gloo ends a process that receives more than it
+expects."""
 
 
 @dataclass(frozen=True)
