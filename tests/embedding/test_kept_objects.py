@@ -1,4 +1,4 @@
-"""What flexd keeps of the trainer's between two calls is a copy, or is named: changing it afterwards changes nothing.
+"""Objects of the trainer that flexd keeps between two calls may be changed afterwards without any effect, or an error.
 
 Batches announced to ``flexd.prefetch`` are in ``prefetch/test_pipeline.py``, those kept by a tap in ``test_tap.py``.
 """
