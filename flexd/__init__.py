@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from flexd.core.placement import RankLayout
     from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
+    from flexd.embedding.checkpoint.changed_tables import ChangedTables
     from flexd.embedding.checkpoint.series import CheckpointSeries
     from flexd.embedding.checkpoint.sharded_state import ShardedState
     from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Adagrad": "flexd.embedding.row_optimizers",
     "Adam": "flexd.embedding.row_optimizers",
+    "ChangedTables": "flexd.embedding.checkpoint.changed_tables",
     "CheckpointSeries": "flexd.embedding.checkpoint.series",
     "DenseAdam": "flexd.embedding.row_optimizers",
     "Embedding": "flexd.embedding.embedding",
@@ -55,6 +57,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "ChangedTables",
     "CheckpointSeries",
     "DenseAdam",
     "Embedding",

@@ -6,7 +6,7 @@ for, so no rank has a whole table. A save and a load need the memory of one more
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flexd.core.errors import CheckpointError
+from flexd.embedding.checkpoint.changed_tables import TablePaths, TableStates
 from flexd.embedding.checkpoint.sharded_state import CPU, as_dtensor, block_of, raise_if_any_rank_refuses, saved_tables
 from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute
 from flexd.embedding.store.slow.tiered_rows import RowColumn
@@ -55,7 +56,8 @@ class ModelState:
         with self._tables.left_out_of_state_dict():
             state: dict[str, Any] = dict(self._model.state_dict())
         saved = _saved(self._tables, _weights(self._tables), self._device)
-        return state | {weight: value for (weight, _), value in saved.items()}
+        state |= {weight: value for (weight, _), value in saved.items()}
+        return TableStates(state, _paths(self._tables, {key: (key[0],) for key in _weights(self._tables)}))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Collective. Load the dense state and the tables. The optimizer state of the rows does not change.
@@ -64,7 +66,7 @@ class ModelState:
             CheckpointError: on every rank, if a table is missing on any or is of another shape or dtype.
         """
         weights = _weights(self._tables)
-        _load(self._tables, weights, {key: state[key[0]] for key in weights if key[0] in state})
+        _load(self._tables, weights, {key: state[key[0]] for key in weights if key[0] in state}, state)
         with self._tables.left_out_of_state_dict():
             self._model.load_state_dict({key: value for key, value in state.items() if (key, "") not in weights})
 
@@ -89,7 +91,8 @@ class FusedOptimizerState:
         state: dict[str, dict[str, torch.Tensor]] = {weight: {} for weight, _ in _weights(self._tables)}
         for (weight, name), value in _saved(self._tables, _states(self._tables), self._device).items():
             state[weight][name] = value
-        return {"state": state}
+        paths = {(weight, name): ("state", weight, name) for weight, name in _states(self._tables)}
+        return TableStates({"state": state}, _paths(self._tables, paths))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Collective. Load the state of all tables, and the number of steps if it was given.
@@ -106,7 +109,8 @@ class FusedOptimizerState:
                 remedy="FusedOptimizerState(tables, steps=...)",
             )
         found, states = state.get("state", {}), _states(self._tables)
-        _load(self._tables, states, {(w, name): found[w][name] for w, name in states if name in found.get(w, {})})
+        given = {(weight, name): found[weight][name] for weight, name in states if name in found.get(weight, {})}
+        _load(self._tables, states, given, state)
         if self._steps is not None:
             self._tables.engine.steps = self._steps
 
@@ -121,15 +125,21 @@ class _Part:
 
     Attributes:
         by_row: one number per row.
+        rows: that a checkpoint has.
     """
 
     homes: TableHomes
     held: RowColumn
     by_row: bool
+    rows: int
+
+    @property
+    def table(self) -> str:
+        return self.homes.homes.keyspace.tables[self.homes.table].name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.homes.rows,) if self.by_row else (self.homes.rows, self.held.shape[1])
+        return (self.rows,) if self.by_row else (self.rows, self.held.shape[1])
 
 
 def _weights(tables: ReplacedTables) -> dict[_Key, _Part]:
@@ -150,7 +160,15 @@ def _parts(tables: ReplacedTables) -> dict[_Key, _Part]:
             names = [("", False), *_NAMES_OF_STATE[one.spec.optimizer]]
             for (name, by_row), held in zip(names, one.columns.values(), strict=table.trainable):
                 key = weight, f"{config.name}.{name}" if name else ""
-                found[key] = _Part(one.homes, held, by_row)
+                found[key] = _Part(one.homes, held, by_row, one.rows)
+    return found
+
+
+def _paths(tables: ReplacedTables, paths: Mapping[_Key, tuple[str, ...]]) -> TablePaths:
+    found: dict[str, tuple[int, tuple[tuple[str, ...], ...]]] = {}
+    for key, part in _parts(tables).items():
+        if key in paths:
+            found[part.table] = part.rows, (*found.get(part.table, (0, ()))[1], paths[key])
     return found
 
 
@@ -164,22 +182,39 @@ def _saved(tables: ReplacedTables, parts: Mapping[_Key, _Part], device: torch.de
     return state
 
 
-def _load(tables: ReplacedTables, parts: Mapping[_Key, _Part], state: Mapping[_Key, Any]) -> None:
-    """Collective. Write blocks of rows, in the form of ``_saved``, to their homes."""
+def _load(
+    tables: ReplacedTables, parts: Mapping[_Key, _Part], state: Mapping[_Key, Any], whole: Mapping[str, Any]
+) -> None:
+    """Collective. Write blocks of rows, in the form of ``_saved``, to their homes.
+
+    Args:
+        whole: the state dict with which the caller was called.
+    """
     faults = []
+    if isinstance(whole, TableStates) and (saved_rows := whole.saved_rows) is not None:
+        if tables.steps and any(saved_rows[part.table] < part.rows for part in parts.values()):
+            faults = [f"new rows would begin with values of step {tables.steps}"]
+            raise_if_any_rank_refuses(
+                tables, faults, remedy="load the ModelState first, before any step, or call reset_parameters() before"
+            )
+        parts = {key: replace(part, rows=rows) for key, part in parts.items() if (rows := saved_rows[part.table])}
     for key, part in parts.items():
         name, expected, value = " ".join(key).strip(), (part.shape, part.held.dtype), state.get(key)
-        whole = isinstance(value, DTensor) or (torch.is_tensor(value) and tables.layout.world_size == 1)
-        if value is None or not whole:
+        is_whole = isinstance(value, DTensor) or (torch.is_tensor(value) and tables.layout.world_size == 1)
+        if value is None or not is_whole:
             faults.append(f"{name} is {'missing' if value is None else f'a {type(value).__name__}, not a DTensor'}")
         elif (tuple(value.shape), value.dtype) != expected:
             faults.append(f"{name} is {tuple(value.shape)} {value.dtype}, not {expected[0]} {expected[1]}")
-        elif block_of(value).shape[0] != len(part.homes.blocks()[tables.rank]):
+        elif block_of(value).shape[0] != len(part.homes.blocks(part.rows)[tables.rank]):
             faults.append(f"{name} is not divided into blocks of rows over all ranks")
-    raise_if_any_rank_refuses(tables, faults, remedy="replace a model with the tables and optimizer of the checkpoint")
+    raise_if_any_rank_refuses(
+        tables, faults,
+        remedy="replace a model with the tables and optimizer of the checkpoint, or, for new and enlarged tables, load "
+        "with dcp.load(..., planner=flexd.ChangedTables())",
+    )  # fmt: skip
     tables.engine.before_rows_load()
     tables.drop_lookup()
     with tables.traffic.uncounted(), torch.no_grad():
         for key, part in parts.items():
             block = block_of(state[key]).view(-1, part.held.shape[1])
-            distribute(tables.engine.groups.world, part.homes, [part.held], part.homes.blocks(), [block])
+            distribute(tables.engine.groups.world, part.homes, [part.held], part.homes.blocks(part.rows), [block])

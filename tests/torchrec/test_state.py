@@ -3,16 +3,21 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torchrec
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingBagConfig, EmbeddingConfig
 
+import flexd
 from flexd.core.placement import RankLayout
 from flexd.torchrec import FusedOptimizerState, ModelState, replace
-from tests.support.collection_jobs import whole_state_dict
-from tests.support.rank_pool import RankPool
+from tests.support.collection_jobs import as_numpy, whole_state_dict
+from tests.support.rank_pool import RankPool, error_of
 from tests.support.torchrec_models import ROWS, Ranker, batch, every_second_row, make
 
 
@@ -139,3 +144,68 @@ def test_state_of_one_rank_is_written_and_read(tmp_path: Path) -> None:
         if "step" not in name:
             assert torch.equal(value, whole_state_dict(second)[name]), name
     assert torch.equal(saved.over.weight, loaded.over.weight)
+
+
+class Changing(torch.nn.Module):
+    """A bag collection and a sequence collection of the given tables."""
+
+    def __init__(self, bags: dict[str, int], rows: dict[str, int]) -> None:
+        super().__init__()
+        torch.manual_seed(sum(bags.values()))
+        self.bags = torchrec.EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(name=name, num_embeddings=size, embedding_dim=4, feature_names=[name])
+                for name, size in bags.items()
+            ]
+        )
+        self.items = torchrec.EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(name=name, num_embeddings=size, embedding_dim=8, feature_names=[name])
+                for name, size in rows.items()
+            ]
+        )
+        for module in (self.bags, self.items):
+            apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+        self.over = torch.nn.Linear(2, 1)
+
+    def forward(self, rank: int) -> torch.Tensor:
+        names = [config.name for config in (*self.bags.embedding_bag_configs(), *self.items.embedding_configs())]
+        ids = torch.arange(rank, 15, 2)
+        kjt = torchrec.KeyedJaggedTensor.from_lengths_sync(
+            keys=names, values=ids.repeat(len(names)), lengths=torch.full((len(names),), len(ids))
+        )
+        return self.bags(kjt).values().sum() + sum(rows.values().square().sum() for rows in self.items(kjt).values())
+
+
+def changed(rank: int, layout: RankLayout, path: str) -> dict[str, Any]:
+    """Save, and load a model with a larger ``user``, with ``more`` and without ``tag`` and ``item``."""
+    found = []
+    for bags, rows in (({"user": 19, "tag": 17}, {"word": 16, "item": 15}), ({"user": 31, "more": 21}, {"word": 16})):
+        model = Changing(bags, rows)
+        tables = replace(model, layout=layout)
+        state = {"model": ModelState(model, tables), "optimizer": FusedOptimizerState(tables)}
+        if found:
+            found.append(whole_state_dict(tables))
+            dcp.load(state, checkpoint_id=path, planner=flexd.ChangedTables())
+            found.append(whole_state_dict(tables))
+            model(rank).backward()
+            tables.optimizer.step()
+            text = error_of(dcp.load, state, checkpoint_id=path, planner=flexd.ChangedTables())
+        else:
+            for _ in range(2):
+                model(rank).backward()
+                tables.optimizer.step()
+            dcp.save(state, checkpoint_id=path)
+            found.append(whole_state_dict(tables))
+    return {"saved": as_numpy(found[0]), "before": as_numpy(found[1]), "loaded": as_numpy(found[2]), "text": text}
+
+
+def test_a_model_with_other_tables_loads_what_it_has_in_common(pair: RankPool, tmp_path: Path) -> None:
+    for result in pair.run(changed, RankLayout(2, 1), str(tmp_path)):
+        saved, before, loaded = result["saved"], result["before"], result["loaded"]
+        for name, kept in (("user", 19), ("more", 0), ("word", 16)):
+            for key in (f"embeddings.{name}.weight", f"optimizer.rowwise_adagrad.{name}.sum"):
+                if kept:
+                    np.testing.assert_array_equal(loaded[key][:kept], saved[key][:kept], err_msg=key)
+                np.testing.assert_array_equal(loaded[key][kept:], before[key][kept:], err_msg=key)
+        assert "new rows would begin with values of step 1 - load the ModelState first" in result["text"]

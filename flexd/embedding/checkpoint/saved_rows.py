@@ -22,7 +22,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -239,6 +239,13 @@ _MARK = b"flexrows"
 _SLOT_TYPES = {0: None, 4: np.dtype("<u4"), 8: np.dtype("<i8")}
 _DAMAGED = "load an earlier checkpoint"
 
+ChangedTablesOption = Literal["init", "error"]
+_OTHER_TABLES = "construct the collection with the tables and optimizer of the checkpoint"
+_USE_INIT = (
+    ', or load with changed_tables="init": tables and rows that the checkpoint lacks begin from their seed, and tables '
+    "that the collection lacks are left out"
+)
+
 
 @dataclass(frozen=True)
 class RowWindow:
@@ -385,22 +392,28 @@ class SavedTables:
         specs = [TableSpec(**{name: table[name] for name in table if name != "read_only"}) for table in tables]
         self.saved, self._keyspace = KeySpace(specs, read_only), keyspace
 
-    def check(self) -> None:
-        """Raise CheckpointError if the tables of the save differ from those of this job."""
+    def check(self, changed_tables: ChangedTablesOption) -> list[str]:
+        """Return the differences between the tables of the save and those of this job.
+
+        Raises:
+            CheckpointError: there are some, and ``changed_tables`` is "error", or rows of the save do not fit.
+        """
         here = {table.name: replace(table, sharding=ROW_WISE) for table in self._keyspace.tables}  # as every save
         there = {table.name: table for table in self.saved.tables}
-        found = [f"table {name!r} is missing" for name in here if name not in there]
-        found += [f"table {name!r} is unknown to the collection" for name in there if name not in here]
-        found += [
-            f"table {name!r} is {_text(there[name])} in the checkpoint and {_text(table)} in the collection"
-            for name, table in here.items()
-            if name in there and there[name] != table
-        ]
-        if found:
-            raise CheckpointError(
-                "; ".join(found), remedy="construct the collection with the tables and optimizer of the checkpoint"
-            )
-        if differ := sorted(self._keyspace.read_only ^ self.saved.read_only):
+        changes = [f"table {name!r} is missing in the checkpoint" for name in here if name not in there]
+        changes += [f"table {name!r} is unknown to the collection" for name in there if name not in here]
+        refused = [] if here.keys() & there.keys() else ["no table of the checkpoint is in the collection"]
+        for name, table in here.items():
+            if name in there and there[name] != table:
+                enlarged = replace(there[name], rows=table.rows) == table and table.rows > there[name].rows
+                (changes if enlarged else refused).append(
+                    f"table {name!r} is {_text(there[name])} in the checkpoint and {_text(table)} in the collection"
+                )
+        if changed_tables not in get_args(ChangedTablesOption):
+            refused.append(f"changed_tables={changed_tables!r}, which is not 'init' or 'error'")
+        if refused or (changes and changed_tables == "error"):
+            raise CheckpointError("; ".join(refused + changes), remedy=_OTHER_TABLES + ("" if refused else _USE_INIT))
+        if differ := sorted((self._keyspace.read_only ^ self.saved.read_only) & here.keys() & there.keys()):
             frozen = differ[0] in self._keyspace.read_only
             raise CheckpointError(
                 f"tables {', '.join(differ)} "
@@ -409,18 +422,22 @@ class SavedTables:
                 ),
                 remedy=f"{'unfreeze' if frozen else 'freeze'} them before it is loaded",
             )
+        return changes
 
     def groups(self, saved_group: int) -> list[int]:
         """Return the dim-groups of this job that have the tables of one of the save: several if read-only tables stand
-        between them here."""
-        here = [self._keyspace.index[self.saved.tables[at].name] for at in self.saved.groups[saved_group].tables]
+        between them here, none if it has none of the tables."""
+        names = [self.saved.tables[table].name for table in self.saved.groups[saved_group].tables]
+        here = [self._keyspace.index[name] for name in names if name in self._keyspace.index]
         return sorted({int(self._keyspace.group_of_table[table]) for table in here})
 
     def keys(self, keys: Int64Array) -> Int64Array:
-        """int64 [n] keys of the save -> int64 [n] keys of this job."""
+        """int64 [n] keys of the save -> int64 [n] keys of this job, ``NO_KEY`` for rows of tables that it lacks."""
         tables, rows = self.saved.table_rows(keys)
-        here = np.array([self._keyspace.first_key[self._keyspace.index[table.name]] for table in self.saved.tables])
-        return here[tables] + rows
+        index = self._keyspace.index
+        kept = np.array([table.name in index for table in self.saved.tables])
+        here = np.array([self._keyspace.first_key[index.get(table.name, 0)] for table in self.saved.tables])
+        return np.where(kept[tables], here[tables] + rows, NO_KEY)
 
 
 def load_rows_of(
@@ -436,13 +453,16 @@ def load_rows_of(
     with ExitStack() as opened:
         readers = [opened.enter_context(closing(read_windows(directory / file.name))) for file in mine]
         for saved_group in range(len(tables.saved.groups)):
-            groups = tables.groups(saved_group)
-            row_bytes = stores[groups[0]].row_bytes
             windows = (
                 window
                 for reader, file in zip(readers, mine, strict=True)
                 for window in islice(reader, file.windows[saved_group])
             )
+            if not (groups := tables.groups(saved_group)):
+                for _ in windows:  # what follows in the files is read from there on
+                    pass
+                continue
+            row_bytes = stores[groups[0]].row_bytes
             rounds = torch.tensor([sum(file.windows[saved_group] for file in mine)], device=device)
             world.all_reduce(rounds, dist.ReduceOp.MAX)
             for _ in range(int(rounds)):
@@ -452,7 +472,7 @@ def load_rows_of(
                 if window is not None:
                     keys = tables.keys(window.slots * window.key_step + window.first_key)
                     packed = torch.from_numpy(window.packed).to(device)
-                of_row = keyspace.group_of(keys)
+                of_row = keyspace.group_of(keys)  # -1 for rows of tables that this job lacks
                 for group in groups:
                     store, own = stores[group], np.flatnonzero(of_row == group)
                     addresses = store.homes.addresses(torch.from_numpy(keys[own]).to(device))

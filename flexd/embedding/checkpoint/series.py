@@ -22,6 +22,7 @@ import torch
 
 from flexd.core.errors import CheckpointError, FlexdError
 from flexd.embedding.checkpoint.saved_rows import (
+    ChangedTablesOption,
     Manifest,
     SavedTables,
     SeriesDirectory,
@@ -32,7 +33,7 @@ from flexd.embedding.checkpoint.saved_rows import (
     table_fields,
     write_rows,
 )
-from flexd.embedding.checkpoint.sharded_state import raise_if_any_rank_refuses
+from flexd.embedding.checkpoint.sharded_state import begin_untrained, raise_if_any_rank_refuses
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.replicas.touched_rows import RowBits, mark, none_set, positions_of, union_of
 from flexd.embedding.step import StepMoments
@@ -140,26 +141,32 @@ class CheckpointSeries:
         return saved
 
     @torch.no_grad()
-    def load(self, number: int | None = None) -> LoadedCheckpoint:
+    def load(self, number: int | None = None, *, changed_tables: ChangedTablesOption = "error") -> LoadedCheckpoint:
         """Collective. Replace all rows, their optimizer state and the number of steps by those of a checkpoint.
 
         Any number of ranks can load it. What it builds on is loaded first, each file read by one rank.
 
         Args:
             number: of the checkpoint; None: the newest.
+            changed_tables: "error": the tables are those of the checkpoint. "init": tables that it lacks, and rows
+                behind those that it has of a table, keep the collection's values, which are those of the seed if it
+                was not trained before, and are set to them if it was; tables that the collection lacks are left out.
+                A warning names them.
 
         Raises:
             CheckpointError: on every rank, if there is no such checkpoint, one that it builds on is missing, files are
                 missing or damaged, or it is of other tables. The collection is unchanged.
         """
         collection = self._collection
-        chain, state = self._read_chain(number)
+        chain, state, changes = self._read_chain(number, changed_tables)
         stores, world = collection.engine.stores, collection.engine.groups.world
-        tables = SavedTables(chain[0].tables, collection.keyspace)
         collection.engine.before_rows_load()
+        if changes:
+            begin_untrained(collection)
         try:
             with collection.traffic.uncounted():
                 for manifest in chain:
+                    tables = SavedTables(manifest.tables, collection.keyspace)
                     load_rows_of(self._directory.path / manifest.name, manifest, tables, world, stores)
         except FlexdError as error:
             collection.engine.guard.publish(error)  # the other ranks wait for rows
@@ -168,7 +175,10 @@ class CheckpointSeries:
         collection.engine.steps = newest.steps
         if self._marks.active:
             self._marks.begin()
-        self._newest, self._length = newest, len(chain)
+        # What changes later does not build on a checkpoint that has other tables.
+        self._newest, self._length = None if changes else newest, len(chain)
+        if changes and collection.rank == 0:
+            logger.warning("%s is of other tables: %s", newest.name, "; ".join(changes))
         interrupted = tuple(other for other in self._directory.interrupted() if other > newest.number)
         for other in interrupted if collection.rank == 0 else ():
             logger.warning(
@@ -224,8 +234,10 @@ class CheckpointSeries:
                 self._directory.complete(manifest)
         return manifest
 
-    def _read_chain(self, number: int | None) -> tuple[list[Manifest], Any]:
-        """Collective. Return a checkpoint with all that it builds on, and its other state.
+    def _read_chain(
+        self, number: int | None, changed_tables: ChangedTablesOption
+    ) -> tuple[list[Manifest], Any, list[str]]:
+        """Collective. Return a checkpoint with all that it builds on, its other state, and how tables have changed.
 
         Raises:
             CheckpointError: on every rank, if it cannot be loaded.
@@ -239,13 +251,13 @@ class CheckpointSeries:
         agreed = self._gather(chosen)[0][0]
         with self._on_every_rank(f"cannot read {self._directory.path}"):
             chain = self._directory.chain(agreed)
-            SavedTables(chain[0].tables, collection.keyspace).check()
+            changes = SavedTables(chain[-1].tables, collection.keyspace).check(changed_tables)
             for manifest in chain:
                 mine = manifest.files[collection.rank :: collection.layout.world_size]
                 check_files(self._directory.path / manifest.name, mine)
             if chain[-1].has_state:
                 state = _read_state(self._directory.path / chain[-1].name / _STATE_FILE)
-        return chain, state
+        return chain, state, changes
 
     def _gather(self, numbers: torch.Tensor) -> list[list[int]]:
         with self._collection.traffic.uncounted():

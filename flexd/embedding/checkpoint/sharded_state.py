@@ -12,7 +12,7 @@ Replicas are not saved: after loading they are copied again from their homes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,17 @@ from torch.distributed.tensor import DTensor, Shard
 from flexd.core.errors import CheckpointError
 from flexd.core.keyspace import TableSpec
 from flexd.embedding.checkpoint import table_rows
+from flexd.embedding.checkpoint.changed_tables import TableStates
 from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute, fingerprint
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.store.slow.tiered_rows import RowColumn
 from flexd.embedding.store.store import GroupStore
 
 CPU = torch.device("cpu")
+OTHER_TABLES = (
+    "construct the collection with the tables and optimizer of the checkpoint, or, for new and enlarged tables, load "
+    "with dcp.load(..., planner=flexd.ChangedTables())"
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class SavedTable:
         number: place of the table among all.
         columns: by their names in a checkpoint, the weights first: [slots, c] views into this rank's store.
         owner: the rank that saves it; None if all ranks save blocks of it.
+        rows: that a checkpoint has of it.
     """
 
     number: int
@@ -46,11 +52,12 @@ class SavedTable:
     homes: TableHomes
     columns: Mapping[str, RowColumn]
     owner: int | None
+    rows: int
 
     @property
     def rows_by_rank(self) -> list[range]:
         """The rows that each rank saves."""
-        return self.homes.blocks() if self.owner is None else self.homes.only(self.owner)
+        return self.homes.blocks(self.rows) if self.owner is None else self.homes.only(self.owner, range(self.rows))
 
     @property
     def has_part(self) -> bool:
@@ -107,22 +114,35 @@ class ShardedState:
             if table.has_fingerprint:
                 state[table.fingerprint_key] = torch.tensor(total, dtype=torch.int64)
         state[self._step_key] = torch.tensor(self._engine.steps, dtype=torch.int64)
-        return state
+        return TableStates(
+            state,
+            {
+                table.spec.name: (table.rows, tuple((key,) for key in (*table.columns, table.fingerprint_key)))
+                for table in tables
+            },
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective. Replace all tables, optimizer state and step by those that were saved of equal tables.
+        """Collective. Replace all tables, optimizer state and step by those that were saved of equal tables, or of
+        others if it was loaded with ``flexd.ChangedTables``.
 
         Raises:
             CheckpointError: on every rank, if on any rank tables are missing or of another shape, dtype or optimizer,
                 or if a table differs from the saved one (a torn checkpoint). The collection is unchanged.
         """
         tables = saved_tables(self._collection)
+        changed = False
+        if isinstance(state_dict, TableStates) and (saved_rows := state_dict.saved_rows) is not None:
+            changed = any(saved_rows[table.spec.name] < table.rows for table in tables)
+            tables = [replace(table, rows=rows) for table in tables if (rows := saved_rows[table.spec.name])]
         given = {key: block_of(value) for key, value in state_dict.items() if torch.is_tensor(value)}
         found = {key: (tuple(value.shape), value.dtype) for key, value in state_dict.items() if torch.is_tensor(value)}
         raise_if_any_rank_refuses(self._collection, _differences(self._shapes(tables), found))
         with self._collection.traffic.uncounted(), torch.no_grad():
             self._raise_if_torn(tables, given)
             self._engine.before_rows_load()
+            if changed:
+                begin_untrained(self._collection)
             for table in tables:
                 values = [given[key] for key in table.columns] if table.has_part else []
                 distribute(self._world, table.homes, list(table.columns.values()), table.rows_by_rank, values)
@@ -131,10 +151,10 @@ class ShardedState:
     def _raise_if_torn(self, tables: Sequence[SavedTable], given: Mapping[str, torch.Tensor]) -> None:
         """Collective. Compare the fingerprints of a state with those that were saved with it."""
         sums = torch.zeros(len(tables), dtype=torch.int64, device=self._collection.device)
-        for table in tables:
+        for at, table in enumerate(tables):
             if table.has_part:
                 start = table.rows_by_rank[table.homes.rank].start
-                sums[table.number] = fingerprint(start, [given[key] for key in table.columns])
+                sums[at] = fingerprint(start, [given[key] for key in table.columns])
         self._world.all_reduce(sums)
         differs = [
             table.has_fingerprint and int(given[table.fingerprint_key]) != total
@@ -151,7 +171,7 @@ class ShardedState:
 
     def _shapes(self, tables: Sequence[SavedTable]) -> Shapes:
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            key: ((table.spec.rows, held.shape[1]), held.dtype)
+            key: ((table.rows, held.shape[1]), held.dtype)
             for table in tables
             if table.has_part
             for key, held in table.columns.items()
@@ -181,7 +201,7 @@ def saved_tables(collection: EmbeddingCollection) -> list[SavedTable]:
             owner = min(before * world_size // total, world_size - 1)
             before += size
         homes = TableHomes(collection.engine.homes, table, collection.rank)
-        tables.append(SavedTable(number, collection.keyspace.tables[table], homes, columns, owner))
+        tables.append(SavedTable(number, collection.keyspace.tables[table], homes, columns, owner, homes.rows))
     return tables
 
 
@@ -230,11 +250,17 @@ def _text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{' x '.join(map(str, shape)) or 'a number'} {str(dtype).removeprefix('torch.')}"
 
 
+def begin_untrained(collection: EmbeddingCollection) -> None:
+    """Local. Set all rows to their initial values if they were trained: those that a checkpoint lacks keep them."""
+    if collection.steps:
+        collection.reset_parameters()
+
+
 def raise_if_any_rank_refuses(
     collection: EmbeddingCollection,
     faults: list[str],
     *,
-    remedy: str = "construct the collection with the tables and optimizer of the checkpoint",
+    remedy: str = OTHER_TABLES,
 ) -> None:
     """Collective. Raise CheckpointError on every rank if any rank has faults."""
     worst = torch.tensor([collection.rank + 1 if faults else 0], device=collection.device)

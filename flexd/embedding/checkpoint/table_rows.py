@@ -40,10 +40,12 @@ class TableHomes:
     def world_size(self) -> int:
         return self.homes.layout.world_size
 
-    def blocks(self) -> list[range]:
-        """Return consecutive rows for each rank, equal to those of ``torch.chunk`` and DTensor's ``Shard``."""
-        each = -(-self.rows // self.world_size)
-        ends = [min(rank * each, self.rows) for rank in range(self.world_size + 1)]
+    def blocks(self, rows: int | None = None) -> list[range]:
+        """Return consecutive rows for each rank, equal to those of ``torch.chunk`` and DTensor's ``Shard``, of the
+        first ``rows``, default all."""
+        rows = self.rows if rows is None else rows
+        each = -(-rows // self.world_size)
+        ends = [min(rank * each, rows) for rank in range(self.world_size + 1)]
         return [range(ends[rank], ends[rank + 1]) for rank in range(self.world_size)]
 
     def only(self, rank: int, rows: range | None = None) -> list[range]:
