@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCHREC := $(VENV)/.torchrec
 RECBOLE := $(VENV)/.recbole
+FRAMEWORKS := .venv-frameworks
 
-.PHONY: lock fuzz mutate demo demo-kafka test test-all test-torch-floor lint types imports docs bench chaos soak venv compiled torchrec recbole manifests ops-tools e2e-ops clean
+.PHONY: lock fuzz mutate demo demo-kafka test test-all test-torch-floor lint types imports docs bench chaos soak venv compiled torchrec recbole frameworks manifests ops-tools e2e-ops clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -37,7 +38,7 @@ else
 	$(call run_tests, and not long,)
 endif
 
-test-all: $(STAMP) $(RECBOLE)
+test-all: $(STAMP) $(RECBOLE) $(FRAMEWORKS)/.installed
 	$(call run_tests,,--hypothesis-profile=random)
 
 # The trainer's side with the oldest torch that pyproject.toml allows, in an environment of its own (several GB).
@@ -155,5 +156,15 @@ $(RECBOLE): $(STAMP)
 	$(PIP_INSTALL) -c constraints.txt colorama pandas scikit-learn tqdm
 	touch $(RECBOLE)
 
+# Third-party trainers for examples/lightning_trainer.py and examples/transformers_trainer.py, in an environment of their
+# own: they bring sixty packages. Tests of the examples skip without it.
+frameworks: $(FRAMEWORKS)/.installed
+
+$(FRAMEWORKS)/.installed: constraints.txt
+	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
+		torch lightning==2.6.6 transformers==5.24.0 accelerate==1.15.0
+	touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
+	rm -rf $(VENV) $(FRAMEWORKS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info

@@ -20,7 +20,7 @@ class UsageWarningKind(StrEnum):
     ROW_COUNTS = "row_counts"
     # The loop changed ids that ``flexd.prefetch`` had located, so that they were located again.
     CHANGED_IDS = "changed_ids"
-    # ``state_dict()`` was called on some ranks only.
+    # ``state_dict()`` was called on some ranks only, or its part was dropped on some and written on others.
     PARTIAL_STATE_DICT = "partial_state_dict"
     # Ranks have other seeds, or gave other values for the same rows.
     DIFFERING_SEEDS = "differing_seeds"

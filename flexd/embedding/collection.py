@@ -120,6 +120,9 @@ class EmbeddingCollection(TableAccess):
         slow_memory_dir: directory of a rank's file of cold rows, on a disk of its own machine; default: host memory.
         rules: sharding types and pooling places that ``flexd shard --for flexd`` planned, instead of those of
             ``tables``.
+        full_state_dict: ``state_dict()``, then collective, has whole tables with their optimizer state on rank 0, in
+            host memory, and nothing of them on other ranks: for frameworks that write rank 0's and load it on all. At
+            most 16 GiB. Any number of ranks can load it, with or without this.
         seed: seed of the initial values; the same seed gives the same tables on any number of ranks.
         device: of the tables; default ``torch.get_default_device()``. In a model that is constructed on ``meta`` give
             it: the tables of a rank are made at once, with their initial values.
@@ -127,7 +130,8 @@ class EmbeddingCollection(TableAccess):
     Raises:
         TopologyError: layout and process group or ``rules`` disagree, or ranks have different tables or settings.
         EmbeddingError: two tables read the same feature, the replica budget is malformed, a table is pooled at the
-            owner, ``rules`` are not of these tables, or the device is ``meta``.
+            owner, ``rules`` are not of these tables, the device is ``meta``, or whole tables are too large for
+            ``full_state_dict``.
     """
 
     pools: ClassVar[bool] = False
@@ -148,6 +152,7 @@ class EmbeddingCollection(TableAccess):
         fast_memory_bytes: int | None = None,
         slow_memory_dir: str | os.PathLike[str] | None = None,
         rules: TableRules | str | Path | None = None,
+        full_state_dict: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
@@ -172,12 +177,17 @@ class EmbeddingCollection(TableAccess):
         self.given_exchange = exchange
         self.replica_slots = self._slots(replica_fraction, replica_slots)
         """Of each dim-group, as if no table were read only."""
+        self.full_state_dict = full_state_dict
+        if full_state_dict:
+            from flexd.embedding.checkpoint.full_state import check_full_size
+
+            check_full_size(self.keyspace.tables)
         self._seed = seed
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
         """Called with the input of every forward pass for training, after its look-up; must not raise."""
         # The innermost of such contexts holds: no other tensor is made on the caller's default device.
         with torch.device("cpu"):
-            settings = exchange, comm_dtype, average_gradients, max_migration_bytes_per_step
+            settings = exchange, comm_dtype, average_gradients, max_migration_bytes_per_step, full_state_dict
             self.traffic = Traffic()
             self.traffic.phases = PhaseMeter(self.device)
             self._groups = ChainGroups(layout or layout_from_environment(), self.traffic, self.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 if TYPE_CHECKING:
     from flexd.embedding.checkpoint.table_rows import TableHomes
+    from flexd.embedding.collection import EmbeddingCollection
 
 
 class TableAccess(nn.Module):
@@ -137,9 +138,9 @@ class TableAccess(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         from flexd.embedding.checkpoint.local_state import save_local
 
-        save_local(self.engine, destination, prefix)
+        save_local(cast("EmbeddingCollection", self), destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         from flexd.embedding.checkpoint.local_state import load_local
 
-        load_local(self.engine, state_dict, prefix, *args[2:5])
+        load_local(cast("EmbeddingCollection", self), state_dict, prefix, *args[2:5])

@@ -134,11 +134,11 @@ def test_the_rehearsal_has_the_cluster_of_the_demo() -> None:
     assert ROOT / settings["topology"]["file"] == EXAMPLES / "rehearsal_cluster.yaml"
 
 
-def printed(*command: str) -> list[float]:
+def printed(*command: str, python: str = sys.executable) -> list[float]:
     """Return the figures that a script prints. Lines of two ranks may be in one."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
+        [python, *command], capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -157,3 +157,29 @@ def test_two_ranks_have_the_losses_and_metrics_of_plain_recbole(loss: str, learn
     launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_ports(1)[0]))
     of_ranks = printed(*launch, "examples/recbole_sasrec.py", *options)
     assert sorted(of_ranks) == pytest.approx(sorted(plain * 2), abs=1e-9, rel=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("script", "checkpoint"), [("lightning_trainer.py", "epoch=1.ckpt"), ("transformers_trainer.py", "checkpoint-16")]
+)
+def test_a_framework_of_two_ranks_has_the_losses_of_one_process_and_resumes_on_one_or_two(
+    script: str, checkpoint: str, tmp_path: Path
+) -> None:
+    """Validation after each epoch, with clipping and accumulation; each epoch is saved in the framework's own way."""
+    python = ROOT / ".venv-frameworks" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("make frameworks")
+
+    def losses(ranks: int, name: str, *options: str) -> list[float]:
+        launch = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_ports(1)[0]))
+        command = (f"examples/{script}", "--directory", str(tmp_path / name), *options)
+        return printed(*(launch if ranks > 1 else ()), *command, python=str(python))
+
+    plain = losses(1, "plain", "--plain")
+    assert len(plain) == 3
+    assert plain[2] < plain[0] - 0.3, "training must reduce the loss"
+    assert losses(2, "first", "--epochs", "2") == pytest.approx(plain[:2], abs=1e-9, rel=0)
+    saved = str(tmp_path / "first" / checkpoint)
+    for ranks in (1, 2):
+        assert losses(ranks, f"of {ranks}", "--resume", saved) == pytest.approx(plain[2:], abs=1e-9, rel=0)

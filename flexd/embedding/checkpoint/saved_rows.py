@@ -12,12 +12,13 @@ ends.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 import struct
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -40,6 +41,8 @@ from flexd.embedding.store.store import GroupStore
 
 if TYPE_CHECKING:
     from flexd.embedding.checkpoint.series import HomeRows
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Of a save: of its manifest and of its files of rows."""
@@ -185,7 +188,14 @@ class SeriesDirectory:
             (self.path / save_name(number)).rename(removing)
             shutil.rmtree(removing)
 
-    def _manifest(self, number: int) -> Manifest:
+    def rotate_or_warn(self, keep: int) -> None:
+        """As ``rotate``; saves that cannot be removed stay, with a warning."""
+        try:
+            self.rotate(keep)
+        except (OSError, CheckpointError) as error:
+            logger.warning("old checkpoints of %s stay: %s", self.path, error)
+
+    def manifest(self, number: int) -> Manifest:
         path = self.path / save_name(number) / _MANIFEST
         try:
             return Manifest.from_json(path.read_text())
@@ -200,14 +210,14 @@ class SeriesDirectory:
             wanted = "complete checkpoint" if number is None else f"complete {save_name(number)}"
             began = "".join(f"; {save_name(n)} was being written when its job ended" for n in self.interrupted())
             raise CheckpointError(f"{self.path} has no {wanted}{began}", remedy=_OTHER_DIRECTORY)
-        found = [self._manifest(present[-1] if number is None else number)]
+        found = [self.manifest(present[-1] if number is None else number)]
         while (base := found[-1].base) is not None:
             needs = f"{self.path / found[0].name} needs {save_name(base)}"
             if base not in present:
                 raise CheckpointError(
                     f"{needs}, which is not there: it was rotated away or removed", remedy=_OTHER_DIRECTORY
                 )
-            below = self._manifest(base)
+            below = self.manifest(base)
             if below.identity != found[-1].base_identity:
                 raise CheckpointError(f"{needs}, and the one that is there is another", remedy=_OTHER_DIRECTORY)
             found.append(below)
@@ -327,27 +337,44 @@ def _read_window(path: Path, file: BinaryIO, left: int) -> tuple[RowWindow, int]
     return window, _HEADER.size + len(listed) + packed.nbytes
 
 
-def write_rows(path: Path, stores: Sequence[GroupStore], rows: HomeRows) -> SavedFile:
-    """Write home rows of this rank, with their state, into a new file, which is on the disk then.
+def windows_of(stores: Sequence[GroupStore], rows: HomeRows) -> Iterator[RowWindow]:
+    """Yield copies of home rows of this rank, with their state, in host memory.
+
+    Raises:
+        SlowMemoryError: rows cannot be read.
+    """
+    for group, store in enumerate(stores):
+        most = max(1, table_rows.MAX_WINDOW_BYTES // (_KEY_BYTES + store.row_bytes))
+        for slots in rows.slots(group, most):
+            window = _window(store, group, slots)
+            if len(window.slots):
+                yield window
+
+
+def write_windows(path: Path, windows: Iterable[RowWindow], groups: int) -> SavedFile:
+    """Write windows of so many dim-groups into a new file, which is on the disk then.
 
     Raises:
         OSError: the file exists or cannot be written.
-        SlowMemoryError: rows cannot be read.
     """
-    windows = [0] * len(stores)
+    counts = [0] * groups
     nbytes = written = 0
     with path.open("xb") as file:
-        for group, store in enumerate(stores):
-            most = max(1, table_rows.MAX_WINDOW_BYTES // (_KEY_BYTES + store.row_bytes))
-            for slots in rows.slots(group, most):
-                window = _window(store, group, slots)
-                if len(window.slots):
-                    nbytes += write_window(file, window)
-                    written += len(window.slots)
-                    windows[group] += 1
+        for window in windows:
+            nbytes += write_window(file, window)
+            written += len(window.slots)
+            counts[window.group] += 1
         file.flush()
         os.fsync(file.fileno())
-    return SavedFile(path.name, nbytes, written, tuple(windows))
+    return SavedFile(path.name, nbytes, written, tuple(counts))
+
+
+def write_durably(path: Path, content: bytes | memoryview) -> None:
+    """Write a new file, which is on the disk then."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _window(store: GroupStore, group: int, slots: torch.Tensor) -> RowWindow:

@@ -7,23 +7,27 @@ whenever a job ends, and any number of ranks can load it.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from flexd.core.errors import CheckpointError, FlexdError
+from flexd.embedding.checkpoint.background_save import STATE_FILE, BackgroundSave
 from flexd.embedding.checkpoint.saved_rows import (
     ChangedTablesOption,
     Manifest,
+    SavedFile,
     SavedTables,
     SeriesDirectory,
     check_files,
@@ -31,7 +35,8 @@ from flexd.embedding.checkpoint.saved_rows import (
     load_rows_of,
     rank_file,
     table_fields,
-    write_rows,
+    windows_of,
+    write_windows,
 )
 from flexd.embedding.checkpoint.sharded_state import begin_untrained, raise_if_any_rank_refuses
 from flexd.embedding.collection import EmbeddingCollection
@@ -42,8 +47,9 @@ from flexd.embedding.store.store import GroupStore
 
 logger = logging.getLogger(__name__)
 
-_STATE_FILE = "state.pt"
 _WRITE_REMEDY = "make room or give another directory; the checkpoints before it are whole"
+# States of a background save on a rank, in the order in which the worst of all ranks decides.
+_ENDED, _LATE, _FAILED = range(3)
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,8 @@ class CheckpointSeries:
         self._newest: Manifest | None = None
         # Checkpoints from the last one with all rows to ``_newest``.
         self._length = 0
+        # A checkpoint that is written in the background, the rows that it drained, and whether it has all rows.
+        self._pending: tuple[BackgroundSave, HomeRows | None, bool] | None = None
         self._marks = collection.engine.join(ChangedRows, collection.engine.stores)
         settings = torch.tensor([keep, whole_every], device=collection.device)
         differ = any(other != settings.tolist() for other in self._gather(settings))
@@ -109,35 +117,85 @@ class CheckpointSeries:
         if whole_every > 1:
             self._marks.begin()
 
+    @overload
+    def save(self, state: Any = None, *, background: Literal[False] = False) -> Manifest: ...
+
+    @overload
+    def save(self, state: Any = None, *, background: bool) -> Manifest | None: ...
+
     @torch.no_grad()
-    def save(self, state: Any = None) -> Manifest:
+    def save(self, state: Any = None, *, background: bool = False) -> Manifest | None:
         """Collective. Write a checkpoint, and remove those that are not kept any more.
 
         Args:
             state: what ``torch.save`` stores and ``torch.load(weights_only=True)`` reads, for instance the model's and
                 the dense optimizer's ``state_dict()``; that of rank 0 is saved with the rows.
+            background: copy the rows and the state, return None, and let a thread write them while training goes on. It
+                needs host memory for the rows that are written: all of a rank where the checkpoint has all rows. The
+                next ``save``, ``load`` or ``wait`` waits for it first.
 
         Raises:
-            CheckpointError: on every rank, if any cannot write. The checkpoints before stay, and rows that changed are
-                written by the next one.
+            CheckpointError: on every rank, if any cannot write, or could not write the one before in the background.
+                The checkpoints before stay, and rows that changed are written by the next one.
         """
+        self.wait()
         self._collection.engine.settle()
         number, whole = self._begin()
         drained = self._marks.drain() if self._marks.active else None
         try:
             rows = HomeRows(self._collection.engine.stores, None) if whole or drained is None else drained
-            saved = self._write(number, rows, None if whole else self._newest, state)
+            base = None if whole else self._newest
+            if background:
+                started = self._start(number, rows, base, state)
+            else:
+                saved = self._write(number, rows, base, state)
         except BaseException:
-            if drained is not None:
-                self._marks.restore(drained)
+            self._not_saved(drained)
             raise
-        self._length = 1 if whole else self._length + 1
-        self._newest = saved
+        if background:
+            self._pending = started, drained, whole
+            return None
+        self._saved(saved, whole)
         if self._collection.rank == 0:
-            try:
-                self._directory.rotate(self._keep)
-            except (OSError, CheckpointError) as error:
-                logger.warning("old checkpoints of %s stay: %s", self._directory.path, error)
+            self._directory.rotate_or_warn(self._keep)
+        return saved
+
+    def wait(self, timeout_seconds: float | None = None) -> Manifest | None:
+        """Collective. Wait until the checkpoint that is written in the background is complete, and return it; None
+        without one.
+
+        Args:
+            timeout_seconds: default: half the timeout of the process group.
+
+        Raises:
+            CheckpointError: on every rank: any could not write it (rows that changed are written by the next one), or
+                it is still being written after the timeout.
+        """
+        if self._pending is None:
+            return None
+        saving, drained, whole = self._pending
+        wait_seconds = (
+            self._collection.engine.groups.timeout_seconds / 2 if timeout_seconds is None else timeout_seconds
+        )
+        deadline = time.monotonic() + wait_seconds
+        ended = saving.wait_written(wait_seconds)
+        if self._worst(ended, saving.error) == _FAILED:
+            saving.give_up()
+        # That of rank 0 completes the save.
+        ended = saving.join(max(1.0, deadline - time.monotonic()))
+        worst = self._worst(ended, saving.error)
+        text = f"checkpoint {saving.number} of {self._directory.path}"
+        if worst == _LATE:
+            faults = [] if ended else [f"{text} is still being written after {wait_seconds:.0f} s"]
+            raise_if_any_rank_refuses(self._collection, faults, remedy="wait longer: wait(timeout_seconds=...)")
+        self._pending = None
+        if worst == _FAILED:
+            self._not_saved(drained)
+            faults = [f"{text} was not written: {saving.error}"] if saving.error else []
+            raise_if_any_rank_refuses(self._collection, faults, remedy=_WRITE_REMEDY)
+        with self._on_every_rank(f"cannot read {self._directory.path}"):
+            saved = self._directory.manifest(saving.number)
+        self._saved(saved, whole)
         return saved
 
     @torch.no_grad()
@@ -158,6 +216,7 @@ class CheckpointSeries:
                 missing or damaged, or it is of other tables. The collection is unchanged.
         """
         collection = self._collection
+        self.wait()
         chain, state, changes = self._read_chain(number, changed_tables)
         stores, world = collection.engine.stores, collection.engine.groups.world
         collection.engine.before_rows_load()
@@ -192,7 +251,14 @@ class CheckpointSeries:
         return self._directory.numbers()
 
     def close(self) -> None:
-        """Note changed rows no more. Not collective; checkpoints stay."""
+        """Note changed rows no more. Not collective; checkpoints stay. One that is written in the background is waited
+        for, and a warning says if it was not written: call ``wait`` before."""
+        if self._pending is not None:
+            saving = self._pending[0]
+            ended = saving.join(self._collection.engine.groups.timeout_seconds / 2)
+            if saving.error or not ended:
+                logger.warning("checkpoint %d was not written: %s", saving.number, saving.error or "it takes too long")
+            self._pending = None
         self._marks.end()
 
     def _begin(self) -> tuple[int, bool]:
@@ -215,20 +281,51 @@ class CheckpointSeries:
         except CheckpointError:
             return True
 
+    def _start(self, number: int, rows: HomeRows, base: Manifest | None, state: Any) -> BackgroundSave:
+        """Collective. Copy rows and state, and begin to write them."""
+        collection, engine, partial = self._collection, self._collection.engine, self._directory.partial(number)
+        content = io.BytesIO()
+        with self._on_every_rank(f"cannot write {partial}"):
+            partial.mkdir(parents=True, exist_ok=True)  # a network's file system may show it late
+            windows = list(windows_of(engine.stores, rows))
+            if state is not None and collection.rank == 0:
+                torch.save(state, content)
+        steps, tables = engine.steps, table_fields(collection.keyspace)
+        saving = BackgroundSave(
+            self._directory, number, collection.rank, collection.layout.world_size, windows, len(engine.stores),
+            content.getvalue() or None,
+            lambda files: _manifest(number, base, steps, tables, files, has_state=state is not None), self._keep,
+            engine.groups.timeout_seconds / 2,
+        )  # fmt: skip
+        saving.start()
+        return saving
+
+    def _worst(self, ended: bool, error: str) -> int:
+        """Collective. Return the worst state of a background save on any rank."""
+        mine = _FAILED if error else _ENDED if ended else _LATE
+        return max(state for (state,) in self._gather(torch.tensor([mine], device=self._collection.device)))
+
+    def _saved(self, manifest: Manifest, whole: bool) -> None:
+        self._length = 1 if whole else self._length + 1
+        self._newest = manifest
+
+    def _not_saved(self, drained: HomeRows | None) -> None:
+        if drained is not None:
+            self._marks.restore(drained)
+
     def _write(self, number: int, rows: HomeRows, base: Manifest | None, state: Any) -> Manifest:
         collection, partial = self._collection, self._directory.partial(number)
         with self._on_every_rank(f"cannot write {partial}"):
             partial.mkdir(parents=True, exist_ok=True)  # a network's file system may show it late
-            mine = write_rows(partial / rank_file(collection.rank), collection.engine.stores, rows)
+            windows = windows_of(collection.engine.stores, rows)
+            mine = write_windows(partial / rank_file(collection.rank), windows, len(collection.engine.stores))
             if state is not None and collection.rank == 0:
-                _write_state(partial / _STATE_FILE, state)
+                _write_state(partial / STATE_FILE, state)
         with collection.traffic.uncounted():
             files = gathered_files(collection.engine.groups.world, mine, collection.device)
-        manifest = Manifest(  # that of rank 0 counts
-            number, uuid.uuid4().hex[:16], None if base is None else base.number,
-            None if base is None else base.identity, collection.engine.steps, table_fields(collection.keyspace), files,
-            state is not None,
-        )  # fmt: skip
+        manifest = _manifest(  # that of rank 0 counts
+            number, base, collection.engine.steps, table_fields(collection.keyspace), files, has_state=state is not None
+        )
         with self._on_every_rank(f"cannot complete {partial}"):
             if collection.rank == 0:
                 self._directory.complete(manifest)
@@ -256,7 +353,7 @@ class CheckpointSeries:
                 mine = manifest.files[collection.rank :: collection.layout.world_size]
                 check_files(self._directory.path / manifest.name, mine)
             if chain[-1].has_state:
-                state = _read_state(self._directory.path / chain[-1].name / _STATE_FILE)
+                state = _read_state(self._directory.path / chain[-1].name / STATE_FILE)
         return chain, state, changes
 
     def _gather(self, numbers: torch.Tensor) -> list[list[int]]:
@@ -279,6 +376,19 @@ class CheckpointSeries:
         except Exception as error:  # slow memory, or what ``torch.save`` raises
             faults = [f"{doing}: {type(error).__name__}: {error}"]
         raise_if_any_rank_refuses(self._collection, faults, remedy=remedy)
+
+
+def _manifest(
+    number: int,
+    base: Manifest | None,
+    steps: int,
+    tables: tuple[dict[str, Any], ...],
+    files: tuple[SavedFile, ...],
+    *,
+    has_state: bool,
+) -> Manifest:
+    base_number, base_identity = (None, None) if base is None else (base.number, base.identity)
+    return Manifest(number, uuid.uuid4().hex[:16], base_number, base_identity, steps, tables, files, has_state)
 
 
 def _read_state(path: Path) -> Any:

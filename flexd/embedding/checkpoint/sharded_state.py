@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,11 @@ from flexd.core.keyspace import TableSpec
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.changed_tables import TableStates
 from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute, fingerprint
-from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.store.slow.tiered_rows import RowColumn
 from flexd.embedding.store.store import GroupStore
+
+if TYPE_CHECKING:
+    from flexd.embedding.collection import EmbeddingCollection
 
 CPU = torch.device("cpu")
 OTHER_TABLES = (

@@ -3,7 +3,8 @@
 One rank trains one table with row-wise Adagrad on Zipf-popular ids. ``flexd.CheckpointSeries`` saves all rows, then
 what changed after some numbers of steps; ``flexd.ShardedState`` saves all of it through
 ``torch.distributed.checkpoint`` in the same run. Each checkpoint is loaded into another collection. Memory is the most
-that a save added to what the process held (``VmHWM``; nothing where the system does not tell).
+that a save added to what the process held (``VmHWM``; nothing where the system does not tell). A further save is
+written in the background, beside steps that are compared with steps alone.
 
 Checked: what was loaded equals what was saved, bit for bit, and a changed row takes at most 5 % more bytes than its
 values and state.
@@ -11,6 +12,7 @@ values and state.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from argparse import Namespace
@@ -85,6 +87,29 @@ def differing(one: flexd.EmbeddingCollection, other: flexd.EmbeddingCollection) 
     return sum(not torch.equal(value, states[1][key]) for key, value in states[0].items())
 
 
+def beside_training(trainer: Trainer, series: flexd.CheckpointSeries) -> dict[str, float]:
+    """Return the seconds of a step alone and while a checkpoint of 100 steps is written in the background, medians, and
+    of the call, which copies the changed rows."""
+
+    def step() -> float:
+        began = time.perf_counter()
+        trainer.train(1)
+        return time.perf_counter() - began
+
+    alone = [step() for _ in range(100)]
+    saves, began, during = len(series.numbers()), time.perf_counter(), []
+    series.save(background=True)
+    call_seconds = time.perf_counter() - began
+    while len(series.numbers()) == saves and len(during) < 1_000:
+        during.append(step())
+    series.wait()
+    typical = statistics.median(alone)
+    return {
+        "step_seconds": typical, "call_seconds": call_seconds, "steps_meanwhile": len(during),
+        "step_ratio_meanwhile": statistics.median(during or [typical]) / typical,
+    }  # fmt: skip
+
+
 def run(setting: Setting, path: Path) -> dict[str, Any]:
     trainer = Trainer(setting)
     collection = trainer.collection
@@ -111,9 +136,10 @@ def run(setting: Setting, path: Path) -> dict[str, Any]:
             dcp.load({"tables": flexd.ShardedState(other)}, checkpoint_id=path / "whole")
         loads[name] = {"seconds": time.perf_counter() - began, "differing": differing(collection, other)}
         other.close()
+    beside = beside_training(trainer, series)
     series.close()
     collection.close()
-    return {"saves": saves, "loads": loads}
+    return {"saves": saves, "loads": loads, "beside training": beside}
 
 
 def checks_of(setting: Setting, figures: dict[str, Any]) -> list[dict[str, Any]]:
