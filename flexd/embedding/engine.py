@@ -26,6 +26,7 @@ from flexd.embedding.exchange.hop import (
     CONTINUES_LOOP,
     ENDS_LOOP,
     NO_FLAGS,
+    READS_TABLES,
     SETTINGS_BITS,
     Agreement,
     AgreementFlags,
@@ -298,6 +299,16 @@ class RowEngine:
             EmbeddingError: on every rank, if another one has a further batch or its loader failed.
         """
         self._meet(ENDS_LOOP, self.settings_digest, flag=failed)
+
+    def agree_on_reading(self) -> None:
+        """Collective. Settle, before whole tables are read, loaded or saved, and meet the other ranks in the same way
+        as ``agree_on_loop``.
+
+        Raises:
+            EmbeddingError: on every rank, if a rank looks rows up instead.
+        """
+        self.settle()
+        self._meet(READS_TABLES, self.settings_digest)
 
     def agree_on_next(self, loop: NextBatch) -> AgreementFlags:
         """Return what all ranks have of a loop's next batch. Collective if no look-up has told it, in the same way as

@@ -74,7 +74,7 @@ class TableAccess(nn.Module):
             raise EmbeddingError(f"source={source}", remedy=f"a rank below {self.layout.world_size}, or None")
         table = self.keyspace.index[name]
         store, homes = self._homes(table)
-        self.engine.settle()
+        self.engine.agree_on_reading()
         with self.traffic.uncounted():
             rows = agree_on_rows(
                 self._groups.world, table, self.keyspace.tables[table], first_row, values, source, store.rows
@@ -108,7 +108,7 @@ class TableAccess(nn.Module):
         from flexd.embedding.checkpoint.table_rows import collect
 
         store, homes = self._homes(self.keyspace.index[name])
-        self.engine.settle()
+        self.engine.agree_on_reading()
         everything = [range(homes.rows)] * homes.world_size
         there = self.device if device is None else torch.device(device)
         with self.traffic.uncounted():

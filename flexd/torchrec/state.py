@@ -173,7 +173,7 @@ def _paths(tables: ReplacedTables, paths: Mapping[_Key, tuple[str, ...]]) -> Tab
 
 
 def _saved(tables: ReplacedTables, parts: Mapping[_Key, _Part], device: torch.device) -> dict[_Key, torch.Tensor]:
-    tables.engine.settle()
+    tables.engine.agree_on_reading()
     state = {}
     with tables.traffic.uncounted(), torch.no_grad():
         for key, part in parts.items():

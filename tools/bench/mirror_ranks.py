@@ -23,6 +23,7 @@ from flexd.embedding.exchange.bag_exchange import SummingRouter
 from flexd.embedding.exchange.calls import FaultNotices
 from flexd.embedding.exchange.collectives import DEFAULT_TIMEOUT, DeviceWait, Peers, Traffic
 from flexd.embedding.exchange.route import COUNT_SHIFT, BagIds, BagRoute
+from flexd.embedding.exchange.waits import Waits
 from flexd.embedding.replicas import touched_rows as row_bits
 from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows
 from flexd.embedding.store.directory import Directory
@@ -50,7 +51,8 @@ class MirrorPeers(Peers):
     """Peers that send back what they receive."""
 
     def __init__(self, ranks: Sequence[int], layout: RankLayout, traffic: Traffic, notices: FaultNotices) -> None:
-        super().__init__(None, ranks, 0, layout, traffic, notices, DeviceWait(DEFAULT_TIMEOUT, notices))
+        waits = Waits(notices, 0, "main")
+        super().__init__(None, ranks, 0, layout, traffic, notices, DeviceWait(DEFAULT_TIMEOUT, notices), waits)
         self.modulus = 0
         """Requested keys become multiples of it; 0: they stay as they are."""
 
@@ -60,6 +62,8 @@ class MirrorPeers(Peers):
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
         of_kinds: Any = None,
+        *,
+        is_first: bool = False,
     ) -> torch.Tensor:
         if self.size == 1:
             return send

@@ -139,7 +139,7 @@ class CheckpointSeries:
                 The checkpoints before stay, and rows that changed are written by the next one.
         """
         self.wait()
-        self._collection.engine.settle()
+        self._collection.engine.agree_on_reading()
         number, whole = self._begin()
         drained = self._marks.drain() if self._marks.active else None
         try:

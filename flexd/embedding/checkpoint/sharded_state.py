@@ -98,7 +98,7 @@ class ShardedState:
         They are DTensors on the device (plain tensors without ``torch.distributed``), or plain tensors in the state of
         one rank alone for tables that fit a window.
         """
-        self._engine.settle()
+        self._engine.agree_on_reading()
         state: dict[str, torch.Tensor] = {}
         tables = saved_tables(self._collection)
         sums = torch.zeros(len(tables), dtype=torch.int64, device=self._collection.device)

@@ -127,7 +127,7 @@ class SummingRouter(Router):
         peers, groups = hop.peers.size, self._groups
         sent = torch.cat([ids.view(groups, peers), parts.view(groups, peers)]).t().reshape(-1)
         width = [2 * groups] * peers
-        received = hop.peers.all_to_all(sent, width, width)
+        received = hop.peers.all_to_all(sent, width, width, is_first=True)
         rows = host_numbers(torch.cat([sent, received])).reshape(2, peers, 2, groups)
         return (rows[0, :, 0], rows[0, :, 1]), (rows[1, :, 0], rows[1, :, 1])
 

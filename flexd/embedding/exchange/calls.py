@@ -8,6 +8,7 @@ a process by an error is published too.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 import threading
@@ -116,6 +117,11 @@ class PhaseMeter:
     def end_wait(self) -> None:
         """Count the time since ``begin_wait`` as waited for the job."""
         self._lap(_JOB)
+
+    @property
+    def in_progress(self) -> StepPhase:
+        """The phase in progress."""
+        return _PHASES[self._phase]
 
     def skip(self) -> None:
         """Do not count the time since ``begin_job``: the job ran in this thread, and its own meter has counted it."""
@@ -227,6 +233,7 @@ def in_phase(phase: StepPhase) -> Callable[[Method], Method]:
 
 
 _c10d = torch._C._distributed_c10d
+_STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
 PUBLISH_SECONDS = 3.0
 """Limit of all notices of an ending process: the store may be gone already."""
 HOST_SECONDS = 2.5
@@ -253,6 +260,10 @@ class StepGuard:
         """No call is allowed any more."""
         if notices.live:
             PROCESS_END.watch(self)
+
+    def leave(self) -> None:
+        """Let the ranks know that the process ends."""
+        self._notices.leave(self._rank, "has ended its process")
 
     def publish(self, error: BaseException) -> bool:
         """Let the ranks that wait for this one know why it cannot continue; False if the store cannot be reached."""
@@ -349,6 +360,11 @@ class ProcessEnd:
     def _at_exit(self) -> None:
         if not self._told:
             self._tell(RuntimeError("the process ended during a step"), lambda watched: bool(watched.passes))
+        if not self._told and os.environ.get(_STORE_OF_LAUNCHER) == "True":  # others' store may have ended
+            deadline = time.monotonic() + PUBLISH_SECONDS
+            for watched in list(self._watched):
+                if not watched.closed and time.monotonic() < deadline:
+                    watched.leave()
 
     def _tell(self, error: BaseException, concerns: Callable[[StepGuard], bool]) -> None:
         deadline = time.monotonic() + PUBLISH_SECONDS
@@ -365,7 +381,7 @@ def _hosts_store() -> bool:
         store = dist.distributed_c10d._get_default_store()
         while isinstance(store, _c10d.PrefixStore):
             store = store.underlying_store
-        of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        of_launcher = os.environ.get(_STORE_OF_LAUNCHER) == "True"
         return isinstance(store, _c10d.TCPStore) and dist.get_rank() == 0 and not of_launcher
     except (RuntimeError, ValueError):
         return False  # the process group is gone
@@ -427,6 +443,8 @@ class FaultNotices:
         self.number = next(_numbers)
         self._key = f"flexd/fault/{self.number}" if self.live else ""
         self._meetings = 0
+        self.issued: dict[str, int] = {}
+        """Collectives of this rank so far, by group."""
 
     def publish(self, rank: int, error: BaseException) -> bool:
         """Let the other ranks know why this one cannot continue. The first notice of a job stays.
@@ -445,7 +463,7 @@ class FaultNotices:
             what: the call that ranks make here, for the error.
 
         Raises:
-            CollectiveError: a rank did not come within the deadline.
+            CollectiveError: a rank did not come within the deadline, or had an error.
         """
         self._meetings += 1
         key = f"{self._key}/meeting/{self._meetings}"
@@ -487,8 +505,35 @@ class FaultNotices:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(pause)
+            if pause == _LAST_POLL_SECONDS and (notice := self.find()) is not None:
+                raise CollectiveError(
+                    f"rank {rank}: {what}: {notice}", remedy="see the log of the rank named last, then restart the job"
+                )
             pause = min(2 * pause, _LAST_POLL_SECONDS)
         return True
+
+    def exchange_waits(self, rank: int, wait: object, others: Sequence[int] = ()) -> dict[int, Any] | None:
+        """Publish in what this rank waits, as JSON, and return what ``others`` have published; None if the store cannot
+        be reached. With None in place of a wait this rank waits no more."""
+        key = f"{self._key}/wait"
+
+        def run(store: Store) -> dict[int, Any]:
+            if wait is None:
+                store.delete_key(f"{key}/{rank}")
+            else:
+                store.set(f"{key}/{rank}", json.dumps(wait))
+            present = [other for other in others if store.check([f"{key}/{other}"])]
+            return {other: json.loads(store.get(f"{key}/{other}")) for other in present}
+
+        return self._store.request(run)
+
+    def leave(self, rank: int, why: str) -> None:
+        """Publish that this rank makes no call any more.
+
+        Args:
+            why: as the predicate of a sentence.
+        """
+        self.exchange_waits(rank, {"doing": why, "issued": dict(self.issued), "left": True})
 
     def find(self) -> str | None:
         """Return the notice of a rank that failed, or None."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -16,7 +17,9 @@ import torch.distributed as dist
 
 from flexd.core.errors import CollectiveError, TopologyError
 from flexd.core.placement import RankLayout
+from flexd.core.step_phases import StepPhase
 from flexd.embedding.exchange.calls import FIRST_LOOK, FaultNotices, PhaseMeter
+from flexd.embedding.exchange.waits import Waits
 
 # torch 2.13 renamed it and warns of the old name.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -107,15 +110,16 @@ class DeviceWait:
         self._seconds = _SHARE * timeout.total_seconds()
         self._notices = notices
         self._clock = clock
-        self._last: tuple[dist.Work, str, float] | None = None
+        self._last: tuple[dist.Work, str, float, Callable[[], None]] | None = None
 
-    def started(self, work: dist.Work, what: str) -> None:
+    def started(self, work: dist.Work, what: str, look: Callable[[], None]) -> None:
         """Record a collective that the device runs.
 
         Args:
             what: rank, collective and other ranks, for the error.
+            look: called about once a second of waiting; see ``Waits.look``.
         """
-        self._last = work, what, self._clock()
+        self._last = work, what, self._clock(), look
 
     def finish(self) -> None:
         """Wait until the device has run every collective; the host may read its results then.
@@ -125,7 +129,7 @@ class DeviceWait:
         """
         if self._last is None:
             return
-        (work, what, started), self._last = self._last, None
+        (work, what, started, look_at_others), self._last = self._last, None
         since = look = self._clock()
         while not work.is_completed():
             now = self._clock()
@@ -136,6 +140,7 @@ class DeviceWait:
                         f"{what}: {notice}",
                         remedy="see the log of the rank named last, then restart the job from a checkpoint",
                     )
+                look_at_others()
             if now - started >= self._seconds:
                 raise CollectiveError(
                     f"{what}: not done on the device after {now - started:.1f} s",
@@ -144,6 +149,25 @@ class DeviceWait:
                 )
             if now - since >= _SPIN_SECONDS:
                 time.sleep(_POLL_SECONDS)
+
+
+_LOOKS_UP = StepPhase.IDS, StepPhase.ROWS
+_DOING = {
+    StepPhase.IDS: "looks rows up",
+    StepPhase.ROWS: "looks rows up",
+    StepPhase.DENSE: "reads, loads, saves or compares tables",
+    StepPhase.PUSH: "steps, clips or unscales",
+    StepPhase.SYNC: "steps, clips or unscales",
+    StepPhase.UPDATE: "steps",
+    StepPhase.APPLY: "applies a migration",
+}
+
+
+def _referenced(group: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | None:
+    found = None if group is None else group()
+    if found is None and group is not None:
+        raise RuntimeError("the process group has been destroyed")
+    return found
 
 
 class Peers:
@@ -157,6 +181,9 @@ class Peers:
     Args:
         notices: where a rank that waits for others looks for their errors.
         device_wait: shared by all groups whose collectives are queued on one stream.
+        waits: shared by all groups of a thread.
+        first_group: of the first message of a look-up. On gloo a message that is longer than the one that its receiver
+            waits for ends the process: ranks in different calls then wait in different groups. None: ``group``.
     """
 
     def __init__(
@@ -168,10 +195,12 @@ class Peers:
         traffic: Traffic,
         notices: FaultNotices,
         device_wait: DeviceWait,
+        waits: Waits,
+        first_group: dist.ProcessGroup | None = None,
     ) -> None:
-        # Weak: the set of groups holds it. What uses rows is in reference cycles, and a group that is collected in a
+        # Weak: the set of groups holds them. What uses rows is in reference cycles, and a group that is collected in a
         # forked child waits there for threads that only its parent has.
-        self._group = None if group is None else weakref.ref(group)
+        self._group, self._first_group = (None if one is None else weakref.ref(one) for one in (group, first_group))
         self.rank = rank
         self.ranks = list(ranks)
         self.size = len(self.ranks)
@@ -182,6 +211,8 @@ class Peers:
         self._traffic = traffic
         self._notices = notices
         self._device_wait = device_wait
+        self._waits = waits
+        self._name = f"{self.ranks[0]} to {self.ranks[-1]} of {self.size}"
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -190,10 +221,7 @@ class Peers:
         Raises:
             RuntimeError: it has been destroyed.
         """
-        group = None if self._group is None else self._group()
-        if group is None and self._group is not None:
-            raise RuntimeError("the process group has been destroyed")
-        return group
+        return _referenced(self._group)
 
     def all_to_all(
         self,
@@ -201,22 +229,29 @@ class Peers:
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
         of_kinds: Mapping[TrafficKind, Sequence[int]] = MappingProxyType({}),
+        *,
+        is_first: bool = False,
     ) -> torch.Tensor:
         """Flat ``send`` split by peer -> flat received, split by ``receive_counts``.
 
         Args:
             of_kinds: the part of each peer's ``send_counts`` that is counted as synchronisation or migration.
+            is_first: it begins a look-up, so that it may meet another call of another rank.
         """
         if self.size == 1:
             return send
         received = send.new_empty(sum(receive_counts))
-        with self._measured("all_to_all"):
+        group, name = self.group, self._name
+        if is_first and self._first_group is not None:
+            group, name = _referenced(self._first_group), f"{name}, first"
+        with self._measured("all_to_all", name):
             self._wait(
                 dist.all_to_all_single(
-                    received, send, list(receive_counts), list(send_counts), group=self.group, async_op=True
+                    received, send, list(receive_counts), list(send_counts), group=group, async_op=True
                 ),
                 send,
                 "all_to_all",
+                name,
             )
         width = send.element_size()
         others = list(send_counts)
@@ -235,8 +270,9 @@ class Peers:
         """All-reduce in place; the result is bit-equal on every member."""
         if self.size == 1 or flat.numel() == 0:
             return
-        with self._measured("all_reduce"):
-            self._wait(dist.all_reduce(flat, op=op, group=self.group, async_op=True), flat, "all_reduce")
+        with self._measured("all_reduce", self._name):
+            work = dist.all_reduce(flat, op=op, group=self.group, async_op=True)
+            self._wait(work, flat, "all_reduce", self._name)
         self._count_even(2 * flat.numel() * flat.element_size() * (self.size - 1) // self.size, kind)
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -245,29 +281,33 @@ class Peers:
             return part.unsqueeze(0)
         parts = part.new_empty((self.size, *part.shape))
         if part.numel():
-            with self._measured("all_gather"):
+            with self._measured("all_gather", self._name):
                 work = all_gather_flat(parts.view(-1), part.reshape(-1), group=self.group, async_op=True)
-                self._wait(work, part, "all_gather")
+                self._wait(work, part, "all_gather", self._name)
             self._count_even(part.numel() * part.element_size() * (self.size - 1))
         return parts
 
     def check_world_unchanged(self) -> None:
         """Raise TopologyError if this group of one process was made before the default process group."""
-        if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if self._group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise TopologyError(
                 f"the tables are older than the process group of {dist.get_world_size()} ranks: each rank has its own",
                 remedy="call torch.distributed.init_process_group before constructing the collection",
             )
 
     @contextmanager
-    def _measured(self, collective: str) -> Iterator[None]:
+    def _measured(self, collective: str, name: str) -> Iterator[None]:
         """Measure a collective, and raise errors of the process group as CollectiveError that names ranks and
         collective."""
         phases = self._traffic.phases
         phases.begin_collective()
+        self._waits.begin(name)
         try:
             yield
+            self._waits.end()
             phases.end_collective(leaves_node=self._leaves_node)
+        except CollectiveError:
+            raise
         except RuntimeError as error:
             notice = self._notices.find()  # why the collective fails or does not return
             cause = notice or str(error).strip().partition("\n")[0] or type(error).__name__
@@ -287,11 +327,12 @@ class Peers:
         """
         self._device_wait.finish()
 
-    def _wait(self, work: dist.Work, sent: torch.Tensor, collective: str) -> None:
+    def _wait(self, work: dist.Work, sent: torch.Tensor, collective: str, name: str) -> None:
         """Wait for a collective. A rank that waits for long looks for the error of another one meanwhile."""
         if sent.device.type != "cpu":
             work.wait()  # the device waits, not the host
-            self._device_wait.started(work, f"rank {self.rank}: {collective} with ranks {self._named_others()}")
+            what = f"rank {self.rank}: {collective} with ranks {self._named_others()}"
+            self._device_wait.started(work, what, partial(self._look, name))
             if not sent.is_floating_point() and sent.dtype != torch.uint8:
                 # Ids and sizes: the host reads them, or how many are distinct, next. Rows are read by the device alone.
                 self._device_wait.finish()
@@ -305,8 +346,14 @@ class Peers:
                     return
                 if self._notices.find() is not None:
                     raise
+                self._look(name)
             else:
                 return
+
+    def _look(self, name: str) -> None:
+        phase = self._traffic.phases.in_progress
+        for_evaluation = " for evaluation" if phase in _LOOKS_UP and not torch.is_grad_enabled() else ""
+        self._waits.look(name, self.ranks, _DOING[phase] + for_evaluation)
 
     def _named_others(self) -> str:
         return ", ".join(str(rank) for rank in self.ranks if rank != self.rank)

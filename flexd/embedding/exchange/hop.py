@@ -24,9 +24,9 @@ Counts = npt.NDArray[np.int64]
 _RANK_BITS, _CALL_BITS = 20, 11
 _MAX_RANK = 2**_RANK_BITS - 1
 _PASSES = 128
-BEGINS_LOOP, ENDS_LOOP, CONTINUES_LOOP = _PASSES - 1, _PASSES - 2, _PASSES - 3
+BEGINS_LOOP, ENDS_LOOP, CONTINUES_LOOP, READS_TABLES = _PASSES - 1, _PASSES - 2, _PASSES - 3, _PASSES - 4
 """In place of the number of passes: the call is no look-up, but begins, ends or continues a loop of
-``flexd.prefetch``."""
+``flexd.prefetch``, or reads, loads or saves whole tables."""
 SETTINGS_BITS = 22
 # ``Agreement.flags`` are sent above the fault, in units of this.
 _FLAG = 2 ** (_RANK_BITS + 2)
@@ -75,8 +75,8 @@ class CallSignature:
     """The state of a rank at a look-up. ``code`` must be equal on all ranks.
 
     Attributes:
-        code: passes that wait for a step or ``BEGINS_LOOP``, ``ENDS_LOOP`` or ``CONTINUES_LOOP``, steps so far
-            (modulo 8), and whether the look-up is for training, or the loader that ended a loop has failed (``flag``).
+        code: passes that wait for a step, or another call as ``BEGINS_LOOP``; steps so far (modulo 8); and whether the
+            look-up is for training, or the loader that ended a loop has failed (``flag``).
     """
 
     code: int
@@ -95,6 +95,8 @@ class CallSignature:
         if passes in (BEGINS_LOOP, CONTINUES_LOOP):
             verb = "begins" if passes == BEGINS_LOOP else "asks for the next batch of"
             return f"rank {self.rank} {verb} a loop of flexd.prefetch, after {steps} steps (modulo 8)"
+        if passes == READS_TABLES:
+            return f"rank {self.rank} reads, loads or saves whole tables, after {steps} steps (modulo 8)"
         purpose = "looks rows up for training" if self.code % 2 else "only looks rows up"
         return f"rank {self.rank} {purpose}, with {passes} passes since its last step ({steps} modulo 8)"
 
@@ -260,7 +262,7 @@ class Hop:
             words[1].add_(changed, alpha=_FLAG * AgreementFlags.CHANGED << _RANK_BITS + _CALL_BITS)
         sent = torch.cat([sizes, words.expand(size, AGREEMENT_NUMBERS)], dim=1).view(-1)
         width = groups + AGREEMENT_NUMBERS
-        received = self.peers.all_to_all(sent, [width] * size, [width] * size)
+        received = self.peers.all_to_all(sent, [width] * size, [width] * size, is_first=True)
         numbers = host_numbers(torch.cat([sent, received] if local is None else [sent, received, local]))
         requested, served = numbers[: 2 * size * width].reshape(2, size, width)
         combined = Agreement.combined(served[:, groups:].tolist())

@@ -28,6 +28,7 @@ from flexd.core.placement import RankLayout
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.exchange.calls import FaultNotices
 from flexd.embedding.exchange.collectives import DEFAULT_TIMEOUT, DeviceWait, Peers, Traffic
+from flexd.embedding.exchange.waits import Waits
 
 _NAMED_TABLES = 5
 MAX_BROADCAST_BYTES = 512
@@ -116,12 +117,16 @@ class ChainGroups:
         self._job = JobGroups.current()
         self._traffic = traffic
         self._wait = DeviceWait(timeout, self.notices)
+        self._waits = Waits(self.notices, self.rank, "ahead" if own else "main")
         self.timeout_seconds = timeout.total_seconds()
         """Timeout of the default process group."""
         if world_size > 1 and notices is None:
             self.layout = RankLayout(1, world_size)
             self._meet("flexd.EmbeddingCollection()")
-            everyone = self._peers(self._job.default, range(world_size))
+            everyone = Peers(
+                self._job.default, range(world_size), self.rank, self.layout, traffic, self.notices, self._wait,
+                self._waits,
+            )  # fmt: skip
             with traffic.uncounted():
                 JobGroups.number = _agree_on_layout(everyone, layout, device, JobGroups.number)
         if layout.world_size != world_size:
@@ -132,20 +137,23 @@ class ChainGroups:
             )
         self.layout = layout
         self._own = own
-        self._set = self._job.of_second_thread(timeout) if own else self._job.of_training(timeout)
+        self._on_host = device.type == "cpu"
+        self._set = (
+            self._job.of_second_thread(timeout) if own else self._job.of_training(timeout, shares=not self._on_host)
+        )
         self._counted = notices is None
         if self._counted:
             self._job.begin_use()
         node_ranks = layout.node_ranks(layout.node_of(self.rank))
         rail_ranks = layout.rail_ranks(layout.local_rank_of(self.rank))
-        self.node = self._peers(self._set.group("node", node_ranks), node_ranks)
-        self.rail = self._peers(self._set.group("rail", rail_ranks), rail_ranks)
+        self.node = self._peers("node", node_ranks)
+        self.rail = self._peers("rail", rail_ranks)
 
     @cached_property
     def world(self) -> Peers:
         """All ranks. Collective at its first use in a second thread's groups, whose chain does not need it."""
         everyone = range(self.layout.world_size)
-        return self._peers(self._set.group("world", everyone), everyone)
+        return self._peers("world", everyone)
 
     def broadcast(self, text: str, device: torch.device, what: str) -> str:
         """Collective. Return the text of rank 0, without what it has beyond ``MAX_BROADCAST_BYTES`` in UTF-8.
@@ -172,14 +180,18 @@ class ChainGroups:
         if not self._counted:
             return
         if destroy and self.layout.world_size > 1:
+            self.notices.leave(self.rank, "has closed its collection")
             self._meet("EmbeddingCollection.close()")
         self._job.end_use(destroy=destroy)
 
     def _meet(self, what: str) -> None:
         self.notices.named_barrier(self.rank, self.layout.world_size, what, self.timeout_seconds)
 
-    def _peers(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> Peers:
-        return Peers(group, ranks, self.rank, self.layout, self._traffic, self.notices, self._wait)
+    def _peers(self, kind: str, ranks: Sequence[int]) -> Peers:
+        """Collective over the ranks the first time."""
+        group = self._set.group(kind, ranks)
+        first = self._set.group(kind, ranks, is_first=True) if self._on_host else None
+        return Peers(group, ranks, self.rank, self.layout, self._traffic, self.notices, self._wait, self._waits, first)
 
 
 def _timeout(device: torch.device) -> timedelta | None:
@@ -238,7 +250,7 @@ class GroupSet:
     def __init__(self, name: str, timeout: timedelta | None, world: dist.ProcessGroup | None = None) -> None:
         self._name = name
         self._timeout = timeout
-        self._made: dict[tuple[str, int], dist.ProcessGroup] = {}
+        self._made: dict[tuple[str, int, bool], dist.ProcessGroup] = {}
         self._world = world
 
     @property
@@ -246,11 +258,12 @@ class GroupSet:
         """The groups that were made for this set."""
         return list(self._made.values())
 
-    def group(self, kind: str, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    def group(self, kind: str, ranks: Sequence[int], *, is_first: bool = False) -> dist.ProcessGroup | None:
         """Return the group of these ranks; the first time collective over them. None for a single rank.
 
         Args:
             kind: "world", "node" or "rail".
+            is_first: of the first messages of look-ups, see ``Peers``.
         """
         if len(ranks) < 2:
             return None
@@ -259,9 +272,9 @@ class GroupSet:
                 return self._world
             kind = "world"
         # Collections of another layout have nodes and rails of another size, on every rank.
-        key = (kind, len(ranks))
+        key = (kind, len(ranks), is_first)
         if key not in self._made:
-            name = f"{self._name}/{kind}/{ranks[0]} and {len(ranks) - 1} more"
+            name = f"{self._name}/{kind}{'/first' * is_first}/{ranks[0]} and {len(ranks) - 1} more"
             self._made[key] = new_subgroup(ranks, name, self._timeout)
         return self._made[key]
 
@@ -332,10 +345,14 @@ class JobGroups:
                     one.destroy()
             self._of_training, self._of_second_threads, self._unused = None, used, []
 
-    def of_training(self, timeout: timedelta | None) -> GroupSet:
-        """Return the set of the training thread."""
+    def of_training(self, timeout: timedelta | None, *, shares: bool) -> GroupSet:
+        """Return the set of the training thread.
+
+        Args:
+            shares: the group of all ranks is the default one, on which the trainer's other collectives are.
+        """
         if self._of_training is None:
-            self._of_training = GroupSet(self._new_name(), timeout, self.default)
+            self._of_training = GroupSet(self._new_name(), timeout, self.default if shares else None)
         return self._of_training
 
     def of_second_thread(self, timeout: timedelta) -> GroupSet:

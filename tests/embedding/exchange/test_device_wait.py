@@ -13,6 +13,7 @@ import torch.distributed as dist
 from flexd.core.errors import CollectiveError
 from flexd.core.placement import RankLayout
 from flexd.embedding.exchange.collectives import DeviceWait, Peers, Traffic
+from flexd.embedding.exchange.waits import Waits
 from tests.support.pretended_cuda import DEVICE, PretendedCuda
 
 
@@ -30,6 +31,10 @@ class _Work:
 class _Notices:
     def __init__(self, found: str | None) -> None:
         self.found = found
+        self.issued: dict[str, int] = {}
+
+    def exchange_waits(self, *_: object) -> None:
+        """The store cannot be reached."""
 
     def find(self) -> str | None:
         return self.found
@@ -39,7 +44,7 @@ def _peers(seconds: float, found: str | None = None) -> Peers:
     notices: Any = _Notices(found)
     clock = iter(range(10**6))
     wait = DeviceWait(timedelta(seconds=seconds), notices, clock=lambda: float(next(clock)))
-    return Peers(None, [0, 1, 3], 1, RankLayout(2, 2), Traffic(), notices, wait)
+    return Peers(None, [0, 1, 3], 1, RankLayout(2, 2), Traffic(), notices, wait, Waits(notices, 1, "main"))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])

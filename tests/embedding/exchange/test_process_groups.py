@@ -145,14 +145,16 @@ def test_different_arguments_are_refused_on_every_rank(
 
 
 def test_groups_are_made_once_and_closed_with_the_last_collection(ranks: Ranks) -> None:
-    """A rank makes its own node and rail, for the training threads and for each second thread; the world of a second
-    thread only for the exchange that uses it."""
+    """A rank makes its own node, rail and world, for the training threads and for each second thread, and each once
+    more for the first messages of look-ups; the world of a second thread only for the exchange that uses it."""
+    chain, world = ["node"] * 2 + ["rail"] * 2, ["world"] * 2
     for rank, found in enumerate(ranks(4).run(closed_groups, RankLayout(2, 2))):
         for name in ("first", "again"):
-            assert found[f"{name}: collections"] == ["node", "rail"]
-            assert found[f"{name}: loops"] == ["node", "rail"] * 2
+            assert found[f"{name}: collections"] == chain + world
+            assert found[f"{name}: loops"] == chain + world + chain
             # The second collection with a loop has a thread of its own.
-            assert found[f"{name}: another collection"] == ["node", "rail"] * 3 + ["world"] * (name == "again")
+            added = chain + world * (name == "again")
+            assert found[f"{name}: another collection"] == chain + world + chain + added
             assert found[f"{name}: left"] == 0
         assert found["held"] == 0, "collected in a forked child, they wait for threads of their parent"
         assert f"rank {rank}: the collection is closed - read and save its tables before close()" in found["closed"]

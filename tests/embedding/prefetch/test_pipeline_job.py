@@ -140,7 +140,7 @@ def test_one_thread_makes_no_process_groups_of_its_own(ranks: Ranks) -> None:
     pool.run(issued, SCENARIO, Loop(ahead=False))
     assert [made for _, made in pool.run(issued, SCENARIO, Loop(one_thread=True))] == [0] * 4
     two_threads = pool.run(issued, SCENARIO, Loop(one_thread=False))
-    assert [made for _, made in two_threads] == [2] * 4, "this rank's node and rail"
+    assert [made for _, made in two_threads] == [4] * 4, "this rank's node and rail, each twice"
     assert {thread for thread, _, _ in two_threads[0][0]} == {"training", "other"}
 
 
