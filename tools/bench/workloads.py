@@ -38,6 +38,7 @@ class Setting:
         replica_fraction: replica slots of a rank as a share of all rows.
         batches: of each rank, used round and round.
         seed: of the draws; the popularity of the rows stays the same.
+        read_only: that many of the tables, the first ones, are not trained.
     """
 
     nodes: int = 2
@@ -51,6 +52,7 @@ class Setting:
     replica_fraction: float = 0.05
     batches: int = 24
     seed: int = 0
+    read_only: int = 0
 
     @property
     def layout(self) -> RankLayout:
@@ -61,7 +63,10 @@ class Setting:
         return 4 * self.dim
 
     def embedding_tables(self) -> list[EmbeddingTable]:
-        return [EmbeddingTable(f"t{t}", self.rows // self.tables, self.dim) for t in range(self.tables)]
+        return [
+            EmbeddingTable(f"t{t}", self.rows // self.tables, self.dim, trainable=t >= self.read_only)
+            for t in range(self.tables)
+        ]
 
     def share(self) -> npt.NDArray[np.float64]:
         """[rows] of all accesses."""

@@ -11,6 +11,9 @@ steps.
 The bound is that of exact synchronous training on the same batches: each node fetches and pushes each row it touches
 and does not home once per step (rows only, no ids, no headers).
 
+**read_only**: half of the tables, or all, are not trained. Jobs with default settings measure and choose, with copies
+of the 5 % hottest rows, planned for the faster exchange, and without; then they take turns with TorchRec.
+
 Needs root, ip, tc and setpriv; says so and ends well without. Without TorchRec (``make torchrec``) its rows are
 missing. ``--quick`` trains an eighth of the batch for two steps: bytes and losses alone are checked.
 """
@@ -19,6 +22,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -134,4 +139,63 @@ def run(options: Namespace) -> Outcome:
     return Outcome(figures, checks)
 
 
-SECTIONS = {"strategies": run}
+READ_ONLY_TARGETS = {  # by (exponent, tables of 4, dense part): step with copies over that without
+    (1.2, 2, False): 0.87, (1.2, 4, False): 0.60, (1.05, 2, False): 0.94, (1.05, 4, False): 0.78, (1.2, 4, True): 0.90,
+    (1.05, 4, True): 0.90,
+}  # fmt: skip
+READ_ONLY_NEVER_SLOWER, BYTES_TOLERANCE, SETTLE_STEPS = 1.02, 0.03, 400
+WITHOUT, COPIES, PLANNED = "flexd", "flexd, copies", "planned exchange"
+
+
+def read_only(options: Namespace) -> Outcome:
+    figures: dict[str, Any] = {}
+    checks = []
+    for one, tables in product(settings_of(options), (4,) if options.quick else (2, 4)):
+        setting = replace(one, read_only=tables)
+        wanted = [WITHOUT, COPIES, PLANNED] if tables < setting.tables else None  # TorchRec trains all or none
+        with training_ranks("tools.bench.programs.cluster", setting) as (cluster, ranks):
+            bench = Bench(cluster, ranks, options.rate_mbit, wanted)
+            cell = f"zipf {setting.zipf:g}, {tables} of {setting.tables} tables read only"
+            figures[cell] = dict(bench.prepared)
+            sent = _payload_per_step(bench, 2 if options.quick else setting.batches)
+            figures[cell]["inter_node_bytes_sent"] = sent
+            difference = abs(sent / bench.prepared["inter_node_bytes"] - 1)
+            tolerance = 2 * BYTES_TOLERANCE if options.quick else BYTES_TOLERANCE
+            checks.append(at_most(f"{cell}: bytes, predicted against sent", difference, tolerance))
+            for rate, dense in ((options.rate_mbit, False), (options.rate_mbit, True), (None, False)):
+                cluster.limit(rate)
+                part = f"{f'{rate:g} Mbit/s' if rate else 'no limit'}{', dense part' * dense}"
+                found = figures[cell][part] = _in_turns(bench, options, dense=dense)
+                print(cell, part, {name: round(ms) for name, ms in found["step_ms"].items()}, flush=True)
+                target = READ_ONLY_TARGETS.get((setting.zipf, tables, dense)) if rate else READ_ONLY_NEVER_SLOWER
+                if target is not None and not options.quick:
+                    checks.append(at_most(f"{cell}, {part}: with copies / without", found["ratio"], target))
+    return Outcome(figures, checks)
+
+
+def _payload_per_step(bench: Bench, steps: int) -> float:
+    """Return the mean over the ranks of the bytes between nodes of a step with the planned copies and exchange."""
+    before = bench.ask(STEP_SECONDS, "inter_node_bytes", strategy=PLANNED)
+    bench.train(PLANNED, dense=False, steps=steps)
+    after = bench.ask(STEP_SECONDS, "inter_node_bytes", strategy=PLANNED)
+    return float(np.mean(after) - np.mean(before)) / steps
+
+
+def _in_turns(bench: Bench, options: Namespace, *, dense: bool) -> dict[str, Any]:
+    """Let the jobs with default settings measure, then all take turns, in random order: milliseconds of a step."""
+    order, rounds = np.random.default_rng(0), 1 if options.quick else options.rounds
+    for name in (WITHOUT, COPIES):
+        bench.ask(60, "make", strategy=name)
+        bench.train(name, dense=dense, steps=4 if options.quick else SETTLE_STEPS)
+    names = list(bench.chosen)
+    turns: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        order.shuffle(names)
+        for name in names:
+            turns[name].append(median(bench.train(name, dense=dense, steps=options.steps)[0][2:]))
+    ratios = [with_copies / without for with_copies, without in zip(turns[COPIES], turns[WITHOUT], strict=True)]
+    arms = {name: bench.ask(60, "tuning", strategy=name)[0]["arm"] for name in (WITHOUT, COPIES)}
+    return {"step_ms": {n: 1000 * median(s) for n, s in turns.items()}, "ratio": median(ratios), "arms": arms}
+
+
+SECTIONS = {"strategies": run, "read_only": read_only}

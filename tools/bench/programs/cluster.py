@@ -23,7 +23,10 @@ from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import RowWiseAdagrad
-from flexd.planner.plan import PlanOrigin, make_plan
+from flexd.planner.model.prices import Exchange
+from flexd.planner.model.workload import TrainingShape
+from flexd.planner.plan import Plan, PlanOrigin, make_plan
+from flexd.topology.cluster import INTER
 from tools.bench import workloads as data
 from tools.bench.peers import torchrec_collection as torchrec_peer
 from tools.bench.ranks import serve
@@ -88,20 +91,38 @@ def forever(batches: list[Any]) -> Iterator[Any]:
 
 
 class TorchRecTrainer:
-    def __init__(self, setting: Setting, batches: list[Batch], **options: Any) -> None:
+    """TorchRec's sharded collection.
+
+    Args:
+        gradients: False: rows are looked up without.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        batches: list[Batch],
+        *,
+        learning_rate: float = LEARNING_RATE,
+        gradients: bool = True,
+        **options: Any,
+    ) -> None:
+        self._gradients = gradients
         tables = setting.embedding_tables()
         self._names = [table.name for table in tables]
         self._module = torchrec_peer.sharded_collection(
-            tables, local_ranks=setting.local_ranks, learning_rate=LEARNING_RATE, eps=EPS, **options
+            tables, local_ranks=setting.local_ranks, learning_rate=learning_rate, eps=EPS, **options
         )
         inputs = [torchrec_peer.keyed(self._names, batch.values, batch.lengths) for batch in batches]
         self._loader = forever(list(zip(batches, inputs, strict=True)))
 
     def step(self, loss_of: Callable[[Batch, list[torch.Tensor]], torch.Tensor]) -> float:
         batch, features = next(self._loader)
-        rows = self._module(features)
-        loss = loss_of(batch, [rows[name].values() for name in self._names])
-        loss.backward()  # updates the rows: the optimizer is fused into it
+        with torch.set_grad_enabled(self._gradients):
+            found = self._module(features)
+            rows = [found[name].values() for name in self._names]
+        loss = loss_of(batch, rows)
+        if loss.requires_grad:
+            loss.backward()  # updates the rows: the optimizer is fused into it
         return loss.item()
 
     def stored_bytes(self) -> int:
@@ -175,7 +196,8 @@ class FlexdTrainer:
             batch, features = next(self._loader)
             rows = self.collection(features)
             loss = loss_of(batch, [rows[name].values for name in self._names])
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
             total += loss.item()
         self.collection.optimizer.step()
         return total / self._micro_batches
@@ -204,11 +226,15 @@ class Rank:
 
     def prepare(self, rate_mbit: float) -> dict[str, Any]:
         """Makes the plan. What there is to run: name -> why it cannot, or None."""
-        target = self._plan(rate_mbit)
-        self._strategies = self._all(target)
+        every = [self._plan(rate_mbit, exchange) for exchange in (Exchange.CHAIN, Exchange.DIRECT_DEDUP)]
+        plan = every[0] if not self._setting.read_only else min(every, key=lambda one: one.costs.after.exposed_seconds)
+        self._strategies = self._of_read_only(plan) if self._setting.read_only else self._all(plan.target)
+        cost = plan.costs.after
         return {
             "strategies": {name: strategy.lacks for name, strategy in self._strategies.items()},
-            "replicated_rows": len(target),
+            "replicated_rows": len(plan.target),
+            "exchange": plan.costs.exchange.value,
+            "inter_node_bytes": cost.all_to_all_bytes(INTER) + cost.sync_bytes(INTER),
         }
 
     def make(self, strategy: str) -> None:
@@ -225,6 +251,13 @@ class Rank:
     def placement_version(self, strategy: str) -> int:
         trainer = self._trainer[strategy]
         return trainer.collection.placement_version if isinstance(trainer, FlexdTrainer) else 0
+
+    def inter_node_bytes(self, strategy: str) -> int:
+        """Return the payload that this rank has sent to other nodes."""
+        trainer = self._trainer[strategy]
+        assert isinstance(trainer, FlexdTrainer)
+        totals = trainer.collection.traffic.totals()
+        return totals["all_to_all_inter_bytes"] + totals["sync_inter_bytes"]
 
     def tuning(self, strategy: str) -> dict[str, Any]:
         trainer = self._trainer[strategy]
@@ -260,7 +293,7 @@ class Rank:
             parameter.grad = None
         return (out - TARGET).square().sum() / (setting.samples * setting.length)
 
-    def _plan(self, rate_mbit: float) -> Placement:
+    def _plan(self, rate_mbit: float, exchange: Exchange) -> Plan:
         """Made without latencies, as for a job whose messages are large. With those of this machine the planner keeps
         every row HOME: what a copy saves here are the eight bytes of an id, and two more collectives cost more."""
         setting = self._setting
@@ -271,19 +304,38 @@ class Rank:
             data.exact_profile(setting), keyspace, setting.layout,
             data.given_cluster(setting.local_ranks, rate_mbit, latencies=False),
             [int(setting.replica_fraction * setting.rows)], Placement.empty(),
-            PlanOrigin("bench", "", 1, "bench", 0.0), horizon_steps=1e9,
-        ).target  # fmt: skip
+            PlanOrigin("bench", "", 1, "bench", 0.0), horizon_steps=1e9, exchange=exchange,
+            shape=TrainingShape(frozen_tables=frozenset(t.name for t in setting.embedding_tables() if not t.trainable)),
+        )  # fmt: skip
+
+    def _torchrec(self, sharding: str, **options: Any) -> Strategy:
+        given = self._setting, self._batches
+        return Strategy(lambda: TorchRecTrainer(*given, sharding=sharding, **options), torchrec_peer.missing())
+
+    def _own(self, **options: Any) -> Strategy:
+        return Strategy(lambda: FlexdTrainer(self._setting, self._batches, **options), None)
+
+    def _of_read_only(self, plan: Plan) -> dict[str, Strategy]:
+        """Ways to have read-only tables. TorchRec has none for a part of its tables; with a learning rate of 0 it sends
+        gradients, without gradients none."""
+        exchange, torchrec, own = (
+            "chain" if plan.costs.exchange is Exchange.CHAIN else "direct",
+            self._torchrec,
+            self._own,
+        )
+        default: dict[str, Any] = {"exchange": "auto", "prefetch": [None]}
+        return {
+            "flexd": own(**default),
+            "flexd, copies": own(**default, target=plan.target),
+            "planned exchange": own(exchange=exchange, target=plan.target),
+            "TorchRec row-wise": torchrec("row_wise", learning_rate=0.0),
+            "TorchRec table-wise": torchrec("table_wise", learning_rate=0.0),
+            "TorchRec row-wise, no gradients": torchrec("row_wise", gradients=False),
+            "TorchRec table-wise, no gradients": torchrec("table_wise", gradients=False),
+        }
 
     def _all(self, target: Placement) -> dict[str, Strategy]:
-        setting, batches = self._setting, self._batches
-        no_torchrec = torchrec_peer.missing()
-
-        def torchrec(sharding: str, **options: Any) -> Strategy:
-            return Strategy(lambda: TorchRecTrainer(setting, batches, sharding=sharding, **options), no_torchrec)
-
-        def own(**options: Any) -> Strategy:
-            return Strategy(lambda: FlexdTrainer(setting, batches, **options), None)
-
+        torchrec, own = self._torchrec, self._own
         return {
             "TorchRec row-wise": torchrec("row_wise"),
             "TorchRec table-wise": torchrec("table_wise"),
