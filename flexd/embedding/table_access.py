@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flexd.core.errors import EmbeddingError
+from flexd.core.errors import CheckpointError, EmbeddingError
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import RankLayout, Tier
 from flexd.embedding.engine import RowEngine
@@ -68,11 +69,9 @@ class TableAccess(nn.Module):
         """
         from flexd.embedding.checkpoint.table_rows import agree_on_rows, distribute
 
-        if name not in self.keyspace.index:
-            raise EmbeddingError(f"no table {name!r}", remedy=f"one of {', '.join(self.keyspace.index)}")
+        table = self._table(name)
         if source is not None and not 0 <= source < self.layout.world_size:
             raise EmbeddingError(f"source={source}", remedy=f"a rank below {self.layout.world_size}, or None")
-        table = self.keyspace.index[name]
         store, homes = self._homes(table)
         self.engine.agree_on_reading()
         with self.traffic.uncounted():
@@ -85,6 +84,50 @@ class TableAccess(nn.Module):
             self._before_load(store, homes, rows)
             given = [] if values is None else [values]
             distribute(self._groups.world, homes, [store.rows], homes.only(source or 0, rows), given)
+
+    @torch.no_grad()
+    def load_file(self, name: str, path: str | os.PathLike[str], *, tensor: str = "") -> None:
+        """Collective. Set all rows of a table to those of a matrix in a file that every rank can read, npy or
+        safetensors, for instance one that is larger than a rank's memory.
+
+        Each rank reads as many of its rows as others, once for a check and once to load, and sends them to their homes.
+        Replicas are copied again before the next pass. The optimizer's state does not change.
+
+        Args:
+            tensor: name of the matrix in a safetensors file that has several.
+
+        Raises:
+            EmbeddingError: there is no such table.
+            CheckpointError: on every rank, if the file cannot be read on any, has other rows, dim or dtype than the
+                table, or a number that is not finite. Nothing is loaded.
+        """
+        from flexd.embedding.checkpoint.sharded_state import raise_if_any_rank_refuses
+        from flexd.embedding.checkpoint.table_file import TableFile
+        from flexd.embedding.checkpoint.table_rows import MAX_WINDOW_BYTES, distribute
+
+        store, homes = self._homes(self._table(name))
+        spec, mine = self.keyspace.tables[homes.table], homes.blocks()[self.rank]
+        remedy = "give the rows, dim and dtype of the table, and finite numbers"
+        faults: list[str] = []
+        try:
+            file = TableFile.of(path, tensor)
+            faults = file.differences(spec.rows, spec.dim, store.dtype) or file.not_finite(mine, MAX_WINDOW_BYTES)
+        except CheckpointError as error:
+            faults, remedy = [error.message], error.remedy
+        raise_if_any_rank_refuses(self, [f"table {name!r}: {fault}" for fault in faults], remedy=remedy)
+        self.engine.settle()
+        self._before_load(store, homes, range(spec.rows))
+        each = max(1, MAX_WINDOW_BYTES // spec.row_bytes)
+        with self.traffic.uncounted():
+            for first in range(0, len(homes.blocks()[0]), each):
+                given = [block[first : first + each] for block in homes.blocks()]
+                values = [file.read(given[self.rank])] if given[self.rank] else []
+                distribute(self._groups.world, homes, [store.rows], given, values)
+
+    def _table(self, name: str) -> int:
+        if name not in self.keyspace.index:
+            raise EmbeddingError(f"no table {name!r}", remedy=f"one of {', '.join(self.keyspace.index)}")
+        return self.keyspace.index[name]
 
     @torch.no_grad()
     def set_rows(self, name: str, first_row: int, values: torch.Tensor) -> None:

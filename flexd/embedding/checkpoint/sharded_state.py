@@ -27,6 +27,7 @@ from flexd.embedding.checkpoint.changed_tables import TableStates
 from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute, fingerprint
 from flexd.embedding.store.slow.tiered_rows import RowColumn
 from flexd.embedding.store.store import GroupStore
+from flexd.embedding.table_access import TableAccess
 
 if TYPE_CHECKING:
     from flexd.embedding.collection import EmbeddingCollection
@@ -259,7 +260,7 @@ def begin_untrained(collection: EmbeddingCollection) -> None:
 
 
 def raise_if_any_rank_refuses(
-    collection: EmbeddingCollection,
+    collection: TableAccess,
     faults: list[str],
     *,
     remedy: str = OTHER_TABLES,

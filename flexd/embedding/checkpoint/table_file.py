@@ -1,0 +1,137 @@
+"""Values of a table in a file of another program, npy or safetensors, of which each rank reads a part.
+
+A file is read by offsets, so that no rank maps or holds more than a window of it, and never pickled objects.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexd.core.errors import CheckpointError
+
+_NPY = b"\x93NUMPY"
+_MAX_HEADER_BYTES = 2**26
+_OF_NPY = {"<f8": torch.float64, "<f4": torch.float32, "<f2": torch.float16}
+_OF_SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A matrix in a file, row by row.
+
+    Attributes:
+        first_byte: of the first row.
+    """
+
+    path: Path
+    first_byte: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(path: str | os.PathLike[str], tensor: str = "") -> TableFile:
+        """Read the header of a file.
+
+        Args:
+            tensor: name of the matrix in a safetensors file; may be left out if it has one.
+
+        Raises:
+            CheckpointError: the file cannot be read, is of another format, is cut, or has no such matrix.
+        """
+        path = Path(path)
+        try:
+            with path.open("rb") as file:
+                head = file.read(12)
+                made = _npy(path, file, head) if head.startswith(_NPY) else _safetensors(path, file, head, tensor)
+                size = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}", remedy="give a file that every rank can read") from error
+        except (ValueError, KeyError, TypeError, SyntaxError, struct.error, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} is neither a npy nor a safetensors file: {error}", remedy="save it by np.save or safetensors"
+            ) from error
+        if size < made.first_byte + math.prod(made.shape) * made.dtype.itemsize:
+            raise CheckpointError(f"{path} is cut: it has {size} bytes", remedy="copy it again")
+        return made
+
+    def differences(self, rows: int, dim: int, dtype: torch.dtype) -> list[str]:
+        """Return in words why the matrix does not fit a table."""
+        found = f"{' x '.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}"
+        if self.shape == (rows, dim) and self.dtype == dtype:
+            return []
+        return [f"{self.path} has {found}, the table {rows} x {dim} {str(dtype).removeprefix('torch.')}"]
+
+    def not_finite(self, rows: range, window_bytes: int) -> list[str]:
+        """Return in words which of consecutive rows has the first number that is not finite."""
+        for first, part in self.windows(rows, window_bytes):
+            bad = part.isfinite().all(dim=1).logical_not_().nonzero()
+            if len(bad):
+                return [f"{self.path}: row {first + int(bad[0])} has a number that is not finite"]
+        return []
+
+    def windows(self, rows: range, window_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield consecutive rows in parts of at most ``window_bytes``, at least a row: (first row, [n, dim])."""
+        each = max(1, window_bytes // (self.shape[1] * self.dtype.itemsize))
+        for first in range(rows.start, rows.stop, each):
+            yield first, self.read(range(first, min(first + each, rows.stop)))
+
+    def read(self, rows: range) -> torch.Tensor:
+        """Return consecutive rows, [n, dim].
+
+        Raises:
+            CheckpointError: the file cannot be read any more.
+        """
+        row_bytes = self.shape[1] * self.dtype.itemsize
+        wanted = len(rows) * row_bytes
+        try:
+            data = np.fromfile(self.path, np.uint8, wanted, offset=self.first_byte + rows.start * row_bytes)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error}", remedy="keep it until it is loaded") from error
+        if len(data) != wanted:
+            raise CheckpointError(f"{self.path} was cut while it was read", remedy="keep it until it is loaded")
+        return torch.from_numpy(data).view(self.dtype).view(len(rows), self.shape[1])
+
+
+def _npy(path: Path, file: Any, head: bytes) -> TableFile:
+    wide = head[6] > 1
+    (length,) = struct.unpack("<I" if wide else "<H", head[8 : 12 if wide else 10])
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes")
+    first_byte = (12 if wide else 10) + length
+    file.seek(first_byte - length)
+    fields = ast.literal_eval(file.read(length).decode("latin1"))
+    shape = tuple(int(size) for size in fields["shape"])
+    if fields["fortran_order"] or len(shape) != 2 or fields["descr"] not in _OF_NPY:
+        order = " in Fortran order" if fields["fortran_order"] else ""
+        raise ValueError(f"an array of shape {shape}{order}, dtype {str(fields['descr'])[:40]}")
+    return TableFile(path, first_byte, shape, _OF_NPY[fields["descr"]])
+
+
+def _safetensors(path: Path, file: Any, head: bytes, tensor: str) -> TableFile:
+    (length,) = struct.unpack("<Q", head[:8])
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes")
+    file.seek(8)
+    entries = {name: entry for name, entry in json.loads(file.read(length)).items() if name != "__metadata__"}
+    if not tensor and len(entries) == 1:
+        (tensor,) = entries
+    if tensor not in entries:
+        raise CheckpointError(
+            f"{path} has no tensor {tensor!r}", remedy=f"tensor= one of {', '.join(sorted(entries)[:8])}"
+        )
+    entry = entries[tensor]
+    shape = tuple(int(size) for size in entry["shape"])
+    if len(shape) != 2 or entry["dtype"] not in _OF_SAFETENSORS:
+        raise ValueError(f"tensor {tensor!r} of shape {shape}, dtype {str(entry['dtype'])[:40]}")
+    return TableFile(path, 8 + length + int(entry["data_offsets"][0]), shape, _OF_SAFETENSORS[entry["dtype"]])

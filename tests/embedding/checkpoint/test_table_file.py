@@ -1,0 +1,111 @@
+"""Tables from files of other programs: every row where it belongs, read in windows; others are refused by all ranks."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from flexd.core.errors import CheckpointError
+from flexd.core.placement import RankLayout
+from flexd.embedding.checkpoint import table_rows
+from flexd.embedding.checkpoint.table_file import TableFile
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from tests.support.rank_pool import Ranks, error_of
+
+ROWS, DIM = 101, 6
+VALUES = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
+
+
+def save_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write the format as its description says: length of the header, header, the tensors one after another."""
+    names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
+    header: dict[str, Any] = {"__metadata__": {"made_by": "a test"}}
+    data = b""
+    for name, value in tensors.items():
+        part = value.contiguous().view(torch.uint8).numpy().tobytes()
+        header[name] = {
+            "dtype": names[value.dtype], "shape": list(value.shape), "data_offsets": [len(data), len(data) + len(part)]
+        }  # fmt: skip
+        data += part
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def loaded(rank: int, layout: RankLayout, npy: str, safetensors: str, sharding: str) -> list[np.ndarray]:
+    """Load a table with copies of all rows from both kinds of files, in windows of a few rows."""
+    tables = [
+        EmbeddingTable("items", ROWS, DIM, sharding=sharding, trainable=False),
+        EmbeddingTable("halves", ROWS, DIM, dtype="bfloat16", sharding=sharding),
+    ]
+    collection = EmbeddingCollection(tables, layout=layout, replica_fraction=1.0)
+    with mock.patch.object(table_rows, "MAX_WINDOW_BYTES", 10 * DIM * 4):
+        collection.load_file("items", npy)
+        collection.load_file("halves", safetensors, tensor="texts")
+    ids = {name: torch.arange(ROWS) for name in ("items", "halves")}
+    rows = {name: part.values.detach() for name, part in collection(ids).items()}
+    assert all(torch.equal(rows[name], collection.gather_table(name)) for name in rows)
+    return [rows["items"].numpy(), rows["halves"].float().numpy()]
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise:1", "data_parallel"])
+def test_every_rank_has_the_rows_of_the_file(ranks: Ranks, tmp_path: Path, sharding: str) -> None:
+    npy, safetensors = tmp_path / "items.npy", tmp_path / "texts.safetensors"
+    np.save(npy, VALUES)
+    halves = torch.from_numpy(VALUES).bfloat16()
+    save_safetensors(safetensors, {"other": torch.zeros(3, dtype=torch.int32), "texts": halves})
+    for items, texts in ranks(4).run(loaded, RankLayout(2, 2), str(npy), str(safetensors), sharding):
+        np.testing.assert_array_equal(items, VALUES)
+        np.testing.assert_array_equal(texts, halves.float().numpy())
+
+
+def refused(rank: int, path: str) -> tuple[str, bool]:
+    collection = EmbeddingCollection([EmbeddingTable("items", ROWS, DIM)], layout=RankLayout(1, 2))
+    before = collection.gather_table("items")
+    text = error_of(collection.load_file, "items", path if rank else path.replace("missing-", ""))
+    return text, torch.equal(collection.gather_table("items"), before)
+
+
+def one_bad() -> np.ndarray:
+    values = VALUES.copy()
+    values[ROWS - 2, 3] = np.nan
+    return values
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda path: np.save(path, VALUES[1:]), "has 100 x 6 float32, the table 101 x 6 float32"),
+        (lambda path: np.save(path, VALUES.astype(np.float16)), "has 101 x 6 float16"),
+        (lambda path: np.save(path, one_bad()), "row 99 has a number that is not finite"),
+        (lambda path: np.save(path, np.asfortranarray(VALUES)), "Fortran order"),
+        (lambda path: np.save(path, VALUES.astype(object), allow_pickle=True), "neither a npy nor a safetensors"),
+        (lambda path: path.write_bytes(b"PK\x03\x04" + bytes(100)), "neither a npy nor a safetensors"),
+        (lambda path: None, "No such file"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(
+    ranks: Ranks, tmp_path: Path, make: Callable[[Path], None], text: str
+) -> None:
+    path = tmp_path / "items.npy"
+    make(path)
+    found = ranks(2).run(refused, str(path))
+    assert any("table 'items'" in said and text in said for said, _ in found), found
+    assert all("refused" in said or text in said for said, _ in found)
+    assert all(unchanged for _, unchanged in found)
+
+
+def test_a_cut_file_and_a_name_that_is_not_there_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "two.safetensors"
+    save_safetensors(path, {"a": torch.zeros(2, 3), "b": torch.ones(2, 3)})
+    with pytest.raises(CheckpointError, match="no tensor '' - tensor= one of a, b"):
+        TableFile.of(path)
+    assert torch.equal(TableFile.of(path, "b").read(range(2)), torch.ones(2, 3))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="is cut"):
+        TableFile.of(path, "b")
