@@ -109,13 +109,13 @@ class TableAccess(nn.Module):
         spec, mine = self.keyspace.tables[homes.table], homes.blocks()[self.rank]
         remedy = "give the rows, dim and dtype of the table, and finite numbers"
         faults: list[str] = []
+        self.engine.agree_on_reading()
         try:
             file = TableFile.of(path, tensor)
             faults = file.differences(spec.rows, spec.dim, store.dtype) or file.not_finite(mine, MAX_WINDOW_BYTES)
         except CheckpointError as error:
             faults, remedy = [error.message], error.remedy
         raise_if_any_rank_refuses(self, [f"table {name!r}: {fault}" for fault in faults], remedy=remedy)
-        self.engine.settle()
         self._before_load(store, homes, range(spec.rows))
         each = max(1, MAX_WINDOW_BYTES // spec.row_bytes)
         with self.traffic.uncounted():

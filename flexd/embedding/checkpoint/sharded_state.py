@@ -27,7 +27,9 @@ from flexd.embedding.checkpoint.changed_tables import TableStates
 from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute, fingerprint
 from flexd.embedding.store.slow.tiered_rows import RowColumn
 from flexd.embedding.store.store import GroupStore
-from flexd.embedding.table_access import TableAccess
+
+if TYPE_CHECKING:
+    from flexd.embedding.table_access import TableAccess
 
 if TYPE_CHECKING:
     from flexd.embedding.collection import EmbeddingCollection

@@ -467,7 +467,7 @@ class FaultNotices:
         """
         self._meetings += 1
         key = f"{self._key}/meeting/{self._meetings}"
-        if self._arrive(key, rank, world_size, time.monotonic() + timeout_seconds):
+        if self._arrive(key, rank, world_size, time.monotonic() + timeout_seconds, what):
             return
         missing = self._store.request(
             lambda requested: [other for other in range(world_size) if not requested.check([f"{key}/{other}"])]
@@ -488,8 +488,12 @@ class FaultNotices:
         """
         return self.live and dist.is_initialized() and self._arrive(f"{self._key}/{what}", rank, world_size, deadline)
 
-    def _arrive(self, key: str, rank: int, world_size: int, deadline: float) -> bool:
-        """Wait at a barrier in the store until the deadline; return whether all ranks have come."""
+    def _arrive(self, key: str, rank: int, world_size: int, deadline: float, what: str = "") -> bool:
+        """Wait at a barrier in the store until the deadline; return whether all ranks have come.
+
+        Raises:
+            CollectiveError: a rank had an error, if the barrier is of a call, ``what``.
+        """
         if world_size == 1:
             return True
         store = self._store
@@ -505,7 +509,7 @@ class FaultNotices:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(pause)
-            if pause == _LAST_POLL_SECONDS and (notice := self.find()) is not None:
+            if what and pause == _LAST_POLL_SECONDS and (notice := self.find()) is not None:
                 raise CollectiveError(
                     f"rank {rank}: {what}: {notice}", remedy="see the log of the rank named last, then restart the job"
                 )
