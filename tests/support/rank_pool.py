@@ -43,14 +43,18 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
 
 
 def _end_groups_of_the_job() -> None:
-    """Destroy the groups that a job made: each has a thread that polls 100 times per second, and a rank runs 100
-    jobs."""
+    """Destroy the groups that a job made, those of its loops of ``flexd.prefetch`` too: each has threads that poll 100
+    times per second, and a rank runs 100 jobs."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
     from flexd.embedding.exchange.process_groups import JobGroups
 
-    kept_groups = [dist.group.WORLD, *JobGroups.current().groups]
+    job = JobGroups.current()
+    for of_loop in job._of_second_threads:
+        of_loop.destroy()
+    job._of_second_threads, job._unused = [], []
+    kept_groups = [dist.group.WORLD, *job.groups]
     for group in [made for made in _world.pg_map if all(made is not keep for keep in kept_groups)]:
         dist.destroy_process_group(group)
 
