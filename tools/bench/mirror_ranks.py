@@ -151,10 +151,12 @@ def _third(rows: SyncList, words: torch.Tensor) -> torch.Tensor:
         return (listed & torch.from_numpy(np.packbits(thirds, bitorder="little").view(np.int64))).to(words.device)
 
 
-def _lists_of(directory: Directory, hops: Sequence[hop_module.Hop], layout: RankLayout) -> SyncLists:
+def _lists_of(
+    directory: Directory, hops: Sequence[hop_module.Hop], layout: RankLayout, trained: Sequence[bool]
+) -> SyncLists:
     """``SyncLists.of``, with the bits of each list that stand for a row. Rows that get numbers of these blocks later
     are touched by no mirror."""
-    lists = _sync_lists_of(directory, hops, layout)
+    lists = _sync_lists_of(directory, hops, layout, trained)
     with _outside():
         listed = row_bits.none_set(directory.entries, directory.device)
         row_bits.mark(listed, torch.as_tensor(directory.listed_entries(), device=directory.device))
