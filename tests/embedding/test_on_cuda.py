@@ -167,9 +167,9 @@ def test_checkpoints_communicate_on_the_device_of_the_tables_alone(in_blocks: bo
     def recorded(method: str) -> Any:
         of_mirror = getattr(MirrorPeers, method)
 
-        def call(peers: MirrorPeers, tensor: torch.Tensor, *more: Any) -> Any:
+        def call(peers: MirrorPeers, tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
             devices[f"{method} {tensor.device.type}"] += 1
-            return of_mirror(peers, tensor, *more)
+            return of_mirror(peers, tensor, *more, **named)
 
         return mock.patch.object(MirrorPeers, method, call)
 

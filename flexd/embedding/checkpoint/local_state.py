@@ -114,7 +114,7 @@ class PartialStateDictDetector(StepMoments):
 
     def part(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the ``shard`` of the call before in a form of which this rank knows whether it is pickled."""
-        if self._world_size == 1:
+        if self._world_size == 1 or type(shard) is not torch.Tensor:  # under a mode with tensors of its own
             return shard
         part, place = shard.as_subclass(_StatePart), self._place
 
