@@ -77,7 +77,7 @@ LINE = b'{"table": "items", "rows": [1], "source_rank": 0, "event_time": 1700000
         (b"[" + LINE + b"]", "a JSON array", "its objects, one a line"),
         (b"\xef\xbb\xbf" + LINE, "a byte-order mark", "UTF-8 without one"),
         (LINE.decode().encode("utf-16"), "a byte-order mark", "UTF-8 without one"),
-        (gzip.compress(LINE), "gzip data", "compression.type"),
+        (gzip.compress(LINE, mtime=0), "gzip data", "compression.type"),
         (LINE.replace(b"1700000000.5", b"1700000000500"), "event_time 1700000000500.0", "seconds, not milliseconds"),
         (LINE[:-1] + b', "user": 7}', "columns ['table', 'rows', 'source_rank', 'event_time', 'user']", "['user'] out"),
     ],
