@@ -100,6 +100,7 @@ UNSUPERVISED = {
     "flexd/stream/publisher.py": "a thread of the trainer",
     "flexd/control/agent/agent.py": "a thread of the trainer",
     "flexd/embedding/tap.py": "a thread of the trainer",
+    "flexd/embedding/checkpoint/background_save.py": "a thread of the trainer",
     "flexd/embedding/prefetch/pipeline_job.py": "a thread of the trainer",
     "flexd/embedding/exchange/calls.py": "a thread of the trainer",
     "flexd/cli/options.py": "a thread of a command",

@@ -50,7 +50,7 @@ def test_a_topology_is_complete_when_all_ranks_are_registered() -> None:
 
 def test_what_the_trainer_says_of_itself_is_that_of_rank_0_and_is_checked() -> None:
     ranks = new_membership()
-    assert "its pooling 'orr' is not of 2 tables" in error_of(
+    assert "its pooling 'orr' or read-only tables '' are not of 2 tables" in error_of(
         ranks.accept, hello(0, trainer=TrainerSettings(pooling="orr")), 0.0
     )
     for rank in range(4):
