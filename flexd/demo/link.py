@@ -109,10 +109,10 @@ def limit_collectives(link: EmulatedLink) -> None:
         return parts
 
     @contextmanager
-    def measured(self: Peers, collective: str) -> Iterator[None]:
+    def measured(self: Peers, *call: str) -> Iterator[None]:
         sent, received = getattr(due, "bytes", (0.0, 0.0))
         due.bytes = (0.0, 0.0)
-        with kept["_measured"](self, collective), link.carry(sent, received):
+        with kept["_measured"](self, *call), link.carry(sent, received):
             yield
 
     limited = {"all_to_all": all_to_all, "all_reduce": all_reduce, "all_gather": all_gather, "_measured": measured}
