@@ -63,7 +63,7 @@ class EmbeddingTable:
         optimizer: of the table's rows; default: the collection's. Tables with the same kind of optimizer may differ in
             ``lr`` alone.
         trainable: False: the rows are read only, as those of a frozen ``nn.Embedding``: look-ups have no gradient, and
-            there is no optimizer state. ``EmbeddingCollection.unfreeze`` begins to train them.
+            there is no optimizer state.
     """
 
     name: str
@@ -181,7 +181,7 @@ class EmbeddingCollection(TableAccess):
         if full_state_dict:
             from flexd.embedding.checkpoint.full_state import check_full_size
 
-            check_full_size(self.keyspace.tables)
+            check_full_size(self.keyspace)
         self._seed = seed
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
         """Called with the input of every forward pass for training, after its look-up; must not raise."""

@@ -105,7 +105,7 @@ class RowEngine:
         all_slots = [slots + homes.copied_slots(group) for group, slots in enumerate(replica_slots)]
         self.stores = make_stores(homes, groups.rank, all_slots, device, cache_slots, keep_keys=keep_keys)
         self.trained = [group.trained for group in keyspace.groups]
-        """Of each dim-group; then whether any is."""
+        """Of each dim-group: whether its rows are trained."""
         self.trains = any(self.trained)
         self.joined: list[StepMoments] = []
         """Joined in each step, in this order."""

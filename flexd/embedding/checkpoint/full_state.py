@@ -7,13 +7,12 @@ Keys are those of a plain module (``embeddings.<table>.weight``) and of ``Sharde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.keyspace import TableSpec
+from flexd.core.keyspace import KeySpace
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.sharded_state import CPU, saved_tables
 from flexd.embedding.checkpoint.table_rows import collect
@@ -25,9 +24,12 @@ MAX_FULL_STATE_BYTES = 16 * 2**30
 """Of all tables with their optimizer state: rank 0 holds them at a save, and each rank at a load."""
 
 
-def check_full_size(tables: Sequence[TableSpec]) -> None:
+def check_full_size(keyspace: KeySpace) -> None:
     """Raise EmbeddingError if whole tables with their state are larger than ``MAX_FULL_STATE_BYTES``."""
-    nbytes = sum(table.rows * (table.row_bytes + table.state_bytes) for table in tables)
+    nbytes = sum(
+        table.rows * (table.row_bytes + (0 if table.name in keyspace.read_only else table.state_bytes))
+        for table in keyspace.tables
+    )
     if nbytes > MAX_FULL_STATE_BYTES:
         raise EmbeddingError(
             f"full_state_dict=True with tables of {nbytes:,} bytes, more than {MAX_FULL_STATE_BYTES:,}, which rank 0 "

@@ -447,7 +447,7 @@ class SavedTables:
                 + (
                     "are read only and were trained in the checkpoint" if frozen else "were read only in the checkpoint"
                 ),
-                remedy=f"{'unfreeze' if frozen else 'freeze'} them before it is loaded",
+                remedy=f"construct the collection with trainable={frozen} for them",
             )
         return changes
 

@@ -57,7 +57,7 @@ class TableFile:
                 size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}", remedy="give a file that every rank can read") from error
-        except (ValueError, KeyError, TypeError, SyntaxError, struct.error, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, SyntaxError, struct.error, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is neither a npy nor a safetensors file: {error}", remedy="save it by np.save or safetensors"
             ) from error

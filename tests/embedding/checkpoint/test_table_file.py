@@ -86,6 +86,8 @@ def one_bad() -> np.ndarray:
         (lambda path: np.save(path, np.asfortranarray(VALUES)), "Fortran order"),
         (lambda path: np.save(path, VALUES.astype(object), allow_pickle=True), "neither a npy nor a safetensors"),
         (lambda path: path.write_bytes(b"PK\x03\x04" + bytes(100)), "neither a npy nor a safetensors"),
+        (lambda path: path.write_bytes(struct.pack("<Q", 2) + b"[]" + bytes(9)), "neither a npy nor a safetensors"),
+        (lambda path: path.write_bytes(b"\x93NUMPY"), "neither a npy nor a safetensors"),
         (lambda path: None, "No such file"),
     ],
 )
