@@ -172,21 +172,21 @@ def test_memory_stays_within_the_stated_bound() -> None:
             if at % 3 == 0:
                 frames = b"".join(peer.frame(b"large", bytes(MAX_BODY_BYTES)) for _ in range(4))
             elif at % 3 == 1:
-                frames = b"".join(peer.frame(b"") for _ in range(20_000))
+                frames = b"".join(peer.frame(b"") for _ in range(5_000))
             else:
                 frames = peer.frame(b"begun", bytes(MAX_BODY_BYTES))[:-100]
             fill(peer.sock, frames)
-        until(lambda: server.report()[1]["unread_bytes"] > OPTIONS.unread_bytes / 2, DEADLINE_SECONDS)
+        until(lambda: server.report()[1]["unread_bytes"] > OPTIONS.unread_bytes / 2)
         before, counters = server.report()
         assert counters["unproven"] <= OPTIONS.max_unproven
         assert counters["peers"] == OPTIONS.max_peers
         # Then somebody receives, and none but the honest peer reads what it is sent.
         server.command("drain")
         honest.send(b"ping")
-        until(lambda: honest.receive(1.0), DEADLINE_SECONDS)
+        until(lambda: honest.receive(1.0))
         for _ in range(6):
             server.command("send 5")
-            bodies = [len(frame.body) for _ in range(5) if (frame := honest.receive(DEADLINE_SECONDS)) is not None]
+            bodies = [len(frame.body) for _ in range(5) if (frame := honest.receive(60.0)) is not None]
             assert bodies == [MAX_BODY_BYTES] * 5
         most, counters = server.report()
         assert before <= most <= bound, (before, most, bound, counters)
