@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flexd.embedding.optimizer_handle import JoinedOptimizer
     from flexd.embedding.prefetch.loop import prefetch
     from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, DenseAdam, RowWiseAdagrad, RowWiseAdam
+    from flexd.embedding.store.quantized_rows import int8_rows
     from flexd.embedding.table_rules import TableRules
     from flexd.embedding.tap import Tap
     from flexd.stream.publisher import Publisher
@@ -50,6 +51,7 @@ _HOMES = {
     "Tap": "flexd.embedding.tap",
     "connect": "flexd.embedding.connect",
     "embed_all": "flexd.embedding.embedding",
+    "int8_rows": "flexd.embedding.store.quantized_rows",
     "prefetch": "flexd.embedding.prefetch.loop",
 }
 
@@ -77,6 +79,7 @@ __all__ = [
     "__version__",
     "connect",
     "embed_all",
+    "int8_rows",
     "prefetch",
 ]
 

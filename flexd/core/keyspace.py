@@ -23,9 +23,12 @@ from flexd.core.errors import ConfigError
 from flexd.core.placement import RankLayout
 from flexd.core.sharding_types import ROW_WISE, ShardingType
 
-RowDType = Literal["float64", "float32", "float16", "bfloat16"]
+RowDType = Literal["float64", "float32", "float16", "bfloat16", "int8"]
 RowOptimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam"]
-DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+QUANTIZED = "int8"
+"""Dtype of read-only rows of 8-bit numbers with one float32 scale a row, which are looked up as float32."""
+SCALE_BYTES = 4
 _STATE_PER_ELEMENT: dict[str, dict[str, bool]] = {
     "sgd": {},
     "rowwise_adagrad": {"sum": False},
@@ -40,6 +43,11 @@ def state_columns(optimizer: str, dim: int) -> dict[str, int]:
     """Return the optimizer state of a row of ``dim`` numbers: name in ``torch.optim`` -> how many float32 numbers
     (float64 for float64 tables), in storage order."""
     return {name: dim if per_element else 1 for name, per_element in _STATE_PER_ELEMENT[optimizer].items()}
+
+
+def row_width(dtype: str, dim: int) -> int:
+    """Return of how many numbers of its dtype a row is stored; the bytes of its scale are four of an int8 row."""
+    return dim + SCALE_BYTES if dtype == QUANTIZED else dim
 
 
 @dataclass(frozen=True)
@@ -73,11 +81,13 @@ class TableSpec:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row's values, which an exchange of the row moves in one direction."""
-        return self.dim * DTYPE_BYTES[self.dtype]
+        return row_width(self.dtype, self.dim) * DTYPE_BYTES[self.dtype]
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one row's optimizer state, which migrates with the row."""
+        if self.dtype == QUANTIZED:
+            return 0
         return sum(state_columns(self.optimizer, self.dim).values()) * (8 if self.dtype == "float64" else 4)
 
 
@@ -115,6 +125,11 @@ class DimGroup:
     def state_columns(self) -> dict[str, int]:
         """The optimizer state of a row, as ``state_columns`` returns it; rows of read-only tables have none."""
         return state_columns(self.optimizer, self.dim) if self.trained else {}
+
+    @property
+    def width(self) -> int:
+        """Numbers of ``dtype`` that a row is stored as."""
+        return row_width(self.dtype, self.dim)
 
     @property
     def end_key(self) -> int:

@@ -170,7 +170,7 @@ class EmbeddingBagCollection(EmbeddingCollection):
                     chosen, distinct, ends, mode=pooling, include_last_offset=True, per_sample_weights=factors
                 )
                 pooled |= zip(names, bags.split_with_sizes([len(part) for part in lengths]), strict=True)
-        return {name: pooled[name] for name in routed.features}
+        return self._as_output({name: pooled[name] for name in routed.features})
 
     def _pooled_at_owner(self, routed: RoutedInput, sums: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Split [bags, dim] sums of each dim-group by feature, and divide those that are pooled by mean."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.keyspace import QUANTIZED, KeySpace, TableSpec, row_width
 from flexd.core.placement import RankLayout
 from flexd.core.sharding_types import OWNER, REQUESTER, ROW_WISE, PooledTables
 from flexd.core.step_phases import StepPhase
@@ -35,6 +35,7 @@ from flexd.embedding.optimizer_handle import FusedOptimizer
 from flexd.embedding.row_hashes import fill_initial_rows
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.step import AnchorParameter, ForwardPass, LookupFunction, RoutedInput, clip_grad_norm_
+from flexd.embedding.store.quantized_rows import looked_up
 from flexd.embedding.store.store import TORCH_DTYPES
 from flexd.embedding.table_access import TableAccess
 
@@ -64,6 +65,11 @@ class EmbeddingTable:
             ``lr`` alone.
         trainable: False: the rows are read only, as those of a frozen ``nn.Embedding``: look-ups have no gradient, and
             there is no optimizer state.
+        dtype: of the stored rows; "int8", for read-only rows alone, has a scale a row (``flexd.int8_rows``).
+        output_dtype: of what is looked up; default: ``dtype``, of int8 rows "float32".
+
+    Raises:
+        EmbeddingError: rows of int8 that are trained, or an unknown ``output_dtype``.
     """
 
     name: str
@@ -76,9 +82,20 @@ class EmbeddingTable:
     sharding: str = ROW_WISE
     optimizer: RowOptimizer | None = None
     trainable: bool = True
+    output_dtype: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(self.features))  # a list may change later
+        if self.dtype == QUANTIZED and self.trainable:
+            raise EmbeddingError(
+                f"table {self.name!r}: rows of {QUANTIZED} cannot be trained",
+                remedy="trainable=False, or another dtype",
+            )
+        if self.output_dtype == QUANTIZED or not {self.output_dtype} <= {None, *TORCH_DTYPES}:
+            raise EmbeddingError(
+                f"table {self.name!r}: output_dtype {self.output_dtype!r}",
+                remedy=f"one of {', '.join(name for name in TORCH_DTYPES if name != QUANTIZED)}",
+            )
 
     @property
     def scale(self) -> float:
@@ -177,6 +194,12 @@ class EmbeddingCollection(TableAccess):
         self.given_exchange = exchange
         self.replica_slots = self._slots(replica_fraction, replica_slots)
         """Of each dim-group, as if no table were read only."""
+        self._outputs = {
+            name: TORCH_DTYPES[table.output_dtype]
+            for table in self.tables
+            if table.output_dtype is not None
+            for name in table.feature_names
+        }
         self.full_state_dict = full_state_dict
         if full_state_dict:
             from flexd.embedding.checkpoint.full_state import check_full_size
@@ -296,7 +319,16 @@ class EmbeddingCollection(TableAccess):
         """
         routed = self._route(features)
         rows = self._rows(routed)  # may replace the features
-        return self._features.split(routed.features, rows)
+        return self._as_output(self._features.split(routed.features, rows))
+
+    def _as_output(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Return values, or Jagged of them, by feature in the dtypes that tables ask for."""
+        for name in self._outputs.keys() & found.keys():
+            value, dtype = found[name], self._outputs[name]
+            found[name] = (
+                Jagged.checked(value.values.to(dtype), value.lengths) if isinstance(value, Jagged) else value.to(dtype)
+            )
+        return found
 
     def as_features(self, given: Any) -> dict[str, Jagged]:
         """Convert the input of ``forward`` to ids by feature. Local; adapters for other input types override it.
@@ -467,9 +499,9 @@ class EmbeddingCollection(TableAccess):
     def initial_table(self, name: str) -> torch.Tensor:
         """Return [rows, dim], the initial values of a whole table, equal for any number of ranks."""
         spec = self.tables[self.keyspace.index[name]]
-        table = torch.empty((spec.rows, spec.dim), dtype=TORCH_DTYPES[spec.dtype])
+        table = torch.empty((spec.rows, row_width(spec.dtype, spec.dim)), dtype=TORCH_DTYPES[spec.dtype])
         fill_initial_rows(table, spec.name, range(spec.rows), scale=spec.scale, seed=self._seed)
-        return table
+        return looked_up(table, table.dtype)
 
     def close(self) -> None:
         """Collective. End the prefetch pipeline and give the process groups back; the last collection of a job

@@ -506,7 +506,7 @@ class RowEngine:
     def _scaled(self, forward_pass: ForwardPass) -> list[torch.Tensor]:
         if forward_pass.grads is None:
             return [
-                store.rows.new_zeros((first.rows, store.rows.shape[1]), dtype=wide)
+                store.rows.new_zeros((first.rows, store.group.dim), dtype=wide)
                 for store, first, wide in zip(
                     self.stores, forward_pass.pushed.stations[0], self.router.wide, strict=True
                 )

@@ -15,7 +15,9 @@ import zlib
 
 import torch
 
+from flexd.core.keyspace import SCALE_BYTES
 from flexd.embedding import devices
+from flexd.embedding.store.quantized_rows import as_stored
 
 _BLOCK_NUMBERS, _BLOCK_NUMBERS_OF_ACCELERATOR = 1 << 16, 1 << 22
 """Numbers that are drawn at once: as many as the caches of a processor hold, or enough to occupy an accelerator."""
@@ -45,14 +47,14 @@ def _splitmix64(x: torch.Tensor) -> torch.Tensor:
 
 
 def fill_initial_rows(out: torch.Tensor, table: str, rows: range | torch.Tensor, *, scale: float, seed: int) -> None:
-    """Fill [n, dim] ``out`` with the initial values of the given rows of a table, uniform in [-scale, scale).
+    """Fill [n, width] ``out`` with the initial values of the given rows of a table, uniform in [-scale, scale).
 
     Args:
         rows: n rows; a tensor is int64 and on the device of ``out``.
     """
     # Without mixing, the tables of two consecutive seeds would be the same rows shifted by one.
     salt = int(_splitmix64(torch.tensor([_signed(zlib.crc32(table.encode()) << 32 | (seed & 0xFFFFFFFF), 64)])))
-    dim, device = out.shape[1], out.device
+    dim, device = out.shape[1] - (SCALE_BYTES if out.dtype == torch.int8 else 0), out.device
     step = devices.block_rows(out, _BLOCK_NUMBERS, _BLOCK_NUMBERS_OF_ACCELERATOR)
     columns = torch.arange(dim, device=device)
     for start in range(0, len(rows), step):
@@ -61,7 +63,9 @@ def fill_initial_rows(out: torch.Tensor, table: str, rows: range | torch.Tensor,
             part = torch.arange(part.start, part.stop, part.step, device=device)
         bits = _splitmix64(_splitmix64(part + salt).unsqueeze(1) + columns)
         bits.bitwise_right_shift_(11).bitwise_and_(2**53 - 1)
-        out[start : start + len(part)] = bits.to(torch.float64).mul_(2.0**-52).sub_(1.0).mul_(scale)
+        out[start : start + len(part)] = as_stored(
+            bits.to(torch.float64).mul_(2.0**-52).sub_(1.0).mul_(scale), out.dtype
+        )
 
 
 _SMALLEST_NORMAL, _LARGEST = 2.0**-14, 65504.0

@@ -16,6 +16,7 @@ from flexd.core.placement import RankLayout, Tier
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.store.quantized_rows import as_stored, looked_up, looked_up_dtype
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class TableAccess(nn.Module):
         return self
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype of a table's rows."""
-        return TORCH_DTYPES[self.keyspace.tables[self.keyspace.index[name]].dtype]
+        """Return the dtype of a table's values."""
+        return looked_up_dtype(TORCH_DTYPES[self.keyspace.tables[self.keyspace.index[name]].dtype])
 
     @torch.no_grad()
     def load_rows(self, name: str, first_row: int, values: torch.Tensor | None, *, source: int | None = None) -> None:
@@ -82,7 +83,7 @@ class TableAccess(nn.Module):
                 self.set_rows(name, first_row, values)
                 return
             self._before_load(store, homes, rows)
-            given = [] if values is None else [values]
+            given = [] if values is None else [as_stored(values, store.rows.dtype)]
             distribute(self._groups.world, homes, [store.rows], homes.only(source or 0, rows), given)
 
     @torch.no_grad()
@@ -90,6 +91,7 @@ class TableAccess(nn.Module):
         """Collective. Set all rows of a table to those of a matrix in a file that every rank can read, npy or
         safetensors, for instance one that is larger than a rank's memory.
 
+        Rows of int8 come from int8 [rows, dim + 4], as ``flexd.int8_rows`` returns them, or from floats of any width.
         Each rank reads as many of its rows as others, once for a check and once to load, and sends them to their homes.
         Replicas are copied again before the next pass. The optimizer's state does not change.
 
@@ -112,16 +114,16 @@ class TableAccess(nn.Module):
         self.engine.agree_on_reading()
         try:
             file = TableFile.of(path, tensor)
-            faults = file.differences(spec.rows, spec.dim, store.dtype) or file.not_finite(mine, MAX_WINDOW_BYTES)
+            faults = file.differences(spec) or file.not_finite(mine, MAX_WINDOW_BYTES)
         except CheckpointError as error:
             faults, remedy = [error.message], error.remedy
         raise_if_any_rank_refuses(self, [f"table {name!r}: {fault}" for fault in faults], remedy=remedy)
         self._before_load(store, homes, range(spec.rows))
-        each = max(1, MAX_WINDOW_BYTES // spec.row_bytes)
+        each = max(1, MAX_WINDOW_BYTES // max(spec.row_bytes, file.row_bytes))
         with self.traffic.uncounted():
             for first in range(0, len(homes.blocks()[0]), each):
                 given = [block[first : first + each] for block in homes.blocks()]
-                values = [file.read(given[self.rank])] if given[self.rank] else []
+                values = [as_stored(file.read(given[self.rank]), store.dtype)] if given[self.rank] else []
                 distribute(self._groups.world, homes, [store.rows], given, values)
 
     def _table(self, name: str) -> int:
@@ -135,7 +137,7 @@ class TableAccess(nn.Module):
         ``flexd.prefetch`` exchange."""
         store, homes = self._homes(self.keyspace.index[name])
         self._before_load(store, homes, range(first_row, first_row + values.shape[0]))
-        homes.write(store.rows, first_row, values)
+        homes.write(store.rows, first_row, as_stored(values, store.rows.dtype))
 
     def _before_load(self, store: GroupStore, homes: TableHomes, rows: range) -> None:
         slots = homes.run(rows).slots
@@ -155,7 +157,8 @@ class TableAccess(nn.Module):
         everything = [range(homes.rows)] * homes.world_size
         there = self.device if device is None else torch.device(device)
         with self.traffic.uncounted():
-            return collect(self._groups.world, homes, [store.rows], everything, there)[0]
+            found = collect(self._groups.world, homes, [store.rows], everything, there)[0]
+        return looked_up(found, store.dtype)
 
     def _homes(self, table: int) -> tuple[GroupStore, TableHomes]:
         from flexd.embedding.checkpoint.table_rows import TableHomes

@@ -1,7 +1,7 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
 prefetch pipeline, uneven loaders, evaluation, migrations, kills and reloads, rows in tiered storage, sharding types,
-bags answered by rows and by sums, factors of rows, optimizers and rates by table, read-only tables, and the kernels of
-an accelerator.
+bags answered by rows and by sums, factors of rows, optimizers and rates by table, read-only tables and rows of int8,
+and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
@@ -60,6 +60,7 @@ scenarios = st.builds(
     weighted=st.booleans(),
     uneven=st.booleans(),
     read_only=read_only,
+    quantized=st.booleans(),
 )
 three_nodes = st.builds(
     Scenario,
@@ -78,6 +79,7 @@ three_nodes = st.builds(
     weighted=st.booleans(),
     uneven=st.booleans(),
     read_only=read_only,
+    quantized=st.booleans(),
 )
 BAGS = Scenario(2, 2, pooling_at=("owner", "requester"), weighted=True, switch_every=3, replica_fraction=1.0, steps=8)
 """Of bags with factors, which are drawn too."""
@@ -125,13 +127,15 @@ def test_any_training_equals_one_process(
         scenario = replace(scenario, fast_memory_bytes=None)
     if scenario.uneven:
         loops = 1
-    tolerance = 1e-4 if scenario.comm_dtype or scenario.second_dtype else 1e-9
+    summed = scenario.quantized and scenario.read_only and scenario.pooled  # rows of float32 are
+    tolerance = 1e-4 if scenario.comm_dtype or scenario.second_dtype or summed else 1e-9
     loop = Loop(
         ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead or restarts else 1, depth=depth,
         restarts=restarts, changes=changes,
     )  # fmt: skip
     job = (on_accelerator, train) if accelerator else (train,)
     results = ranks(scenario.layout.world_size).run(*job, scenario, loop)
-    if scenario.switch_every:
+    # Where every look-up is a step, the tuner proposes its own arm before the other one is agreed.
+    if scenario.switch_every and len(scenario.read_only) < 2:
         assert set(results[0]["exchanges"]) == {"chain", "direct"}, "the exchange must really change"
     check_training(results, scenario, tolerance)

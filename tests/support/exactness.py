@@ -40,6 +40,7 @@ class Scenario:
         weighted: rows that are pooled by sum have factors.
         uneven: ranks have batches with samples for different numbers of steps.
         read_only: the tables that are not trained.
+        quantized: they have rows of int8, and are looked up in the dtype of trained ones.
     """
 
     nodes: int
@@ -71,6 +72,7 @@ class Scenario:
     moved: bool = False
     weighted: bool = False
     read_only: tuple[str, ...] = ()
+    quantized: bool = False
     uneven: bool = False
 
     def batches(self, rank: int) -> int:
@@ -107,7 +109,9 @@ def sharding_type(text: str, layout: RankLayout, pooling_at: str = "requester") 
     rule = ShardingType.parse(text)
     if rule.copied and pooling_at == "owner":
         return ROW_WISE
-    return str(replace(rule, number=rule.number % (layout.nodes if rule.kind == "node" else layout.world_size)))
+    return str(
+        replace(rule, number=rule.number % (layout.nodes if rule.kind == "table_row_wise" else layout.world_size))
+    )
 
 
 def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
@@ -126,6 +130,10 @@ def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
         "optimizer": second_rule(scenario) if scenario.second_optimizer else None,
         "trainable": "shop" not in scenario.read_only,
     }  # fmt: skip
+    if scenario.quantized:
+        for table in (item, shop):
+            if not table["trainable"]:
+                table |= {"dtype": "int8", "output_dtype": table["dtype"]}
     if scenario.pooling_at is None:
         return [EmbeddingTable(**item), EmbeddingTable(**shop)]
     first = EmbeddingTable(**item) if scenario.mixed else EmbeddingBagTable(**item, pooling_at=of_item)
@@ -287,7 +295,9 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
     specs = {table.name: table for table in tables_of(scenario)}
     # Of initial values alone: rows without homes of their own and without a pooling place.
     plain_tables = [
-        EmbeddingTable(spec.name, spec.rows, spec.dim, dtype=spec.dtype, init_scale=spec.init_scale)
+        EmbeddingTable(
+            spec.name, spec.rows, spec.dim, dtype=spec.dtype, init_scale=spec.init_scale, trainable=spec.trainable
+        )
         for spec in specs.values()
     ]
     reference = EmbeddingCollection(plain_tables, layout=RankLayout(1, 1), seed=scenario.seed)

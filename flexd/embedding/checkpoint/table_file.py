@@ -19,11 +19,16 @@ import numpy as np
 import torch
 
 from flexd.core.errors import CheckpointError
+from flexd.core.keyspace import QUANTIZED, SCALE_BYTES, TableSpec, row_width
+from flexd.embedding.store.quantized_rows import scales_of
+from flexd.embedding.store.store import TORCH_DTYPES
 
 _NPY = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 2**26
-_OF_NPY = {"<f8": torch.float64, "<f4": torch.float32, "<f2": torch.float16}
-_OF_SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OF_NPY = {"<f8": torch.float64, "<f4": torch.float32, "<f2": torch.float16, "|i1": torch.int8}
+_OF_SAFETENSORS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,24 +70,32 @@ class TableFile:
             raise CheckpointError(f"{path} is cut: it has {size} bytes", remedy="copy it again")
         return made
 
-    def differences(self, rows: int, dim: int, dtype: torch.dtype) -> list[str]:
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[1] * self.dtype.itemsize
+
+    def differences(self, spec: TableSpec) -> list[str]:
         """Return in words why the matrix does not fit a table."""
-        found = f"{' x '.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}"
-        if self.shape == (rows, dim) and self.dtype == dtype:
+        dtype = TORCH_DTYPES[spec.dtype]
+        fits = self.shape == (spec.rows, row_width(spec.dtype, spec.dim)) and self.dtype == dtype
+        if fits or (spec.dtype == QUANTIZED and self.shape == (spec.rows, spec.dim) and self.dtype.is_floating_point):
             return []
-        return [f"{self.path} has {found}, the table {rows} x {dim} {str(dtype).removeprefix('torch.')}"]
+        found = f"{' x '.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}"
+        also = f": int8 {spec.dim + SCALE_BYTES} wide, with scales, or floats" if spec.dtype == QUANTIZED else ""
+        return [f"{self.path} has {found}, the table {spec.rows} x {spec.dim} {spec.dtype}{also}"]
 
     def not_finite(self, rows: range, window_bytes: int) -> list[str]:
         """Return in words which of consecutive rows has the first number that is not finite."""
         for first, part in self.windows(rows, window_bytes):
-            bad = part.isfinite().all(dim=1).logical_not_().nonzero()
+            numbers = scales_of(part) if part.dtype == torch.int8 else part
+            bad = numbers.isfinite().all(dim=1).logical_not_().nonzero()
             if len(bad):
                 return [f"{self.path}: row {first + int(bad[0])} has a number that is not finite"]
         return []
 
     def windows(self, rows: range, window_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield consecutive rows in parts of at most ``window_bytes``, at least a row: (first row, [n, dim])."""
-        each = max(1, window_bytes // (self.shape[1] * self.dtype.itemsize))
+        each = max(1, window_bytes // self.row_bytes)
         for first in range(rows.start, rows.stop, each):
             yield first, self.read(range(first, min(first + each, rows.stop)))
 
@@ -92,10 +105,9 @@ class TableFile:
         Raises:
             CheckpointError: the file cannot be read any more.
         """
-        row_bytes = self.shape[1] * self.dtype.itemsize
-        wanted = len(rows) * row_bytes
+        wanted = len(rows) * self.row_bytes
         try:
-            data = np.fromfile(self.path, np.uint8, wanted, offset=self.first_byte + rows.start * row_bytes)
+            data = np.fromfile(self.path, np.uint8, wanted, offset=self.first_byte + rows.start * self.row_bytes)
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error}", remedy="keep it until it is loaded") from error
         if len(data) != wanted:

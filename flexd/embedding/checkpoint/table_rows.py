@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.keyspace import HomeRun, Homes, TableSpec
+from flexd.core.keyspace import QUANTIZED, HomeRun, Homes, TableSpec
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.devices import packed, unpacked
 from flexd.embedding.exchange.collectives import Peers
+from flexd.embedding.store.quantized_rows import as_stored, scales_of
 from flexd.embedding.store.slow.tiered_rows import RowColumn
 
 MAX_WINDOW_BYTES = 32 * 2**20
@@ -153,7 +154,7 @@ _BLOCK_ROWS = 1 << 13
 # OOPSLA 2014) and the golden ratio.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(first_row: int, columns: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -208,20 +209,24 @@ def agree_on_rows(
         EmbeddingError: on every rank, if values do not fit the table on any, or they or the arguments differ.
     """
     fault = ""
+    quantized = spec.dtype == QUANTIZED
+    width = held.shape[1] if values is not None and quantized and values.dtype == held.dtype else spec.dim
     if values is not None and not (
-        values.dim() == 2 and values.shape[1] == spec.dim and 0 <= first_row <= spec.rows - values.shape[0]
+        values.dim() == 2 and values.shape[1] == width and 0 <= first_row <= spec.rows - values.shape[0]
     ):
         fault = (
             f"table {spec.name!r}: values of shape {tuple(values.shape)} from row {first_row} on, in {spec.rows} rows "
             f"of {spec.dim}"
         )
+    elif values is not None and quantized and not scales_of(as_stored(values, held.dtype)).isfinite().all():
+        fault = f"table {spec.name!r}: values that are not finite, which {spec.dtype} rows cannot have"
     count, digest = _NONE_GIVEN, 0
     if fault:
         count = _DOES_NOT_FIT
     elif values is not None:
         count = values.shape[0]
         if source is None:
-            digest = int(fingerprint(first_row, [values.to(held.dtype)]))
+            digest = int(fingerprint(first_row, [as_stored(values, held.dtype)]))
     mine = torch.tensor(
         [table, first_row, -1 if source is None else source, count, digest], dtype=torch.int64, device=held.device
     )

@@ -158,7 +158,7 @@ class SummingRouter(Router):
             shapes = [(number, total.shape[1]) for number, total in zip(leg.bags, totals, strict=True)]
             totals = devices.zeros(shapes, self.wide, totals[0].device)
             add_columns(arrived, totals, leg.places)
-        return [total.to(store.dtype) for total, store in zip(totals, self._stores, strict=True)]
+        return [total.to(store.values_dtype) for total, store in zip(totals, self._stores, strict=True)]
 
     @in_phase(StepPhase.PUSH)
     def spread(self, passes: Sequence[tuple[Route, Sequence[torch.Tensor] | None]]) -> list[list[torch.Tensor]]:

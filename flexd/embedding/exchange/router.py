@@ -30,6 +30,7 @@ from flexd.embedding.exchange.column import Column, ReceivedRows, add_columns, j
 from flexd.embedding.exchange.hop import Agreement, AgreementFlags, Hop, host_numbers
 from flexd.embedding.exchange.route import COUNT_SHIFT, FeatureKeys, Route, StationLookup, StationRows, counts_of_group
 from flexd.embedding.replicas.touched_rows import TouchedRows
+from flexd.embedding.store.quantized_rows import looked_up
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ class Router:
         self.traffic, self.phases = traffic, traffic.phases
         self.lookup = StationLookup(stores)
         self.wire: list[torch.dtype] = []
-        """Dtype of each dim-group on the wire."""
+        """Dtype of each dim-group's gradients and sums of bags on the wire."""
+        self.wire_of_rows: list[torch.dtype] = []
+        """Of its rows: the same, but for quantized rows, which travel as they are stored."""
         self.wide: list[torch.dtype] = []
         """Dtype of each dim-group in which gradients are added."""
         self.use(hops, comm_dtype)
@@ -80,7 +83,12 @@ class Router:
         used any more."""
         self.hops = list(hops)
         self.lookup.forget_hops()
-        self.wire[:] = [store.dtype if comm_dtype is None else TORCH_DTYPES[comm_dtype] for store in self._stores]
+        given = None if comm_dtype is None else TORCH_DTYPES[comm_dtype]
+        self.wire[:] = [given or store.values_dtype for store in self._stores]
+        self.wire_of_rows[:] = [
+            store.dtype if store.dtype == torch.int8 else wire
+            for store, wire in zip(self._stores, self.wire, strict=True)
+        ]
         self.wide[:] = [
             torch.promote_types(torch.promote_types(store.dtype, wire), torch.float32)
             for store, wire in zip(self._stores, self.wire, strict=True)
@@ -178,7 +186,7 @@ class Router:
                 requested, served = route.requested[station], route.served[station]
                 columns = [
                     Column(rows, index, counts_of_group(g, served), counts_of_group(g, requested), wire)
-                    for g, ((rows, index), wire) in enumerate(zip(found, self.wire, strict=True))
+                    for g, ((rows, index), wire) in enumerate(zip(found, self.wire_of_rows, strict=True))
                 ]
                 words = None if touched is None else touched.down(station)
                 if words is not None and not words.empty:
@@ -193,9 +201,13 @@ class Router:
                     touched.recv_down(station, words_back)
             found = self._rows_at(route.stations[station], arrived, expand or station > 0)
         return [
-            (rows if index is None else rows.index_select(0, index)).to(store.dtype)
+            self._values_of(rows if index is None else rows.index_select(0, index), store)
             for (rows, index), store in zip(found, self._stores, strict=True)
         ]
+
+    @staticmethod
+    def _values_of(rows: torch.Tensor, store: GroupStore) -> torch.Tensor:
+        return looked_up(rows, store.dtype) if store.dtype == torch.int8 else rows.to(store.dtype)
 
     def _rows_at(
         self, station: Sequence[StationRows], arrived: Sequence[ReceivedRows] | None, expand: bool
@@ -204,7 +216,7 @@ class Router:
         None if they are in the order of the requests). Without ``expand`` the distinct rows are meant."""
         found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         joined: list[int] = []
-        for group, (rows, wire) in enumerate(zip(station, self.wire, strict=True)):
+        for group, (rows, wire) in enumerate(zip(station, self.wire_of_rows, strict=True)):
             column, slots, index = self._stores[group].rows, rows.slots, rows.expand if expand else None
             if not isinstance(column, torch.Tensor):
                 source, slots = column.index_select(0, slots, counts=True), torch.arange(rows.held, device=slots.device)
@@ -222,7 +234,7 @@ class Router:
             for group, whole in zip(
                 joined, joined_columns(of_groups, ahead=[found[g][0] for g in joined]), strict=True
             ):
-                found[group] = whole.to(self.wire[group]), found[group][1]
+                found[group] = whole.to(self.wire_of_rows[group]), found[group][1]
         return found
 
     @in_phase(StepPhase.PUSH)
@@ -237,7 +249,7 @@ class Router:
 
     def _zeros(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """Return zeros [number of the dim-group, dim] in the dtype in which gradients are added."""
-        shapes = [(number, store.rows.shape[1]) for number, store in zip(numbers, self._stores, strict=True)]
+        shapes = [(number, store.group.dim) for number, store in zip(numbers, self._stores, strict=True)]
         return devices.zeros(shapes, self.wide, self._stores[0].rows.device)
 
     @in_phase(StepPhase.PUSH)

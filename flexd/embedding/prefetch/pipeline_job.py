@@ -252,10 +252,8 @@ class PrefetchPipelineJob:
             )
             split = split_route(route, marks[0])
         rows = []
-        for first, store, at, part in zip(
-            route.stations[0], self._stores, split.rest_rows, self._router.fetch(split.rest), strict=True
-        ):
-            rows.append(part.new_empty((first.rows, store.rows.shape[1])).index_copy_(0, at, part))
+        for first, at, part in zip(route.stations[0], split.rest_rows, self._router.fetch(split.rest), strict=True):
+            rows.append(part.new_empty((first.rows, part.shape[1])).index_copy_(0, at, part))
         pass_splits = tuple(split_route(one.pushed, of_pass) for one, of_pass in zip(passes, marks[1:], strict=True))
         return replace(
             result, forward_pass=forward_pass, rows=rows, split=split, pass_splits=pass_splits, touched=touched

@@ -130,7 +130,7 @@ class ReplicaSync:
         router = self._router
         replicas = None
         if touched is not None:
-            dims = [store.rows.shape[1] for store in self._stores]
+            dims = [store.group.dim for store in self._stores]
             all_reduced = [hop.all_reduces for hop in router.hops]
             lists = self._lists_of_sums(touched.lists, all_reduced)
             replicas = ReplicaSums(
@@ -214,7 +214,7 @@ class ReplicaSync:
             numbers_distinct = [len(distinct)]
         of_places = [None] * len(groups) if places is None else places.split_with_sizes(numbers)
         shapes = [
-            (0 if places is None else number, store.rows.shape[1])
+            (0 if places is None else number, store.group.dim)
             for number, store in zip(numbers_distinct, self._stores, strict=True)
         ]
         totals = devices.zeros(shapes, self._router.wide, slots.device)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from flexd.core.keyspace import NO_KEY, TURN_BITS, Homes
+from flexd.core.keyspace import NO_KEY, QUANTIZED, TURN_BITS, Homes
 from flexd.embedding.devices import HALF_DTYPES, packed, unpacked
 from flexd.embedding.store.directory import NOT_REHOMED, Directory, max_listed_rows
+from flexd.embedding.store.quantized_rows import looked_up_dtype
 
 if TYPE_CHECKING:
     from flexd.embedding.store.slow.tiered_rows import RowColumn, TieredRows
@@ -24,6 +25,7 @@ TORCH_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    QUANTIZED: torch.int8,
 }
 
 
@@ -79,7 +81,7 @@ class DeviceHomes:
 
 
 class GroupStore:
-    """Rows [home_rows + replica_slots, dim] and their optimizer state, allocated once.
+    """Rows [home_rows + replica_slots, width] and their optimizer state, allocated once.
 
     A home row has slot ``(address - first_home_address) // world_size``; replica slot s has slot ``home_rows + s``.
 
@@ -114,14 +116,16 @@ class GroupStore:
         self.home_rows = int(homes.homes.home_rows(number)[rank])
         self.replica_slots = replica_slots
         self.dtype = TORCH_DTYPES[group.dtype]
+        self.values_dtype = looked_up_dtype(self.dtype)
+        """Of what is looked up."""
         slots = self.home_rows + replica_slots
         fast_home_rows = self.home_rows if cache_slots is None else min(cache_slots, self.home_rows)
         state_dtype = torch.promote_types(self.dtype, torch.float32)
-        rows = torch.zeros((fast_home_rows + replica_slots, group.dim), dtype=self.dtype, device=directory.device)
+        rows = torch.zeros((fast_home_rows + replica_slots, group.width), dtype=self.dtype, device=directory.device)
         floats = sum(group.state_columns.values())
         state = torch.zeros((fast_home_rows + replica_slots, floats), dtype=state_dtype, device=directory.device)
         self.rows, self.state = rows, state
-        self.row_bytes = group.dim * rows.element_size() + floats * state.element_size()
+        self.row_bytes = group.width * rows.element_size() + floats * state.element_size()
         """Bytes of one row with its state, which a migration copies."""
         self.tier: TieredRows | None = None
         """Of home rows in tiered storage."""

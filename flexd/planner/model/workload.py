@@ -17,7 +17,7 @@ import numpy as np
 
 from flexd.core.arrays import Float64Array, Int64Array, UInt8Array
 from flexd.core.errors import PlanError
-from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec
+from flexd.core.keyspace import DTYPE_BYTES, QUANTIZED, KeySpace, TableSpec
 from flexd.core.placement import RankLayout, Tier
 from flexd.sketch.profile import Profile, TableProfile
 
@@ -168,6 +168,8 @@ class TrainingShape:
 
     def wire_row_bytes(self, table: TableSpec) -> int:
         """Return the bytes of one row of the table on the wire."""
+        if table.dtype == QUANTIZED:  # travels as it is stored
+            return table.row_bytes
         return table.dim * DTYPE_BYTES[self.comm_dtype or table.dtype]
 
     def narrow_wire(self, table: TableSpec) -> bool:

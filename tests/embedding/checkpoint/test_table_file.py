@@ -16,6 +16,7 @@ from flexd.core.placement import RankLayout
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.table_file import TableFile
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.store.quantized_rows import int8_rows, looked_up
 from tests.support.rank_pool import Ranks, error_of
 
 ROWS, DIM = 101, 6
@@ -24,7 +25,7 @@ VALUES = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
 
 def save_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write the format as its description says: length of the header, header, the tensors one after another."""
-    names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
+    names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.int8: "I8"}
     header: dict[str, Any] = {"__metadata__": {"made_by": "a test"}}
     data = b""
     for name, value in tensors.items():
@@ -64,8 +65,32 @@ def test_every_rank_has_the_rows_of_the_file(ranks: Ranks, tmp_path: Path, shard
         np.testing.assert_array_equal(texts, halves.float().numpy())
 
 
-def refused(rank: int, path: str) -> tuple[str, bool]:
-    collection = EmbeddingCollection([EmbeddingTable("items", ROWS, DIM)], layout=RankLayout(1, 2))
+def loaded_int8(rank: int, *paths: str) -> list[torch.Tensor]:
+    items = EmbeddingTable("items", ROWS, DIM, dtype="int8", trainable=False)
+    collection, found = EmbeddingCollection([items], layout=RankLayout(1, 2)), []
+    with mock.patch.object(table_rows, "MAX_WINDOW_BYTES", 100):
+        for path in paths:
+            collection.load_file("items", path)
+            found.append(collection.gather_table("items"))
+    return found
+
+
+def test_rows_of_int8_come_from_files_of_their_own_kind_and_of_floats(ranks: Ranks, tmp_path: Path) -> None:
+    stored, values = int8_rows(torch.from_numpy(VALUES)), torch.from_numpy(VALUES)
+    np.save(tmp_path / "stored.npy", stored.numpy())
+    np.save(tmp_path / "wide.npy", VALUES.astype(np.float64))
+    save_safetensors(tmp_path / "stored.safetensors", {"a": stored.flip(0)})
+    save_safetensors(tmp_path / "half.safetensors", {"a": values.half()})
+    names = ("stored.npy", "stored.safetensors", "wide.npy", "half.safetensors")
+    expected = [stored, stored.flip(0), stored, int8_rows(values.half())]
+    for found in ranks(2).run(loaded_int8, *(str(tmp_path / name) for name in names)):
+        for table, rows in zip(found, expected, strict=True):
+            assert torch.equal(table, looked_up(rows, torch.int8))
+
+
+def refused(rank: int, path: str, dtype: str = "float32") -> tuple[str, bool]:
+    items = EmbeddingTable("items", ROWS, DIM, dtype=dtype, trainable=dtype != "int8")
+    collection = EmbeddingCollection([items], layout=RankLayout(1, 2))
     before = collection.gather_table("items")
     text = error_of(collection.load_file, "items", path if rank else path.replace("missing-", ""))
     return text, torch.equal(collection.gather_table("items"), before)
@@ -99,6 +124,23 @@ def test_a_file_that_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded
     found = ranks(2).run(refused, str(path))
     assert any("table 'items'" in said and text in said for said, _ in found), found
     assert all("refused" in said or text in said for said, _ in found)
+    assert all(unchanged for _, unchanged in found)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (np.zeros((ROWS, DIM), np.int8), "has 101 x 6 int8, the table 101 x 6 int8: int8 10 wide, with scales, or"),
+        (int8_rows(torch.from_numpy(one_bad())).numpy(), "row 99 has a number that is not finite"),
+        (one_bad(), "row 99 has a number that is not finite"),
+    ],
+)
+def test_rows_of_int8_without_or_with_impossible_scales_are_refused(
+    ranks: Ranks, tmp_path: Path, values: np.ndarray, text: str
+) -> None:
+    np.save(tmp_path / "items.npy", values)
+    found = ranks(2).run(refused, str(tmp_path / "items.npy"), "int8")
+    assert any(text in said for said, _ in found), found
     assert all(unchanged for _, unchanged in found)
 
 

@@ -143,13 +143,13 @@ def _initial_rows(
     store: GroupStore, scales: Sequence[float], seed: int, state: float, slots: torch.Tensor
 ) -> torch.Tensor:
     """Return cold rows with the initial values of int64 [n] home slots."""
-    homes, dim = store.homes.homes, store.group.dim
-    rows = torch.empty((len(slots), dim), dtype=store.rows.dtype)
+    homes, width = store.homes.homes, store.group.width
+    rows = torch.empty((len(slots), width), dtype=store.rows.dtype)
     keys = homes.keys((slots * store.world_size + store.first_home_address).numpy())
     of_tables, of_rows = homes.keyspace.table_rows(keys)
     for table in np.unique(of_tables).tolist():
         here = np.flatnonzero(of_tables == table)
-        part = rows.new_empty((len(here), dim))
+        part = rows.new_empty((len(here), width))
         name = homes.keyspace.tables[table].name
         fill_initial_rows(part, name, torch.from_numpy(of_rows[here]), scale=scales[table], seed=seed)
         rows[here] = part
@@ -159,7 +159,7 @@ def _initial_rows(
 def _row_bytes(group: DimGroup) -> int:
     dtype = TORCH_DTYPES[group.dtype]
     floats = sum(group.state_columns.values())
-    return group.dim * dtype.itemsize + floats * (8 if dtype == torch.float64 else 4)
+    return group.width * dtype.itemsize + floats * (8 if dtype == torch.float64 else 4)
 
 
 def slow_memory_report(stores: Sequence[GroupStore]) -> SlowMemoryReport:
