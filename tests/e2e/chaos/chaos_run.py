@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from flexd.sketch.sketch_set import SketchSet
 from flexd.stream.types import AccessBatch
 from tests.e2e.chaos.chaos_faults import RANKS_STRUCK, Injection, kill_broker
 from tests.e2e.chaos.chaos_processes import ProcessServer
-from tests.e2e.chaos.chaos_training import TABLES, WORLD, Reference
+from tests.e2e.chaos.chaos_training import RANK_SECONDS, TABLES, WORLD, Reference
 from tests.e2e.chaos.chaos_world import Attempt, ChaosWorld
 from tests.support.saved_sketches import loaded_sketches, newest_snapshot
 from tests.support.until import until
@@ -62,7 +63,8 @@ class ChaosRun:
         self.outcomes: list[Outcome] = []
         self.end_violations: list[str] = []
         self.steps = 0
-        self.largest_loss_difference = 0.0
+        self.largest_loss_difference = self.longest_step_seconds = 0.0
+        self.misuses: Counter[str] = Counter()
 
     def __enter__(self) -> ChaosRun:
         self.world.__enter__()
@@ -79,6 +81,9 @@ class ChaosRun:
     ) -> None:
         self.world.__exit__(kind, error, trace)
         # A soak of hours keeps the results alone.
+        checker = self.checker
+        self.steps, self.largest_loss_difference = checker.steps_checked, checker.largest_loss_difference
+        self.misuses, self.longest_step_seconds = checker.misuses, checker.longest_step_seconds
         self.world.attempts.clear()
         del self.checker
 
@@ -120,7 +125,6 @@ class ChaosRun:
         self.world.stop_daemon()
         wrong += [*self.checker.training(), *self.checker.tables()]
         self.end_violations += wrong
-        self.steps, self.largest_loss_difference = self.checker.steps_checked, self.checker.largest_loss_difference
         return wrong
 
 
@@ -179,7 +183,9 @@ class Checker:
         """By attempt and version: of the placement that the ranks had."""
         self.steps_checked = 0
         self.versions_checked = 0
-        self.largest_loss_difference = 0.0
+        self.largest_loss_difference = self.longest_step_seconds = 0.0
+        self.misuses: Counter[str] = Counter()
+        """Steps of the job by kind of misuse."""
 
     def training(self) -> list[str]:
         """Losses as without faults; replicas bit-equal; one placement version on all ranks, never going back."""
@@ -276,6 +282,10 @@ class Checker:
         if at and any(steps[at].version < steps[at - 1].version for steps in attempt.steps):
             wrong.append(f"{name}: the placement version fell in step {step}")
         self._digests[name, ranks[0].version] = ranks[0].digest
+        self.misuses.update([ranks[0].misuse] if ranks[0].misuse else [])
+        self.longest_step_seconds = max(self.longest_step_seconds, *(record.seconds for record in ranks))
+        if self.longest_step_seconds > RANK_SECONDS:
+            wrong.append(f"{name}: step {step} took {self.longest_step_seconds:.0f} s on a rank")
         self.steps_checked += WORLD
         return wrong
 

@@ -377,6 +377,7 @@ class Step:
     seconds: float
     at: float
     agent: str
+    misuse: str = ""
 
 
 class Attempt:

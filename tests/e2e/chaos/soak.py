@@ -1,7 +1,8 @@
 """Inject faults at random for a given time and report them (``make chaos``, ``make soak``).
 
 ``make soak`` (``--all``) adds to the faults of ``make chaos``: poison on the stream, upgrades to
-the next version and back, rotated secrets and added tables. Ends with tables of the faults, of the points at which the
+the next version and back, rotated secrets and added tables. In three of ten steps the trainer of each is careless
+(``chaos_misuse``). Ends with tables of the faults, of the misuses, of the points at which the
 daemon was killed and stopped, and of the largest memory, threads, descriptors, disk and queued bytes; with ``--json``,
 the last line is one JSON object. Exit code 1 if an invariant was violated or a limit passed.
 """
@@ -30,8 +31,10 @@ from flexd.control.daemon.channel_events import ChannelOptions
 from flexd.core.supervision import POINTS_OF_A_JOB as POINTS
 from tests.e2e.chaos.chaos_faults import AT_A_POINT, LONG, Injection, kinds
 from tests.e2e.chaos.chaos_kinds import OPERATIONS, POISON, UPGRADES
+from tests.e2e.chaos.chaos_misuse import MISUSES
 from tests.e2e.chaos.chaos_processes import ProcessServer
 from tests.e2e.chaos.chaos_run import ChaosRun, Outcome, figures, table
+from tests.e2e.chaos.chaos_training import RANK_SECONDS
 from tests.e2e.chaos.chaos_world import BALLAST, ChaosWorld
 from tests.support.second_tree import write_second_tree
 from tools.bench.harness import check, flat
@@ -247,6 +250,8 @@ class Soak:
             "worlds": len(self.runs),
             "steps_checked": sum(run.steps for run in self.runs),
             "largest_loss_difference": max((run.largest_loss_difference for run in self.runs), default=0.0),
+            "longest_step_seconds": max((run.longest_step_seconds for run in self.runs), default=0.0),
+            "misuses": dict(sum((run.misuses for run in self.runs), Counter[str]())),
             "maxima": self.maxima,
             "violations": len(self.broken) + sum(len(outcome.violations) for outcome in self.outcomes),
             "kinds": {row["kind"]: row for row in figures(self.outcomes)},
@@ -261,13 +266,25 @@ class Soak:
         line = (
             f"seed {self._seed}: {found['faults']} faults in {found['worlds']} worlds, at {found['points_struck']} of "
             f"{len(POINTS)} points; {found['violations']} violations; {found['steps_checked']} rank steps compared, "
-            f"losses differ by at most {found['largest_loss_difference']:.2g}"
+            f"losses differ by at most {found['largest_loss_difference']:.2g}; the longest step took "
+            f"{found['longest_step_seconds']:.1f} s"
         )
-        return "\n\n".join([line, table(figures(self.outcomes)), "\n".join(by_point), resource_table(self.maxima)])
+        misuses = [
+            "| misuse | steps |",
+            "|---|---|",
+            *(f"| {kind} | {found['misuses'].get(kind, 0)} |" for kind in MISUSES),
+        ]
+        return "\n\n".join(
+            [line, table(figures(self.outcomes)), "\n".join(misuses), "\n".join(by_point), resource_table(self.maxima)]
+        )
 
     def checks(self) -> list[dict[str, Any]]:
-        violations = self.figures()["violations"]
-        found = [check("invariant violations", violations, "0", violations == 0)]
+        of_run = self.figures()
+        violations, longest = of_run["violations"], of_run["longest_step_seconds"]
+        found = [
+            check("invariant violations", violations, "0", violations == 0),
+            check("longest step, s", longest, f"0 to {RANK_SECONDS:.0f}", longest <= RANK_SECONDS),
+        ]
         for name, limit in LIMITS.items():
             seen = self.maxima[name]
             found.append(check(f"largest {name}", seen, f"0 to {limit}", 0 <= seen <= limit))
