@@ -56,7 +56,8 @@ class EmbeddingTable:
 
     Attributes:
         features: names of the inputs that look up rows of the table; default: the name of the table.
-        init_scale: initial values are uniform in [-init_scale, init_scale); default 1/sqrt(rows), as in TorchRec.
+        init_scale: initial values are uniform in [-init_scale, init_scale); default 1/sqrt(rows), as in TorchRec, and 0
+            for int8, whose rows are loaded.
         lr: learning rate of the table, a group of ``collection.optimizer.param_groups``; default: the optimizer's.
         sharding: sharding type, the ranks that hold the rows: "row_wise" (spread over all ranks), "table_row_wise:N"
             (over the ranks of node N), "table_wise:R" (whole on rank R) or "data_parallel" (spread, with a copy of
@@ -99,7 +100,9 @@ class EmbeddingTable:
 
     @property
     def scale(self) -> float:
-        return self.rows**-0.5 if self.init_scale is None else self.init_scale
+        if self.init_scale is None:
+            return 0.0 if self.dtype == QUANTIZED else self.rows**-0.5
+        return self.init_scale
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -206,6 +209,7 @@ class EmbeddingCollection(TableAccess):
 
             check_full_size(self.keyspace)
         self._seed = seed
+        self._initial = {at for at, table in enumerate(self.tables) if not table.trainable}
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
         """Called with the input of every forward pass for training, after its look-up; must not raise."""
         # The innermost of such contexts holds: no other tensor is made on the caller's default device.

@@ -112,6 +112,7 @@ class RowEngine:
         self.loops: list[NextBatch] = []
         """Of the loops that run and that ranks may end at different batches, the innermost last."""
         self.look_ups = self.prefetched_batches = self.unused_batches = 0
+        self.loads = 0
         """Look-ups; batches given to be located ahead; those of them that were located twice, because what was
         announced was not what was looked up."""
         automatic = exchange == "auto"
@@ -538,6 +539,7 @@ class RowEngine:
         self._bring_home()
         self._rows_changed([] if rows is None else [rows], all_rows=rows is None)
         self.stale_replicas, self.row_changes = True, self.row_changes + 1
+        self.loads += rows is None
 
     def close(self, *, orderly: bool) -> None:
         """Collective if ``orderly``. End the prefetch pipeline and the use of the process groups; every later call

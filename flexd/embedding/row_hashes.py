@@ -52,6 +52,9 @@ def fill_initial_rows(out: torch.Tensor, table: str, rows: range | torch.Tensor,
     Args:
         rows: n rows; a tensor is int64 and on the device of ``out``.
     """
+    if scale == 0:
+        out.zero_()
+        return
     # Without mixing, the tables of two consecutive seeds would be the same rows shifted by one.
     salt = int(_splitmix64(torch.tensor([_signed(zlib.crc32(table.encode()) << 32 | (seed & 0xFFFFFFFF), 64)])))
     dim, device = out.shape[1] - (SCALE_BYTES if out.dtype == torch.int8 else 0), out.device

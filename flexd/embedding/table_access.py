@@ -16,12 +16,13 @@ from flexd.core.placement import RankLayout, Tier
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.row_hashes import fill_initial_rows
 from flexd.embedding.store.quantized_rows import as_stored, looked_up, looked_up_dtype
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 if TYPE_CHECKING:
     from flexd.embedding.checkpoint.table_rows import TableHomes
-    from flexd.embedding.collection import EmbeddingCollection
+    from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 
 
 class TableAccess(nn.Module):
@@ -34,7 +35,11 @@ class TableAccess(nn.Module):
     rank: int
     engine: RowEngine
     traffic: Traffic
+    tables: tuple[EmbeddingTable, ...]
     _groups: ChainGroups
+    _seed: int
+    _initial: set[int]
+    """Read-only tables of which no rows were loaded, but by a checkpoint."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Refuse to move the tables to another device. ``model.half()`` does not change them: they have their own
@@ -92,8 +97,8 @@ class TableAccess(nn.Module):
         safetensors, for instance one that is larger than a rank's memory.
 
         Rows of int8 come from int8 [rows, dim + 4], as ``flexd.int8_rows`` returns them, or from floats of any width.
-        Each rank reads as many of its rows as others, once for a check and once to load, and sends them to their homes.
-        Replicas are copied again before the next pass. The optimizer's state does not change.
+        Each rank reads it for the rows that have their home there, once, or twice (for a check before) if rows of the
+        table may have changed. Replicas are copied again before the next pass. The optimizer's state does not change.
 
         Args:
             tensor: name of the matrix in a safetensors file that has several.
@@ -105,26 +110,42 @@ class TableAccess(nn.Module):
         """
         from flexd.embedding.checkpoint.sharded_state import raise_if_any_rank_refuses
         from flexd.embedding.checkpoint.table_file import TableFile
-        from flexd.embedding.checkpoint.table_rows import MAX_WINDOW_BYTES, distribute
+        from flexd.embedding.checkpoint.table_rows import MAX_WINDOW_BYTES
 
         store, homes = self._homes(self._table(name))
-        spec, mine = self.keyspace.tables[homes.table], homes.blocks()[self.rank]
+        spec = self.keyspace.tables[homes.table]
+        mine = homes.run(range(spec.rows))
         remedy = "give the rows, dim and dtype of the table, and finite numbers"
+        # Rows that nobody has changed are checked as they are loaded, and made again if they cannot be: half the time.
+        initial = store.tier is None and homes.table in self._initial and not self.engine.steps + self.engine.loads
         faults: list[str] = []
         self.engine.agree_on_reading()
         try:
             file = TableFile.of(path, tensor)
-            faults = file.differences(spec) or file.not_finite(mine, MAX_WINDOW_BYTES)
+            faults = file.differences(spec) or ([] if initial else file.not_finite(mine.rows, MAX_WINDOW_BYTES))
         except CheckpointError as error:
             faults, remedy = [error.message], error.remedy
         raise_if_any_rank_refuses(self, [f"table {name!r}: {fault}" for fault in faults], remedy=remedy)
-        self._before_load(store, homes, range(spec.rows))
-        each = max(1, MAX_WINDOW_BYTES // max(spec.row_bytes, file.row_bytes))
-        with self.traffic.uncounted():
-            for first in range(0, len(homes.blocks()[0]), each):
-                given = [block[first : first + each] for block in homes.blocks()]
-                values = [as_stored(file.read(given[self.rank]), store.dtype)] if given[self.rank] else []
-                distribute(self._groups.world, homes, [store.rows], given, values)
+        self._before_load(store, homes, range(0))
+        number, slot = self.engine.stores.index(store), mine.first_slot
+        try:
+            for rows, part in file.windows(mine.rows, MAX_WINDOW_BYTES):
+                if initial and (faults := file.fault_of(rows, part)):
+                    break
+                store.rows[slot : slot + len(rows)] = as_stored(part, store.dtype)
+                changed = torch.arange(slot, slot + len(rows), device=store.rows.device)
+                for each in self.engine.joined:
+                    each.changed([(number, changed)], all_rows=False)
+                slot += len(rows)
+        except CheckpointError as error:
+            faults, remedy = [error.message], error.remedy
+        try:
+            raise_if_any_rank_refuses(self, [f"table {name!r}: {fault}" for fault in faults], remedy=remedy)
+        except CheckpointError:
+            if initial:
+                scale = self.tables[homes.table].scale
+                fill_initial_rows(store.rows[mine.slots], spec.name, mine.rows, scale=scale, seed=self._seed)
+            raise
 
     def _table(self, name: str) -> int:
         if name not in self.keyspace.index:
@@ -140,6 +161,7 @@ class TableAccess(nn.Module):
         homes.write(store.rows, first_row, as_stored(values, store.rows.dtype))
 
     def _before_load(self, store: GroupStore, homes: TableHomes, rows: range) -> None:
+        self._initial.discard(homes.table)
         slots = homes.run(rows).slots
         changed = torch.arange(slots.start, slots.stop, device=store.rows.device)
         self.engine.before_rows_load((self.engine.stores.index(store), changed))

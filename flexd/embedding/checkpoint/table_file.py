@@ -1,6 +1,7 @@
 """Values of a table in a file of another program, npy or safetensors, of which each rank reads a part.
 
-A file is read by offsets, so that no rank maps or holds more than a window of it, and never pickled objects.
+A file is read by offsets, so that no rank maps or holds more than a window of it, and never pickled objects. Each rank
+reads for its own rows: those dealt out in turn lie between others', which it skips in memory, faster than sending them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from flexd.core.errors import CheckpointError
@@ -85,34 +85,50 @@ class TableFile:
         return [f"{self.path} has {found}, the table {spec.rows} x {spec.dim} {spec.dtype}{also}"]
 
     def not_finite(self, rows: range, window_bytes: int) -> list[str]:
-        """Return in words which of consecutive rows has the first number that is not finite."""
-        for first, part in self.windows(rows, window_bytes):
-            numbers = scales_of(part) if part.dtype == torch.int8 else part
-            bad = numbers.isfinite().all(dim=1).logical_not_().nonzero()
-            if len(bad):
-                return [f"{self.path}: row {first + int(bad[0])} has a number that is not finite"]
-        return []
+        """Return in words which of some rows has the first number that is not finite.
 
-    def windows(self, rows: range, window_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield consecutive rows in parts of at most ``window_bytes``, at least a row: (first row, [n, dim])."""
-        each = max(1, window_bytes // self.row_bytes)
-        for first in range(rows.start, rows.stop, each):
-            yield first, self.read(range(first, min(first + each, rows.stop)))
+        Args:
+            rows: every so many of consecutive ones.
+        """
+        return next((found for window in self.windows(rows, window_bytes) if (found := self.fault_of(*window))), [])
 
-    def read(self, rows: range) -> torch.Tensor:
-        """Return consecutive rows, [n, dim].
+    def fault_of(self, rows: range, part: torch.Tensor) -> list[str]:
+        """Return in words which of the rows of a window has the first number that is not finite."""
+        numbers = scales_of(part) if part.dtype == torch.int8 else part
+        if not (bad := numbers.isfinite().all(dim=1).logical_not_()).any():
+            return []
+        return [f"{self.path}: row {rows[int(bad.nonzero()[0])]} has a number that is not finite"]
+
+    def windows(self, rows: range, window_bytes: int) -> Iterator[tuple[range, torch.Tensor]]:
+        """Yield some rows in parts of which at most ``window_bytes`` of the file are read, at least a row: (range of n
+        rows, [n, dim], whose memory the next part uses again).
+
+        Args:
+            rows: every so many of consecutive ones; those between are read too.
 
         Raises:
             CheckpointError: the file cannot be read any more.
         """
-        wanted = len(rows) * self.row_bytes
+        each = max(1, window_bytes // (self.row_bytes * rows.step))
+        buffer = torch.empty(min(each, len(rows)) * rows.step * self.row_bytes, dtype=torch.uint8)
         try:
-            data = np.fromfile(self.path, np.uint8, wanted, offset=self.first_byte + rows.start * self.row_bytes)
+            with self.path.open("rb", buffering=0) as file:
+                for first in range(0, len(rows), each):
+                    some = rows[first : first + each]
+                    wanted = (some[-1] - some[0] + 1) * self.row_bytes
+                    file.seek(self.first_byte + some[0] * self.row_bytes)
+                    _fill(file, buffer.numpy().data[:wanted])
+                    yield some, buffer[:wanted].view(self.dtype).view(-1, self.shape[1])[:: rows.step]
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error}", remedy="keep it until it is loaded") from error
-        if len(data) != wanted:
-            raise CheckpointError(f"{self.path} was cut while it was read", remedy="keep it until it is loaded")
-        return torch.from_numpy(data).view(self.dtype).view(len(rows), self.shape[1])
+
+
+def _fill(file: Any, buffer: memoryview) -> None:
+    while len(buffer):
+        got = file.readinto(buffer)
+        if not got:
+            raise OSError("was cut while it was read")
+        buffer = buffer[got:]
 
 
 def _npy(path: Path, file: Any, head: bytes) -> TableFile:

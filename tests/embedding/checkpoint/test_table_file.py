@@ -88,11 +88,15 @@ def test_rows_of_int8_come_from_files_of_their_own_kind_and_of_floats(ranks: Ran
             assert torch.equal(table, looked_up(rows, torch.int8))
 
 
-def refused(rank: int, path: str, dtype: str = "float32") -> tuple[str, bool]:
-    items = EmbeddingTable("items", ROWS, DIM, dtype=dtype, trainable=dtype != "int8")
+def refused(rank: int, path: str, dtype: str = "float32", loaded: bool = False) -> tuple[str, bool]:
+    """``loaded``: rows of a read-only table are no longer those that it began with."""
+    items = EmbeddingTable("items", ROWS, DIM, dtype=dtype, trainable=dtype != "int8", init_scale=1.0)
     collection = EmbeddingCollection([items], layout=RankLayout(1, 2))
+    if loaded:
+        collection.load_rows("items", 5, torch.ones(1, DIM))
     before = collection.gather_table("items")
-    text = error_of(collection.load_file, "items", path if rank else path.replace("missing-", ""))
+    with mock.patch.object(table_rows, "MAX_WINDOW_BYTES", 100):
+        text = error_of(collection.load_file, "items", path if rank else path.replace("missing-", ""))
     return text, torch.equal(collection.gather_table("items"), before)
 
 
@@ -135,11 +139,12 @@ def test_a_file_that_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded
         (one_bad(), "row 99 has a number that is not finite"),
     ],
 )
+@pytest.mark.parametrize("loaded", [False, True])
 def test_rows_of_int8_without_or_with_impossible_scales_are_refused(
-    ranks: Ranks, tmp_path: Path, values: np.ndarray, text: str
+    ranks: Ranks, tmp_path: Path, values: np.ndarray, text: str, loaded: bool
 ) -> None:
     np.save(tmp_path / "items.npy", values)
-    found = ranks(2).run(refused, str(tmp_path / "items.npy"), "int8")
+    found = ranks(2).run(refused, str(tmp_path / "items.npy"), "int8", loaded)
     assert any(text in said for said, _ in found), found
     assert all(unchanged for _, unchanged in found)
 
@@ -149,7 +154,8 @@ def test_a_cut_file_and_a_name_that_is_not_there_are_named(tmp_path: Path) -> No
     save_safetensors(path, {"a": torch.zeros(2, 3), "b": torch.ones(2, 3)})
     with pytest.raises(CheckpointError, match="no tensor '' - tensor= one of a, b"):
         TableFile.of(path)
-    assert torch.equal(TableFile.of(path, "b").read(range(2)), torch.ones(2, 3))
+    ((rows, part),) = TableFile.of(path, "b").windows(range(2), 100)
+    assert (rows, part.tolist()) == (range(2), [[1.0] * 3] * 2)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="is cut"):
         TableFile.of(path, "b")
