@@ -24,13 +24,13 @@ from pydantic import Field
 import flexd
 from flexd.api.status import DaemonStatus
 from flexd.config.model import Config
-from flexd.config.sections import FileLogSourceConfig, KafkaSourceConfig
+from flexd.config.sections import FileLogSourceConfig, FileSourceConfig, KafkaSourceConfig
 from flexd.control.protocol.handshake import TlsContext, TlsFiles
 from flexd.core import units
 from flexd.core.errors import CodecError, FlexdError
 from flexd.core.model import DETAIL, Model, Show
 from flexd.core.secrets import read_keys
-from flexd.stream.types import RefusedMessages, StreamMessage
+from flexd.stream.types import TOMBSTONE, RefusedMessages, StreamMessage
 
 
 class Level(StrEnum):
@@ -97,6 +97,7 @@ def run(check: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
 
 
 NEEDED = ("numpy", "pydantic", "pyyaml", "numba", "pyarrow", "fastapi", "uvicorn", "scipy")
+FORMATS = ("orjson", "fastavro", "protobuf", "xxhash")
 _CONNECT_SECONDS = 2.0
 # Larger than ``struct timex`` on any Linux; with modes = 0 the kernel only fills it in.
 _TIMEX_BYTES = 512
@@ -109,9 +110,13 @@ def versions(config: Config) -> Iterator[Finding]:
     source = config.stream.source
     if isinstance(source, KafkaSourceConfig):
         needed.append("kafka-python")
+    extras = "daemon"
+    if config.stream.mapping is not None:
+        needed += FORMATS
+        extras = "daemon,stream-formats"
     found = [f"{name} {each.version}" for name in needed for each in distributions(name=name)]
     if missing := [name for name in needed if not any(distributions(name=name))]:
-        yield fault("versions", f"not installed: {', '.join(missing)}", "pip install 'flexd[daemon]'")
+        yield fault("versions", f"not installed: {', '.join(missing)}", f"pip install 'flexd[{extras}]'")
     yield ok("versions", f"flexd {flexd.__version__}, Python {platform.python_version()}, {', '.join(found)}")
 
 
@@ -278,6 +283,12 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
         kept = units.plural(found.offsets, "offset")
         yield ok("topic", f"{source.topic!r}: {units.plural(found.partitions, 'partition')}, {kept} kept")
         name, newest = f"topic {source.topic!r}", found.newest
+    elif isinstance(source, FileSourceConfig):
+        from flexd.daemon.config_file import make_source
+
+        with contextlib.closing(make_source(config)) as file:
+            name, newest = f"file {source.path}", file.poll(0.0)[:MAX_MESSAGES]
+        yield ok("stream", f"{name} can be read")
     else:
         yield skipped("stream", f"a source of kind {source.kind} has no stream to check")
         return
@@ -289,18 +300,28 @@ def messages(config: Config, name: str, sample: Sequence[StreamMessage | Refused
     if not sample:
         yield warning("messages", f"{name} has no messages", "start a publisher")
         return
+    from flexd.daemon.config_file import make_decoder
     from flexd.stream.codec import decode
 
+    decoder = make_decoder(config)
     # By reason and remedy: the messages that cannot be read, and the text of the first.
     refused, texts = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
     unknown, outside = Counter[str](), Counter[str]()
     known = {table.name: table.rows for table in config.tables}
     accesses, newest = 0, -math.inf
+    tombstones = [each for each in sample if isinstance(each, RefusedMessages) and each.reason == TOMBSTONE]
+    sample = [each for each in sample if each not in tombstones]
+    if tombstones:
+        yield ok("messages", f"{units.plural(len(tombstones), 'tombstone')} passed over")
     for message in sample:
         try:
             if isinstance(message, RefusedMessages):
                 raise CodecError(message.detail, reason=message.reason)
-            batches = decode(message.payload, config.stream.max_message_bytes)
+            if decoder is None:
+                batches = decode(message.payload, config.stream.max_message_bytes)
+            else:
+                decoder.add(message, time.time())
+                batches = decoder.drain()
         except CodecError as error:
             cause = error.reason, error.remedy or "docs/stream.md has the schema"
             refused[cause] += 1
@@ -316,6 +337,12 @@ def messages(config: Config, name: str, sample: Sequence[StreamMessage | Refused
     looked = f"of {len(sample)} messages"
     for cause, count in refused.most_common(MAX_CAUSES):
         yield fault("messages", f"{count} {looked} cannot be read, {texts[cause]}", cause[1])
+    if decoder is not None and decoder.unread:
+        paths = Counter({f"{path} ({reason})": count for (reason, path), count in decoder.unread.items()})
+        yield warning(
+            "messages", f"{looked}: values that are not read: {_listed(paths)}",
+            "correct the paths of stream.mapping, or leave such events out with stream.mapping.where",
+        )  # fmt: skip
     if not known:
         yield warning(
             "messages", "no tables are known yet: tables and rows of messages are not checked",

@@ -53,7 +53,14 @@ def _section(path: str, node: dict[str, Any], schema: dict[str, Any]) -> list[st
     for key, field in node["properties"].items():
         child = f"{path}.{key}" if path else key
         resolved = _resolve(field, schema)
-        if "properties" in resolved:
+        optional = [option for option in resolved.get("anyOf", ()) if "$ref" in option]
+        if optional:
+            kind = "section, or none"
+            below += _section(child, _resolve(optional[0], schema), schema)
+        elif "$ref" in (named := resolved.get("additionalProperties") or {}):
+            kind = "sections by name"
+            below += _section(f"{child}.NAME", _resolve(named, schema), schema)
+        elif "properties" in resolved:
             kind = "section"
             below += _section(child, resolved, schema)
         elif "oneOf" in resolved:

@@ -50,6 +50,12 @@ class StreamStatus(Model):
     bytes: Annotated[int, HIDDEN] = 0
     rejected_messages: dict[str, int] = Field(default_factory=dict)
     rejected_accesses: dict[str, int] = Field(default_factory=dict)
+    unread_values: dict[str, dict[str, int]] = Field(default_factory=dict)
+    """Values of mapped events that were not read, by reason and path; a message without any other is rejected."""
+    filtered_events: int = 0
+    """Events that ``stream.mapping.where`` leaves out."""
+    tombstones: int = 0
+    """Messages without a value, which delete a key of a compacted topic."""
     adjusted_accesses: dict[str, int] = Field(default_factory=dict)
     """Accesses counted by rule: ``late`` (older than the newest event by 60 s, at their own time),
     ``future_clamped`` (dated too far ahead, at their arrival)."""
@@ -88,6 +94,17 @@ class StreamStatus(Model):
             "flexd_ingest_rejected_accesses", "Accesses not counted inside good messages, by reason.",
             "rejected_accesses", ("reason",),
         ),
+        counter(
+            "flexd_ingest_unread_values", "Values of mapped events that were not read, by reason and path.",
+            lambda stream: {
+                (reason, path): count
+                for reason, paths in stream.unread_values.items()
+                for path, count in paths.items()
+            },
+            ("reason", "path"),
+        ),
+        counter("flexd_ingest_filtered_events", "Events that stream.mapping.where leaves out.", "filtered_events"),
+        counter("flexd_ingest_tombstones", "Messages without a value.", "tombstones"),
         counter(
             "flexd_ingest_adjusted_accesses",
             "Accesses counted by rule: late (at their own time) and future_clamped (at their arrival).",
@@ -141,6 +158,9 @@ def stream_status(config: Config, ingestor: Ingestor) -> StreamStatus:
         bytes=counter.bytes,
         rejected_messages=with_zeros(MESSAGE_REASONS, counter.rejected),
         rejected_accesses={reason: getattr(accesses, reason) for reason in ROW_REASONS},
+        unread_values=_by_reason(() if counter.decoder is None else counter.decoder.unread.items()),
+        filtered_events=0 if counter.decoder is None else counter.decoder.filtered,
+        tombstones=counter.tombstones,
         adjusted_accesses={"future_clamped": accesses.future_clamped, "late": accesses.late},
         messages_lost=with_zeros(LOSS_REASONS, losses.messages),
         positions_lost=with_zeros(POSITION_REASONS, losses.positions),
@@ -154,6 +174,13 @@ def stream_status(config: Config, ingestor: Ingestor) -> StreamStatus:
         problem="; ".join(text for _, text in problems) or None,
         connected=all(part != "stream" for part, _ in problems),
     )
+
+
+def _by_reason(unread: Iterable[tuple[tuple[str, str], int]]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for (reason, path), count in unread:
+        found.setdefault(reason, {})[path] = count
+    return found
 
 
 SketchKind = Literal["dense", "logarithmic", "count_min"]

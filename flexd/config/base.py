@@ -187,7 +187,7 @@ def describe_faults(error: ValidationError, model: type[BaseModel], origins: Map
         elif fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
             discriminator = str(context.get("discriminator", "'kind'")).strip("'")
             path = f"{path}.{discriminator}"
-            allowed = context.get("expected_tags", "'file_log', 'kafka', 'synthetic', 'tap'").replace("'", "")
+            allowed = context.get("expected_tags", "'file_log', 'kafka', 'file', 'synthetic', 'tap'").replace("'", "")
             given = context.get("tag")
             text = f"must be one of {allowed}" + (f" (got {given!r})" if given is not None else " (it is missing)")
         else:

@@ -19,6 +19,7 @@ from flexd.config.base import (
     needs_key,
     split_address,
 )
+from flexd.config.mapping import MappingConfig
 from flexd.core.errors import ConfigError
 
 
@@ -89,6 +90,15 @@ class KafkaSourceConfig(Section):
         return options
 
 
+class FileSourceConfig(Section):
+    """One file of events, for ``advise``, ``simulate`` and replays; ``stream.mapping`` says what they hold."""
+
+    kind: Literal["file"]
+    """Selects this source."""
+    path: Path
+    """A Parquet file, an Arrow file or stream, or text with an event in each line (JSON, or base64 of the others)."""
+
+
 class SyntheticSourceConfig(Section):
     """Zipf accesses with drift, generated in the daemon, to try flexd without a trainer."""
 
@@ -110,7 +120,8 @@ class TapSourceConfig(Section):
 
 
 SourceConfig = Annotated[
-    FileLogSourceConfig | KafkaSourceConfig | SyntheticSourceConfig | TapSourceConfig, Field(discriminator="kind")
+    FileLogSourceConfig | KafkaSourceConfig | FileSourceConfig | SyntheticSourceConfig | TapSourceConfig,
+    Field(discriminator="kind"),
 ]
 
 
@@ -119,6 +130,17 @@ class StreamConfig(Section):
 
     source: SourceConfig
     """Source of the stream."""
+    mapping: MappingConfig | None = None
+    """Which fields of a team's own events are tables, rows and ids; without it messages have flexd's own columns."""
+
+    @field_validator("mapping")
+    @classmethod
+    def _messages_to_map(cls, value: MappingConfig | None, info: ValidationInfo) -> MappingConfig | None:
+        kind = getattr(info.data.get("source"), "kind", None)
+        if value is not None and kind in ("synthetic", "tap"):
+            raise ValueError(f"a source of kind {kind} has no messages to map: remove it")
+        return value
+
     max_message_bytes: Annotated[Int, Field(ge=1024)] = 16 * 2**20
     """A larger message is rejected unread."""
     poll_seconds: Seconds = 0.2

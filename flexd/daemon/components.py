@@ -16,7 +16,7 @@ from flexd.control.daemon.migration import MigrationState
 from flexd.control.daemon.pusher import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.supervision import Supervisor, fault_point
-from flexd.daemon.config_file import control_options, make_source, sketch_settings
+from flexd.daemon.config_file import control_options, make_decoder, make_source, sketch_settings
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.autoplan import AutoPlanner, DriftMonitor
 from flexd.operations.decisions import DecisionFile, StateDatabase
@@ -26,7 +26,8 @@ from flexd.operations.live_plan import LivePrices, PlanMaker
 from flexd.operations.planning import Planning
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.verification import Verifier
-from flexd.sketch.ingestor import DeadLetterFile, Ingestor
+from flexd.sketch.dead_letters import DeadLetterFile
+from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.tap_source import TapSource
 from flexd.stream.types import OffsetsInWork
@@ -115,6 +116,7 @@ class DaemonComponents:
             max_message_bytes=config.stream.max_message_bytes,
             supervisor=supervisor,
             work=work,
+            decoder=make_decoder(config),
             start_empty=config.state.on_unusable == "reset",
         )
         throttle = Throttle(ThrottleLimits(**config.control.throttle.model_dump()))

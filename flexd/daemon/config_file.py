@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from flexd.api.status import ConfigStatus, KeyChange, ReloadReport
 from flexd.config.base import describe_faults
 from flexd.config.model import Config, Merged, TableConfig, check_tables, load_config, merge
-from flexd.config.sections import FileLogSourceConfig, KafkaSourceConfig, TapSourceConfig
+from flexd.config.sections import FileLogSourceConfig, FileSourceConfig, KafkaSourceConfig, TapSourceConfig
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.membership import ProposedTables
 from flexd.control.daemon.pusher import ChunkLimits
@@ -32,7 +32,7 @@ from flexd.core.secrets import KeyFile
 from flexd.core.supervision import set_up_logging
 from flexd.operations.decisions import NAME, StateDatabase
 from flexd.sketch.table_sketch import SketchSettings
-from flexd.stream.types import OffsetsInWork, Source
+from flexd.stream.types import Decoder, OffsetsInWork, Source
 
 
 def make_source(config: Config, work: OffsetsInWork | None = None) -> Source:
@@ -58,9 +58,27 @@ def make_source(config: Config, work: OffsetsInWork | None = None) -> Source:
         from flexd.stream.tap_source import TapSource
 
         return TapSource()
+    if isinstance(source, FileSourceConfig):
+        from flexd.stream.file_source import FileSource
+
+        mapping = config.stream.mapping
+        return FileSource(source.path, is_base64=mapping is not None and mapping.format in ("avro", "protobuf"))
     from flexd.stream.synthetic import SyntheticSource
 
     return SyntheticSource([(table.name, table.rows) for table in config.tables], source)
+
+
+def make_decoder(config: Config) -> Decoder | None:
+    """Return the decoder of ``stream.mapping``; None without one.
+
+    Raises:
+        ConfigError: a file that it names cannot be used, or a package is not installed.
+    """
+    if config.stream.mapping is None:
+        return None
+    from flexd.stream.mapping import EventMapping
+
+    return EventMapping(config.stream.mapping, config.stream.max_message_bytes)
 
 
 def sketch_settings(config: Config) -> SketchSettings:

@@ -7,7 +7,7 @@ from flexd.config.sections import KafkaSourceConfig, TapSourceConfig
 from flexd.control.protocol.handshake import new_token
 from flexd.core.errors import ConfigError, SnapshotError, StreamError
 from flexd.daemon import state_directory
-from flexd.daemon.config_file import make_source, sketch_settings
+from flexd.daemon.config_file import make_decoder, make_source, sketch_settings
 from flexd.sketch import restore
 from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.ingestor import Ingestor
@@ -73,6 +73,7 @@ def read_sample(config: Config, seconds: float) -> tuple[Profile, CoAccess | Non
     ingestor = Ingestor(
         make_source(config), config.keyspace().tables, sketch_settings(config), None,
         poll_seconds=config.stream.poll_seconds, max_message_bytes=config.stream.max_message_bytes,
+        decoder=make_decoder(config),
     )  # fmt: skip
     ingestor.start()
     try:

@@ -1,18 +1,14 @@
 """The ingest thread: reads the stream into the sketches and saves both together."""
 
-import base64
 import dataclasses
 import functools
-import json
 import logging
 import math
 import operator
-import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from flexd.core import tap_counts
 from flexd.core.errors import CodecError, FlexdError
@@ -20,80 +16,25 @@ from flexd.core.keyspace import TableSpec
 from flexd.core.placement import RankLayout
 from flexd.core.supervision import Backoff, Supervisor, UnsafeStateError, fault_point
 from flexd.core.tap_counts import TapCounts
+from flexd.sketch.dead_letters import DeadLetterFile
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.restore import restore
 from flexd.sketch.sketch_set import AccessCounts, SketchSet, warm_up
 from flexd.sketch.snapshot import SnapshotCycle, SnapshotStore
 from flexd.sketch.table_sketch import SketchSettings
 from flexd.stream import codec
-from flexd.stream.types import REFUSAL_REASONS, AccessBatch, OffsetsInWork, RefusedMessages, Source, StreamMessage
+from flexd.stream.types import (
+    REFUSAL_REASONS,
+    TOMBSTONE,
+    AccessBatch,
+    Decoder,
+    OffsetsInWork,
+    RefusedMessages,
+    Source,
+    StreamMessage,
+)
 
 _log = logging.getLogger(__name__)
-
-# Later ones are kept at the 128th, 256th ... rejection of a reason, so that rare reasons stay visible.
-SAMPLES_OF_EACH_REASON = 64
-
-
-class DeadLetterFile:
-    """JSON lines: reason, detail, partition, offset (and last offset of a range), size, and the first bytes as base64.
-
-    When the file holds half of ``max_bytes`` it is renamed to ``<name>.1`` (replacing the previous one) and a new one
-    is started, so both together stay within the limit and the newest samples survive. A failed write never raises. Any
-    thread may record.
-
-    Args:
-        path: of the file, which only its owner can read.
-        max_bytes: of both files together; 0 keeps nothing.
-        max_message_bytes: kept of each message.
-    """
-
-    def __init__(self, path: Path = Path(os.devnull), max_bytes: int = 0, max_message_bytes: int = 512) -> None:
-        self._path = path
-        self._half = max_bytes // 2
-        self._max_message_bytes = max_message_bytes
-        self._lock = threading.Lock()
-        self._seen: dict[str, int] = {}
-        self.written = 0
-        self.failures = 0
-
-    def record(self, reason: str, detail: str, message: StreamMessage | RefusedMessages) -> None:
-        """Keep a sample of the message if one is due for this reason. Never raises: failures are counted."""
-        with self._lock:
-            try:
-                self._record(reason, detail, message)
-            except Exception as error:
-                # The message is counted or rejected in any case; only its sample is lost.
-                self.failures += 1
-                if self.failures == 1:
-                    _log.warning("dead letters cannot be written to %s: %s", self._path, error)
-
-    def _record(self, reason: str, detail: str, message: StreamMessage | RefusedMessages) -> None:
-        seen = self._seen[reason] = self._seen.get(reason, 0) + 1
-        if seen > SAMPLES_OF_EACH_REASON and seen & (seen - 1):
-            return
-        entry = {
-            "reason": reason,
-            "detail": detail[:300],
-            "partition": message.partition,
-            "offset": message.offset,
-            **(
-                {"size": len(message.payload)}
-                if isinstance(message, StreamMessage)
-                else {"last_offset": message.last_offset, "size": message.size_bytes}
-            ),
-            "first_bytes": base64.b64encode(bytes(message.payload[: self._max_message_bytes])).decode(),
-        }
-        line = (json.dumps(entry) + "\n").encode()
-        if len(line) > self._half:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists() and self._path.stat().st_size + len(line) > self._half:
-            self._path.replace(self._path.with_name(self._path.name + ".1"))
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "ab") as file:
-            file.write(line)
-        self.written += 1
-
 
 # A stream that has been read to its end is idle after this long without a message: event time then follows the clock.
 IDLE_AFTER_SECONDS = 2.0
@@ -128,6 +69,7 @@ class MessageCounter:
     Attributes:
         messages: counted or rejected.
         bytes: of their payloads.
+        tombstones: messages without a value; they are not among ``messages``.
         accesses: of the counted messages, by outcome.
         rejected: messages not counted, by reason.
         skew_seconds: event time minus arrival of the accesses of the last whole window of ``SKEW_SECONDS``: (least,
@@ -136,18 +78,27 @@ class MessageCounter:
     Args:
         max_message_bytes: larger messages are rejected undecoded.
         work: records the message that is being counted; the caller ends it after the last message of a poll.
+        decoder: of messages in another format than flexd's own. What it has collected is counted by ``flush``.
     """
 
     def __init__(
-        self, sketches: SketchSet, dead_letters: DeadLetterFile, max_message_bytes: int, work: OffsetsInWork
+        self,
+        sketches: SketchSet,
+        dead_letters: DeadLetterFile,
+        max_message_bytes: int,
+        work: OffsetsInWork,
+        decoder: Decoder | None = None,
     ) -> None:
         self._sketches = sketches
         self._dead_letters = dead_letters
         self._max_message_bytes = max_message_bytes
         self._work = work
+        self.decoder = decoder
+        # Newest arrival of the messages that the decoder has collected.
+        self._collected_arrival = -math.inf
         # Newest time of append by partition.
         self._appended: dict[str, float] = {}
-        self.messages = self.bytes = 0
+        self.messages = self.bytes = self.tombstones = 0
         self.accesses = AccessCounts()
         self.rejected: dict[str, int] = {}
         self.skew_seconds = (math.nan, math.nan)
@@ -166,14 +117,23 @@ class MessageCounter:
                 snapshot, which holds nothing of it. The counts of messages by outcome are short of this one.
         """
         if isinstance(message, RefusedMessages):
+            if message.reason == TOMBSTONE:
+                self.tombstones += message.messages
+                return
             self._reject(message.reason, message.detail, message, message.messages)
             return
         if not self._work.begin(message.partition, message.offset, message.offset, counting=True):
             self._reject("poison_offset", "the daemon ended twice while it counted this message", message)
             return
         self.bytes += len(message.payload)
+        arrival = self._arrival(message)
+        batches: Sequence[AccessBatch | TapCounts] = ()
         try:
-            batches = decode_message(message.payload, self._max_message_bytes)
+            if self.decoder is None:
+                batches = decode_message(message.payload, self._max_message_bytes)
+            else:
+                self.decoder.add(message, arrival)
+                self._collected_arrival = max(self._collected_arrival, arrival)
         except CodecError as error:
             self._reject(error.reason, str(error), message)
             return
@@ -181,7 +141,20 @@ class MessageCounter:
             _log.exception("ingest: message %s/%d", message.partition, message.offset)
             self._reject("internal_error", repr(error), message)
             return
-        arrival = self._arrival(message)
+        if self.decoder is None:
+            accesses = self._count(batches, arrival, message.partition)
+            for reason in ROW_REASONS:
+                if rejected := getattr(accesses, reason):
+                    self._dead_letters.record(reason, f"{rejected} accesses of the message", message)
+        self.messages += 1
+
+    def flush(self) -> None:
+        """Count what the decoder has collected, before positions are saved. Raises as ``count``."""
+        if self.decoder is not None and (batches := self.decoder.drain()):
+            self._count(batches, self._collected_arrival, "")
+            self._collected_arrival = -math.inf
+
+    def _count(self, batches: Sequence[AccessBatch | TapCounts], arrival: float, partition: str) -> AccessCounts:
         for batch in batches:
             skew = batch.event_time_seconds - arrival
             self._window_skew = min(self._window_skew[0], skew), max(self._window_skew[1], skew)
@@ -189,7 +162,7 @@ class MessageCounter:
         with sketches.lock:
             try:
                 fault_point("thread.counting")
-                counted = [_ingest(sketches, batch, arrival, message.partition) for batch in batches]
+                counted = [_ingest(sketches, batch, arrival, partition) for batch in batches]
             except Exception as error:
                 # Before the lock is released: nobody may save these counters.
                 sketches.damage = error
@@ -197,10 +170,7 @@ class MessageCounter:
         # Without a start value: a message with one batch, the usual one, needs no addition.
         accesses = functools.reduce(operator.add, counted)
         self.accesses += accesses
-        for reason in ROW_REASONS:
-            if rejected := getattr(accesses, reason):
-                self._dead_letters.record(reason, f"{rejected} accesses of the message", message)
-        self.messages += 1
+        return accesses
 
     def end_window(self, now: float) -> None:
         """End the window of ``skew_seconds`` if it is over; ``now`` is monotonic."""
@@ -287,6 +257,7 @@ class Ingestor:
         snapshot_interval_seconds, poll_seconds: as in the configuration.
         max_message_bytes: larger messages are rejected undecoded.
         work: records what is being counted; the source records in the same one what it reads. Closed by the thread.
+        decoder: of messages in another format than flexd's own; used by the thread.
         supervisor: of the process; records the faults of the thread.
         start_empty: set saved state aside that cannot be used, and start without it.
 
@@ -307,6 +278,7 @@ class Ingestor:
         poll_seconds: float = 0.2,
         max_message_bytes: int = 16 * 2**20,
         work: OffsetsInWork | None = None,
+        decoder: Decoder | None = None,
         supervisor: Supervisor | None = None,
         start_empty: bool = False,
     ) -> None:
@@ -318,7 +290,7 @@ class Ingestor:
         )
         self.dead_letters = dead_letters or DeadLetterFile()
         self._work = work or OffsetsInWork()
-        self.counter = MessageCounter(self.sketches, self.dead_letters, max_message_bytes, self._work)
+        self.counter = MessageCounter(self.sketches, self.dead_letters, max_message_bytes, self._work, decoder)
         self.rates = RateMeter(time.monotonic())
         self.failures: Counter[str] = Counter()
         self.lag_messages = 0
@@ -450,14 +422,16 @@ class Ingestor:
             self.sketches.set_backlog(self._backlog)
         if messages:
             count = self.counter.count
-            for message in messages:
-                try:
+            message = messages[0]
+            try:
+                for message in messages:
                     count(message)
-                except Exception as error:
-                    # The source has moved past this message, of which an unknown part may be in the counters.
-                    _log.exception("ingest: message %s/%d", message.partition, message.offset)
-                    self.sketches.damage = error
-                    return
+                self.counter.flush()
+            except Exception as error:
+                # The source has moved past this message, of which an unknown part may be in the counters.
+                _log.exception("ingest: message %s/%d", message.partition, message.offset)
+                self.sketches.damage = error
+                return
             self._work.end()
             self._counted_at = time.monotonic()
         now = time.monotonic()

@@ -264,7 +264,8 @@ class SketchSet:
         negative, outside = to.sketch.add(ids, source_rank, time, self._decay)
         if sequence_lengths is not None and self.coaccess_sample is not None:
             self.coaccess_sample.add(to.index, ids, sequence_lengths, source_rank, time, step, sample_ids, user_ids)
-        to.touches.add(ids, source_rank, step_of_touches, time, self._decay, partition)
+        if source_rank >= 0:  # accesses of unknown ranks are no batches of a training
+            to.touches.add(ids, source_rank, step_of_touches, time, self._decay, partition)
         return _access_counts(len(rows) - negative - outside, negative, outside, late, clamped)
 
     def ingest_tap(self, counts: TapCounts, arrival_seconds: float = math.inf) -> AccessCounts:

@@ -42,10 +42,13 @@ REASONS = (
     "compressed",
     "corrupt",
     "empty",
+    "missing_field",
     "not_arrow_or_json",
     "null_value",
     "too_large",
     "too_many_entries",
+    "unknown_id",
+    "unknown_schema",
     "wrong_schema",
     "wrong_type",
 )
@@ -80,11 +83,11 @@ _NO_MARK = "write UTF-8 without one"
 _ONCE = "send the bytes as they are: the producer's compression.type compresses batches"
 # First bytes of what other producers send: what it is, and the remedy.
 _OTHER_HEADS = {
-    b"\x00": ("a schema registry's header", "produce without the registry's serializer"),
+    b"\x00": ("a schema registry's header", "set stream.mapping, or produce without the registry's serializer"),
     b"\xef\xbb\xbf": ("a byte-order mark", _NO_MARK),
     b"\xff\xfe": ("a byte-order mark", _NO_MARK),
     b"\xfe\xff": ("a byte-order mark", _NO_MARK),
-    b"[": ("a JSON array", "send its objects, one a line"),
+    b"[": ("a JSON array", "set stream.mapping, or send its objects, one a line"),
     b"\x1f\x8b": ("gzip data", _ONCE),
     b"\x28\xb5\x2f\xfd": ("zstd data", _ONCE),
     b"ARRO": ("an Arrow file", "write Arrow's stream format"),
@@ -137,29 +140,39 @@ def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBa
         CodecError: ``reason`` is one of ``REASONS``.
     """
     if len(payload) > max_message_bytes:
-        _fail("too_large", f"{len(payload)} bytes, at most {max_message_bytes} are read")
+        fail("too_large", f"{len(payload)} bytes, at most {max_message_bytes} are read")
     head = bytes(payload[:4])
     if not head:
-        _fail("empty", "no bytes")
+        fail("empty", "no bytes")
     if head != _CONTINUATION and head[:1] not in b"{ \t\r\n":
         what, remedy = next(
             (known for first, known in _OTHER_HEADS.items() if head.startswith(first)), (repr(head), "")
         )
-        _fail("not_arrow_or_json", f"begins with {what}", remedy)
+        fail("not_arrow_or_json", f"begins with {what}", remedy)
     try:
         schema, batch = _read_batch(payload) if head == _CONTINUATION else _read_json(payload)
         if not 0 < batch.num_rows <= MAX_ENTRIES:
             reason = "empty" if batch.num_rows == 0 else "too_many_entries"
-            _fail(reason, f"{batch.num_rows} entries, 1 to {MAX_ENTRIES} are read")
+            fail(reason, f"{batch.num_rows} entries, 1 to {MAX_ENTRIES} are read")
         # Arrow reads offsets and text without a check.
         batch.validate(full=True)
         return _entries(batch, schema)
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
-        _fail("corrupt", f"Arrow refuses it: {str(error)[:200]}")
+        fail("corrupt", f"Arrow refuses it: {str(error)[:200]}")
 
 
-def _fail(reason: str, message: str, remedy: str = "") -> NoReturn:
+def fail(reason: str, message: str, remedy: str = "") -> NoReturn:
+    """Raise the CodecError of a message."""
     raise CodecError(f"access message refused ({reason}): {message}", reason=reason, remedy=remedy)
+
+
+def refuse_head(payload: bytes, usual: bytes = b"") -> None:
+    """Raise CodecError if there are no bytes, or the first are those of another format; ``usual`` ones are not."""
+    if not payload:
+        fail("empty", "no bytes")
+    for first, (what, remedy) in _OTHER_HEADS.items():
+        if payload.startswith(first) and first != usual:
+            fail("corrupt", f"begins with {what}", remedy)
 
 
 def check(batch: AccessBatch) -> None:
@@ -170,28 +183,28 @@ def check(batch: AccessBatch) -> None:
     """
     rows, lengths = batch.rows, batch.sequence_lengths
     if rows.ndim != 1 or rows.dtype not in (np.int32, np.int64):
-        _fail("wrong_type", f"rows are {rows.dtype}{list(rows.shape)}, one dimension of int32 or int64 is read")
+        fail("wrong_type", f"rows are {rows.dtype}{list(rows.shape)}, one dimension of int32 or int64 is read")
     if not isinstance(batch.table, str) or not 0 < len(batch.table) <= MAX_TABLE_NAME_CHARS:
-        _fail("bad_table_name", f"{len(batch.table)} characters, 1 to {MAX_TABLE_NAME_CHARS} are allowed")
+        fail("bad_table_name", f"{len(batch.table)} characters, 1 to {MAX_TABLE_NAME_CHARS} are allowed")
     if batch.source_rank < 0:
-        _fail("bad_source_rank", f"source_rank {batch.source_rank}")
+        fail("bad_source_rank", f"source_rank {batch.source_rank}")
     # In this form the comparison fails for NaN too.
     if not 0 <= batch.event_time_seconds <= MAX_EVENT_TIME_SECONDS:
         is_finer = batch.event_time_seconds > MAX_EVENT_TIME_SECONDS
-        _fail(
+        fail(
             "bad_event_time",
             f"event_time {batch.event_time_seconds}, Unix seconds are expected",
             "send seconds, not milliseconds or finer" if is_finer else "",
         )
     if batch.step is not None and not 0 <= batch.step <= 2**62 - 1:
-        _fail("bad_step", f"step {batch.step}, 0 to {2**62 - 1} are read")
+        fail("bad_step", f"step {batch.step}, 0 to {2**62 - 1} are read")
     if lengths is not None and (
         lengths.ndim != 1 or (len(lengths) and lengths.min() < 0) or int(lengths.sum(dtype=np.int64)) != len(rows)
     ):
-        _fail("bad_lengths", f"sequence_lengths do not sum to the {len(rows)} rows, or one is negative")
+        fail("bad_lengths", f"sequence_lengths do not sum to the {len(rows)} rows, or one is negative")
     for name, ids in (("sample_ids", batch.sample_ids), ("user_ids", batch.user_ids)):
         if ids is not None and (lengths is None or ids.shape != lengths.shape):
-            _fail("bad_lengths", f"{len(ids)} {name}: one is needed for each of sequence_lengths")
+            fail("bad_lengths", f"{len(ids)} {name}: one is needed for each of sequence_lengths")
 
 
 def _list_array(parts: Sequence[RowArray | None], dtype: np.dtype[Any]) -> pa.ListArray:
@@ -227,22 +240,59 @@ _schemas: dict[bytes, _Schema] = {}
 
 def _read_batch(payload: bytes | memoryview) -> tuple[_Schema, pa.RecordBatch]:
     stream = pa.BufferReader(pa.py_buffer(payload))
+    schema = _read_schema(payload, stream)
+    return schema, _read_next(payload, stream, schema.schema)
+
+
+def read_record_batch(payload: bytes, max_rows: int) -> pa.RecordBatch:
+    """Read a message of any columns. Raises CodecError: it is none, is too long, or breaks Arrow's rules."""
+    if payload[:4] != _CONTINUATION:
+        refuse_head(payload)
+        fail("corrupt", f"begins with {payload[:4]!r}, Arrow's stream format is read")
     try:
-        schema = _read_schema(payload, stream)
+        stream = pa.BufferReader(pa.py_buffer(payload))
+        schema = _schema_of(pa.ipc.read_message(stream))
+        batch = _read_next(payload, stream, schema)
+        if batch.num_rows > max_rows:
+            fail("too_many_entries", f"{batch.num_rows} events, {max_rows} are read")
+        batch.validate(full=True)
+        return batch
+    except (pa.ArrowException, EOFError, OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
+        fail("corrupt", f"Arrow refuses it: {str(error)[:200]}")
+
+
+def check_nesting(batch: pa.RecordBatch, max_values: int) -> None:
+    """Raise CodecError if an array of a batch has more values than that, or may repeat them: values without bytes, and
+    arrays that refer to others, would make a short message long."""
+    arrays = list(batch.columns)
+    for array in arrays:
+        kind = array.type
+        if len(array) > max(max_values, batch.num_rows):
+            fail("too_large", f"{len(array)} values of type {str(kind)[:80]}")
+        if pa.types.is_struct(kind):
+            arrays += [array.field(at) for at in range(kind.num_fields)]
+        elif _is_list(kind) or pa.types.is_fixed_size_list(kind):
+            arrays.append(array.values)
+        elif pa.types.is_nested(kind) or pa.types.is_dictionary(kind):
+            fail("wrong_type", f"a column of type {str(kind)[:80]}", "write lists, structs and plain values")
+
+
+def _read_next(payload: bytes | memoryview, stream: pa.BufferReader, schema: pa.Schema) -> pa.RecordBatch:
+    try:
         message = pa.ipc.read_message(stream)
     except EOFError:
-        _fail("empty", "the Arrow stream holds no record batch")
+        fail("empty", "the Arrow stream holds no record batch")
     if message.type != "record batch":
-        _fail("wrong_schema", f"Arrow message of type {message.type} where a record batch was expected")
+        fail("wrong_schema", f"Arrow message of type {message.type} where a record batch was expected")
     # Arrow allocates the length that each compressed buffer claims to have uncompressed. ``format/Message.fbs``: a
     # ``Message`` has its header as field 2, a ``RecordBatch`` its compression as field 3. Arrow has verified both.
     metadata = memoryview(message.metadata)
     batch = _child(metadata, _UINT32.unpack_from(metadata)[0], 2)
     if batch is not None and _child(metadata, batch, 3) is not None:
-        _fail("compressed", "the Arrow buffers are compressed")
+        fail("compressed", "the Arrow buffers are compressed")
     if bytes(payload[stream.tell() :][:9]) not in (b"", _CONTINUATION + bytes(4)):
-        _fail("wrong_schema", "bytes after the record batch: one batch per message")
-    return schema, pa.ipc.read_record_batch(message, schema.schema)
+        fail("wrong_schema", "bytes after the record batch: one batch per message")
+    return pa.ipc.read_record_batch(message, schema)
 
 
 def _read_schema(payload: bytes | memoryview, stream: pa.BufferReader) -> _Schema:
@@ -252,19 +302,25 @@ def _read_schema(payload: bytes | memoryview, stream: pa.BufferReader) -> _Schem
     if known is not None:
         stream.seek(len(key))
         return known
-    message = pa.ipc.read_message(stream)
-    if message.type != "schema":
-        _fail("wrong_schema", f"the first Arrow message is a {message.type}")
-    schema = pa.ipc.read_schema(message)
-    # Arrow swaps the bytes of a batch of the other byte order, without a check of the offsets that it swaps.
-    if not schema.equals(pa.schema(list(schema))):
-        _fail("wrong_schema", "big-endian values, little-endian ones are read")
-    known = _checked(schema)
+    try:
+        known = _checked(_schema_of(pa.ipc.read_message(stream)))
+    except EOFError:
+        fail("empty", "the Arrow stream holds no record batch")
     if len(_schemas) >= 64:
         _schemas.clear()
     if stream.tell() == len(key):
         _schemas[key] = known
     return known
+
+
+def _schema_of(message: pa.Message) -> pa.Schema:
+    if message.type != "schema":
+        fail("wrong_schema", f"the first Arrow message is a {message.type}")
+    schema = pa.ipc.read_schema(message)
+    # Arrow swaps the bytes of a batch of the other byte order, without a check of the offsets that it swaps.
+    if not schema.equals(pa.schema(list(schema))):
+        fail("wrong_schema", "big-endian values, little-endian ones are read")
+    return schema
 
 
 def _child(flatbuffer: memoryview, table: int, field: int) -> int | None:
@@ -282,9 +338,9 @@ def _read_json(payload: bytes | memoryview) -> tuple[_Schema, pa.RecordBatch]:
         # Not ``splitlines``: text may hold other line separators, such as U+2028.
         entries = [json.loads(line) for line in bytes(payload).decode().split("\n") if line.strip()]
     except (ValueError, RecursionError) as error:
-        _fail("bad_json", str(error)[:200])
+        fail("bad_json", str(error)[:200])
     if not all(isinstance(entry, dict) for entry in entries):
-        _fail("wrong_type", "a line is no JSON object")
+        fail("wrong_type", "a line is no JSON object")
     names = dict.fromkeys(itertools.chain.from_iterable(entries)) or _REQUIRED
     known = _checked(pa.schema({name: _TYPES.get(name, pa.null()) for name in names}))
     columns = [_json_column(name, [entry.get(name) for entry in entries]) for name in names]
@@ -299,10 +355,10 @@ def _json_column(name: str, values: list[Any]) -> pa.Array:
         found, wanted = (each.value_type if _is_list(each) else each for each in (array.type, kind))
         is_integer = pa.types.is_integer(found) and not pa.types.is_string(wanted)
         if not (is_integer or found in (wanted, pa.null())):
-            _fail("wrong_type", f"{name} holds {str(array.type)[:200]}, expected {kind}")
+            fail("wrong_type", f"{name} holds {str(array.type)[:200]}, expected {kind}")
         return array.cast(kind)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        _fail("wrong_type", f"{name}: {str(error)[:200]}")
+        fail("wrong_type", f"{name}: {str(error)[:200]}")
 
 
 def _checked(schema: pa.Schema) -> _Schema:
@@ -310,14 +366,14 @@ def _checked(schema: pa.Schema) -> _Schema:
     if len(set(names)) != len(names) or not set(_TYPES).issuperset(names) or not set(_REQUIRED).issubset(names):
         optional = " and ".join(_OPTIONAL)
         others = [name for name in names if name not in _TYPES]
-        _fail(
+        fail(
             "wrong_schema",
             f"columns {str(names)[:200]}, expected {list(_REQUIRED)} and optionally {optional}",
-            f"leave {str(others)[:200]} out" if others else "",
+            f"leave {str(others)[:200]} out, or set stream.mapping" if others else "",
         )
     for name, kind in zip(names, schema.types, strict=True):
         if not _is_read(name, kind):
-            _fail("wrong_type", f"column {name!r} is {str(kind)[:200]}")
+            fail("wrong_type", f"column {name!r} is {str(kind)[:200]}")
     lists = {each.name: np.dtype(each.type.value_type.to_pandas_dtype()) for each in schema if _is_list(each.type)}
     return _Schema(schema, {name: at for at, name in enumerate(names)}, lists)
 
@@ -336,7 +392,7 @@ def _entries(batch: pa.RecordBatch, schema: _Schema) -> list[AccessBatch]:
     columns = {name: batch.column(at) for name, at in schema.columns.items()}
     for name in _REQUIRED:
         if columns[name].null_count:
-            _fail("null_value", f"column {name!r} has null entries")
+            fail("null_value", f"column {name!r} has null entries")
     values: dict[str, list[Any]] = {name: _lists(name, columns[name], dtype) for name, dtype in schema.lists.items()}
     values["event_time"] = _event_times(columns["event_time"])
     none: list[None] = [None] * batch.num_rows
@@ -354,7 +410,7 @@ def _lists(name: str, column: pa.Array, dtype: np.dtype[Any]) -> list[Any]:
         column = column.cast(pa.list_(column.type.value_type))
     missing, offsets, missing_values, data = column.buffers()
     if missing_values is not None and column.values.null_count:
-        _fail("null_value", f"column {name!r} has null values")
+        fail("null_value", f"column {name!r} has null values")
     values = np.frombuffer(b"" if data is None else data, dtype)
     if not values.flags.aligned:
         values = values.copy()

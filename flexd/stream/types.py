@@ -32,7 +32,7 @@ class AccessBatch:
     Attributes:
         table: name of the table.
         rows: int32[n] or int64[n] row ids; may be read-only and may share memory with the message it came from.
-        source_rank: rank whose training samples made the accesses.
+        source_rank: rank whose training samples made the accesses; -1, in no message of flexd's columns, if unknown.
         event_time_seconds: time of the accesses, Unix seconds (or any clock common to the stream that starts at 0).
         sequence_lengths: int32[s] or None: lengths of the sequences of s samples that ``rows`` consists of; sums to n.
         step: number of the forward pass, equal on all ranks and below 2^62; None if unknown.
@@ -59,19 +59,45 @@ class StreamMessage:
 
     Attributes:
         appended_seconds: Unix time at which the broker appended it; None if the log has no such time.
+        timestamp_seconds: Unix time that the message has itself, given by its producer or the broker; None without.
     """
 
     partition: str
     offset: int
     payload: bytes | memoryview
     appended_seconds: float | None = None
+    timestamp_seconds: float | None = None
 
     @property
     def last_offset(self) -> int:
         return self.offset
 
 
+class Decoder(Protocol):
+    """Collects the accesses of messages, and returns those of several messages together. Belongs to one thread.
+
+    Attributes:
+        unread: values of events that could not be read, by reason (of ``codec.REASONS``) and path (any thread).
+        filtered: events that are not wanted (any thread).
+    """
+
+    unread: Mapping[tuple[str, str], int]
+    filtered: int
+
+    def add(self, message: StreamMessage, arrival_seconds: float) -> None:
+        """Collect the accesses of one message.
+
+        Raises:
+            CodecError: nothing of it could be read; nothing was collected.
+        """
+
+    def drain(self) -> list[AccessBatch]:
+        """Return what was collected since the last call, as few batches as there are tables and seconds."""
+
+
 # Reasons for which a source refuses messages before they can be decoded.
+# ``tombstone``: a message without a value is passed over, and is no fault.
+TOMBSTONE = "tombstone"
 REFUSAL_REASONS = (
     "batch_too_large",
     "batch_too_many_records",

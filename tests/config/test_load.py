@@ -75,9 +75,9 @@ def test_minimal_file_and_defaults(tmp_path):
         (
             "stream.source.kind",
             "rabbit",
-            "stream.source.kind: must be one of file_log, kafka, synthetic, tap (got 'rabbit')",
+            "stream.source.kind: must be one of file_log, kafka, file, synthetic, tap (got 'rabbit')",
         ),
-        ("stream.source", {"path": "x"}, "stream.source.kind: must be one of file_log, kafka, synthetic, tap"),
+        ("stream.source", {"path": "x"}, "stream.source.kind: must be one of file_log, kafka, file, synthetic, tap"),
         ("stream.source", {"kind": "kafka"}, "stream.source.bootstrap_servers: is required"),
         ("stream.source", {**KAFKA, "share": 0}, "stream.source.share: Input should be greater than 0 (got 0)"),
         ("stream.source", {**KAFKA, "share": 1.5}, "stream.source.share: Input should be less than or equal to 1"),

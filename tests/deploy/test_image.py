@@ -72,6 +72,7 @@ def test_the_lock_covers_what_the_daemon_needs(python: str) -> None:
     wanted = [
         *project["dependencies"],
         *project["optional-dependencies"]["daemon"],
+        *project["optional-dependencies"]["stream-formats"],
         *PROJECT["build-system"]["requires"],
     ]
     assert unmet([each for each in wanted if Requirement(each).name != lock_image.LEFT_OUT], python) == []

@@ -23,12 +23,11 @@ from flexd.core.keyspace import TableSpec
 from flexd.core.supervision import UnsafeStateError
 from flexd.sketch import ingestor as ingestor_module
 from flexd.sketch import sketch_set
+from flexd.sketch.dead_letters import SAMPLES_OF_EACH_REASON, DeadLetterFile
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.ingestor import (
     RATE_SECONDS,
-    SAMPLES_OF_EACH_REASON,
     SKEW_SECONDS,
-    DeadLetterFile,
     Ingestor,
     MessageCounter,
     RateMeter,

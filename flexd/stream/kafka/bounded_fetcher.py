@@ -33,7 +33,7 @@ from kafka.record import MemoryRecords
 from kafka.record.util import calc_crc32c
 
 from flexd.core.errors import StreamError
-from flexd.stream.types import OffsetsInWork, RefusedMessages, StreamMessage
+from flexd.stream.types import TOMBSTONE, OffsetsInWork, RefusedMessages, StreamMessage
 
 # Codes in a batch's attributes (``CODEC_MASK``).
 NONE, GZIP, SNAPPY, LZ4, ZSTD = range(5)
@@ -415,7 +415,7 @@ class BatchReader:
         return base + max(int(_HEADER.unpack_from(batch)[6]), 0)
 
     def _read(self, base: int, last: int, batch: memoryview) -> Iterator[Item]:
-        _, _, epoch, _, crc, attributes, _, _, max_time, producer, _, _, count = _HEADER.unpack_from(batch)
+        _, _, epoch, _, crc, attributes, _, base_time, max_time, producer, _, _, count = _HEADER.unpack_from(batch)
         # The checksum covers the attributes and everything behind them.
         if calc_crc32c(batch[21:]) != crc:
             raise BatchRefusedError("corrupt_batch", "checksum")
@@ -448,7 +448,7 @@ class BatchReader:
             end = at + length
             if length < 0 or end > len(records):
                 raise ValueError("a record ends beyond its batch")
-            _, position = _varint(records, at + 1)
+            milliseconds, position = _varint(records, at + 1)
             delta, position = _varint(records, position)
             key_bytes, position = _varint(records, position)
             value_bytes, position = _varint(records, position + max(key_bytes, 0))
@@ -461,7 +461,11 @@ class BatchReader:
                     yield self._empty(base, offset - 1)
                 self.next_offset = expected
                 self.record_bytes = end - at
-                yield StreamMessage(self._partition, offset, records[position:stop], appended)
+                if value_bytes < 0:
+                    yield RefusedMessages(self._partition, offset, offset, TOMBSTONE, "no value", b"", end - at)
+                else:
+                    own = (base_time + milliseconds) / 1000 if appended is None and base_time >= 0 else appended
+                    yield StreamMessage(self._partition, offset, records[position:stop], appended, own)
             at = end
         if at != len(records):
             raise ValueError(f"{len(records) - at} bytes behind the last record")

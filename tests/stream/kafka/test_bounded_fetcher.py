@@ -202,7 +202,7 @@ def only_refused(items: list) -> RefusedMessages:
 def test_batches_are_read_in_every_codec(codec):
     data = batch([b"a", b"b"], codec=codec, base_offset=5) + batch([b"c"], codec=codec, base_offset=7)
     items, end = read(data, 5)
-    assert items == [StreamMessage("t/0", 5, b"a"), StreamMessage("t/0", 6, b"b"), StreamMessage("t/0", 7, b"c")]
+    assert items == [StreamMessage("t/0", 5 + n, b"abc"[n : n + 1], None, 1.7e9) for n in range(3)]
     assert end == 8
     assert payloads(read(data, 6)[0]) == [b"b", b"c"]
 
@@ -224,6 +224,15 @@ def test_the_time_of_the_append_is_that_of_the_broker_or_unknown():
     data = batch([b"a"], timestamp_ms=1_500, attributes=LOG_APPEND_TIME) + batch([b"b"], base_offset=1)
     items, _ = read(data)
     assert [item.appended_seconds for item in items] == [1.5, None]
+    assert [item.timestamp_seconds for item in items] == [1.5, 1.7e9]
+    assert read(batch([b"a"], timestamp_ms=-1))[0][0].timestamp_seconds is None
+
+
+def test_a_message_without_a_value_is_a_tombstone_and_one_with_an_empty_value_is_none():
+    records = record(0, b"a") + b"\x0e\x00\x00\x02\x02k\x01\x00" + record(2, b"")
+    items, end = read(batch(records=records, count=3))
+    assert [getattr(item, "reason", None) for item in items] == [None, "tombstone", None]
+    assert (items[1].offset, items[1].last_offset, end) == (1, 1, 3)
 
 
 @pytest.mark.parametrize("codec", CODECS)
