@@ -4,8 +4,9 @@
     make lock LOCK=--upgrade       # takes the newest
     make lock LOCK="--upgrade-package fastapi"
 
-``uv pip compile`` resolves the package's dependencies, its ``daemon`` and ``stream-formats`` extras and its build requirements for every
-Python from 3.11 on. torch is left out: the trainer brings its own build, and the daemon runs without.
+``uv pip compile`` resolves the package's dependencies, its ``daemon`` and ``stream-formats`` extras and its build
+requirements for every Python from 3.11 on. torch is left out: the trainer brings its own build, and the daemon runs
+without.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def compile_command(directory: Path, options: list[str]) -> list[str]:
     oldest = project["project"]["requires-python"].removeprefix(">=")
     return [
         sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", str(directory / "build-requirements.txt"),
-        "--extra", "daemon", "--extra", "stream-formats", "--override", str(directory / "left-out.txt"), "--universal", "--python-version", oldest,
+        "--extra", "daemon", "--extra", "stream-formats", "--override",
+        str(directory / "left-out.txt"), "--universal", "--python-version", oldest,
         "--generate-hashes", "--no-annotate", "--no-config", "--quiet", "--custom-compile-command", COMMAND,
         "--output-file", str(TARGET), *options,
     ]  # fmt: skip
