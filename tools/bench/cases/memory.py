@@ -16,7 +16,7 @@ Needs root and a version 1 memory cgroup; says so and goes on without. Checks: a
 least 20 times faster than the memory map; with a dense part the prefetch pipeline at most 1.10 of all fast.
 
 billion: a table of 10^9 rows (``sections.billion_rows``). recshard: many tables, beside RecShard's split
-(``sections.recshard``).
+(``sections.recshard``). file: a read-only table from a file (``sections.table_file``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.harness import ROOT, Outcome, Skipped, at_least, at_most
-from tools.bench.sections import billion_rows, recshard
+from tools.bench.sections import billion_rows, recshard, table_file
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
 OF_FLEXD = ("flexd, prefetch pipeline", "flexd, four batches ahead", "flexd")
@@ -142,4 +142,5 @@ SECTIONS = {
     "ways": ways_section,
     "billion": billion_rows.section,
     "recshard": recshard.section,
+    "file": table_file.section,
 }
