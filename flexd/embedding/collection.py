@@ -374,7 +374,7 @@ class EmbeddingCollection(TableAccess):
         error: Exception | None = None
         try:
             for each in self.engine.joined:
-                each.check_given()
+                each.check_given(given)
             features = self.as_features(given)
             found = self._keys_of(given, features) if keys is None else keys(features)
         except Exception as fault:  # any error: a rank that raised alone would leave the others waiting

@@ -175,8 +175,9 @@ class StepMoments:
         del given, usable
         return None
 
-    def check_given(self) -> None:
+    def check_given(self, given: object) -> None:
         """Run before the input of a forward pass is read; raises EmbeddingError if it is known not to be the batch."""
+        del given
 
     def located(self, look_up: int) -> None:
         """Run when look-up number ``look_up``, from 1, has found its rows on all ranks."""

@@ -167,6 +167,17 @@ class AnnouncedInput:
         """Return True if the loader has written a later batch to its memory. Waits for the device."""
         return any(map(bool, self._overwritten))
 
+    def is_lost_in(self, given: Any) -> bool:
+        """Return whether the input of a look-up is in memory of this one that holds a later batch. Waits for the device
+        where the loader gave two batches the same memory."""
+        if not self._overwritten:
+            return False
+        try:
+            at = {part.data_ptr() for part in self._read(given).numbers}
+        except Exception:  # its own look-up raises it
+            return False
+        return not self._at.isdisjoint(at) and self.overwritten
+
 
 class ChangeNotice:
     """Tells all ranks beside the rows of a look-up whether any rank's input has changed. A ``RowPiggyback``."""

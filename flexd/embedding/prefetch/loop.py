@@ -97,6 +97,7 @@ class Prefetch(Generic[Batch]):
                 prefetch_pipeline.announce(ahead[0][1], [announced for _, announced in ahead])
                 if agrees:
                     prefetch_pipeline.expect(ahead[0][0].flag)
+                prefetch_pipeline.in_hand = now
                 yield given.batch
         finally:
             if not prefetch_pipeline.close():

@@ -115,6 +115,8 @@ class PrefetchPipeline(StepMoments):
         # True if the last job announced batches farther ahead: the homes know all but the last one.
         self._homes_know = False
         self._started: _Announced | None = None
+        self.in_hand: _Announced | None = None
+        """The batch that the trainer has; the loop sets it. It may be looked up more than once."""
         self._result: PrefetchPipelineResult | None = None
         self._splitting: DeferredGradients | None = None
         self.deferred: DeferredGradients | None = None
@@ -304,7 +306,7 @@ class PrefetchPipeline(StepMoments):
             self.wait()
         except Exception as error:  # of a job whose result no step will use
             self._failure = self._failure or error
-        self._result = self._started = self._announced = None
+        self._result = self._started = self._announced = self.in_hand = None
         self._farther = ()
         self._looping, self._engine.arm.prefetches = False, 0
         self._job.next_batch = None
@@ -422,8 +424,9 @@ class PrefetchPipeline(StepMoments):
 
         return check
 
-    def check_given(self) -> None:
-        if self._overwritten:
+    def check_given(self, given: object) -> None:
+        in_hand = self.in_hand
+        if self._overwritten or (isinstance(in_hand, AnnouncedInput) and in_hand.is_lost_in(given)):
             raise self._overwritten_error()
 
     def _overwritten_error(self) -> EmbeddingError:

@@ -25,9 +25,13 @@ from tests.support.prefetch_pipeline_jobs import WAYS, Loop, pipeline_of, thread
 from tests.support.rank_pool import Ranks, error_of
 
 
-def one_buffer(rank: int, one_thread: bool, depth: int) -> str:
+def one_buffer(rank: int, one_thread: bool, depth: int, again: bool) -> str:
     """Train while the loader of the last rank fills one buffer for every batch; return the error. With ``depth`` 0,
-    batches are not located ahead."""
+    batches are not located ahead.
+
+    Args:
+        again: a batch that is refused is looked up once more.
+    """
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=RankLayout(2, 1))
     if depth == 0:
         collection.engine.arm.propose(Arm("chain", prefetch=False))
@@ -40,6 +44,8 @@ def one_buffer(rank: int, one_thread: bool, depth: int) -> str:
 
     def loop() -> None:
         for features in flexd.prefetch(loader(), collection, one_thread=one_thread, ahead=depth or None):
+            if again:
+                assert "rank 1" in error_of(lambda features=features: collection(features))
             collection(features)["item"].values.sum().backward()
             collection.optimizer.step()
 
@@ -145,10 +151,10 @@ def test_inputs_that_change_as_the_pipeline_is_switched_train_equally(ranks: Ran
 
 
 @pytest.mark.parametrize("one_thread", [False, True])
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_a_loader_that_fills_one_buffer_again_is_named(ranks: Ranks, one_thread: bool, depth: int) -> None:
+@pytest.mark.parametrize(("depth", "again"), [(0, False), (0, True), (1, False), (1, True), (3, False)])
+def test_a_loader_that_fills_one_buffer_again_is_named(ranks: Ranks, one_thread: bool, depth: int, again: bool) -> None:
     """On the last rank alone; the buffers of the other are new."""
-    own, other = (found for found in reversed(ranks(2).run(one_buffer, one_thread, depth)))
+    own, other = (found for found in reversed(ranks(2).run(one_buffer, one_thread, depth, again)))
     assert "rank 1: the loader has written a later batch to the memory of this one" in own
     assert "rank 1 has input that cannot be looked up" in other
 
