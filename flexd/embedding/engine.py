@@ -23,11 +23,13 @@ from flexd.embedding.exchange.calls import StepGuard, in_phase
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.hop import (
     BEGINS_LOOP,
+    CLIPS,
     CONTINUES_LOOP,
     ENDS_LOOP,
     NO_FLAGS,
     READS_TABLES,
     SETTINGS_BITS,
+    STEPS,
     Agreement,
     AgreementFlags,
     CallSignature,
@@ -332,6 +334,24 @@ class RowEngine:
         agreement.check_calls()
         return agreement
 
+    def agree_on_sending(self, call: int) -> None:
+        """Collective on gloo, which ends a process that receives more than it waits for: before gradients are sent,
+        meet the other ranks by the first messages of a look-up. On an accelerator it would be one more wait of the
+        host, and does nothing: ranks in different calls are named there by the next wait.
+
+        Args:
+            call: ``STEPS``, ``CLIPS`` or ``SETTLES``.
+
+        Raises:
+            EmbeddingError: on every rank, if ranks make different calls.
+        """
+        if not self.groups.on_host or self.groups.layout.world_size == 1:
+            return
+        mine = CallSignature.of(self.groups.rank, steps=self.steps, passes=call)
+        with self.router.traffic.uncounted():
+            version, digest = self.inbox.agreed_version, self.settings_digest
+            self.router.meet(Agreement(version, 0, mine, mine, (digest,) * 2)).check_calls()
+
     def agree_on_loop(self, settings: str) -> None:
         """Collective. Compare the settings with which ranks begin a loop of ``flexd.prefetch``.
 
@@ -484,6 +504,7 @@ class RowEngine:
     def _sum_passes(self, *, defer: bool) -> list[RowGradients]:
         """Collective. Carry the gradients of all open passes to the rows, each row's once; with ``defer`` not those
         that are deferred."""
+        self.agree_on_sending(STEPS if defer else CLIPS)
         self._spread_bags()
         split = _first(each.split_gradients(defer=defer) for each in self.joined)
         if split is None:

@@ -14,6 +14,7 @@ import torch
 import flexd
 from flexd.core.errors import FlexdError
 from flexd.core.placement import RankLayout
+from flexd.embedding.exchange import waits
 from flexd.embedding.features import Jagged
 
 ROWS, DIM, RATE = 20, 3, 0.1
@@ -43,11 +44,11 @@ REFUSED = {
 """Calls that are wrong on one rank or on all, and what the errors of all ranks contain. Training goes on after them."""
 OF_ONE_RANK = ("other mode", "other rows", "other loop")
 """With one rank they are legal."""
-FATAL = ("other rate", "skips a step", "raises", "extra look-up", "leaves", "leaves a loop", "closes")
+FATAL = (
+    "other rate", "skips a step", "raises", "extra look-up", "leaves", "leaves a loop", "leaves a loop before a step",
+    "clips", "clips in a loop", "closes",
+)  # fmt: skip
 """Calls of one rank after which training ends on all of them."""
-MAY_END_IN_GLOO = ("skips a step", "leaves a loop")
-"""Of these: one rank looks rows up where the others push gradients, and gloo ends a process that receives more than it
-expects."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,14 @@ class Player:
             if kind == "loop evaluates":
                 with torch.no_grad():
                     self.rows(_batch(ids_of(call, self.rank, 7)))
+            if kind == "leaves a loop before a step" and odd and number == 1:
+                loss_of(self.rows(chosen)).backward()
+                break
+            if kind == "clips in a loop" and odd and number == 1:
+                loss_of(self.rows(chosen)).backward()
+                collection.clip_grad_norm_(0.5)
+                collection.optimizer.step()
+                continue
             self._train(chosen)
             if kind == "loop reads":
                 collection.gather_table("item")
@@ -233,7 +242,7 @@ class Player:
     def play_fatal(self, call: Call) -> None:
         """Do what ends the training of all ranks. Raises what it raises here."""
         kind, odd, collection = call.kind, self.rank == call.odd, self.collection
-        if kind == "leaves a loop":
+        if "loop" in kind:
             self._loop(call, odd=odd)
         if not odd:
             return
@@ -241,6 +250,9 @@ class Player:
             collection.optimizer.param_groups[0]["lr"] *= 0.5
         elif kind == "skips a step":
             loss_of(self.rows(_batch(ids_of(call, self.rank)))).backward()
+        elif kind == "clips":
+            loss_of(self.rows(_batch(ids_of(call, self.rank)))).backward()
+            collection.clip_grad_norm_(0.5)
         elif kind == "extra look-up":
             with torch.no_grad():
                 self.rows(_batch(ids_of(call, self.rank)))
@@ -279,6 +291,7 @@ def play_to_the_end(
     player = Player(rank, layout, settings)
     groups = player.collection.engine.groups
     groups.timeout_seconds = timeout_seconds
+    waits.NAMED_SECONDS = timeout_seconds / 4
     for peers in (groups.world, groups.node, groups.rail):
         if peers.group is not None:
             backend = peers.group._get_backend(torch.device("cpu"))  # type: ignore[attr-defined]

@@ -109,6 +109,7 @@ class MirrorGroups:
         self.notices = notices or FaultNotices()
         self.rank = 0
         self.timeout_seconds = 60.0
+        self.on_host = False
         self.world = MirrorPeers(range(layout.world_size), layout, traffic, self.notices)
         self.node = MirrorPeers(layout.node_ranks(0), layout, traffic, self.notices)
         self.rail = MirrorPeers(layout.rail_ranks(0), layout, traffic, self.notices)
@@ -183,11 +184,13 @@ hop_ranges: list[tuple[int, int]] = []
 """First key and end of each dim-group of the collection that is simulated."""
 
 
-def _served_bags(router: SummingRouter, ids: BagIds | None) -> tuple[torch.Tensor, BagRoute]:
+def _served_bags(
+    router: SummingRouter, ids: BagIds | None, agreement: hop_module.Agreement
+) -> tuple[torch.Tensor, BagRoute, hop_module.Agreement]:
     """``SummingRouter.send_bags``, with the keys that arrived moved to this rank's."""
-    keys, route = _send_bags(router, ids)
+    keys, route, met = _send_bags(router, ids, agreement)
     with _outside():
-        return _moved(keys, router._world_size, route.numbers), route
+        return _moved(keys, router._world_size, route.numbers), route, met
 
 
 _send_bags = SummingRouter.send_bags

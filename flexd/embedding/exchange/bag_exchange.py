@@ -25,7 +25,7 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.calls import in_phase
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import Column, add_columns, joined_columns
-from flexd.embedding.exchange.hop import Agreement, Counts, Hop, host_numbers, with_parts_transposed
+from flexd.embedding.exchange.hop import AGREEMENT_NUMBERS, Agreement, Counts, Hop, host_numbers, with_parts_transposed
 from flexd.embedding.exchange.route import BagIds, BagLeg, BagRoute, FeatureKeys, Route, StationRows, counts_of_group
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.replicas.touched_rows import TouchedRows
@@ -60,7 +60,9 @@ class SummingRouter(Router):
         changed: torch.Tensor | None = None,
     ) -> Route:
         """As ``Router.find``; the requests of each dim-group are its keys, then the ids of bags that arrived."""
-        arrived, route = self.send_bags(found.bags)
+        arrived, route, met = self.send_bags(found.bags, agreement)
+        if met.diverged:
+            return Route((), (), (), met, ())
         own = found.keys.split_with_sizes(found.numbers)
         pairs = zip(own, arrived.split_with_sizes(list(route.numbers)), strict=True)
         both = torch.cat([part for pair in pairs for part in pair])
@@ -68,24 +70,33 @@ class SummingRouter(Router):
         found = replace(found, keys=both, numbers=totals)
         return replace(super().find(found, agreement, touched, changed), bags=route)
 
+    def meet(self, agreement: Agreement) -> Agreement:
+        """As ``Router.meet``; a look-up begins with the sizes of bags."""
+        none = torch.zeros(self._groups, dtype=torch.int64, device=self._no_ids.keys.device)
+        for hop in reversed(self.hops):
+            sizes = none.repeat(hop.peers.size)
+            _, _, agreement = self._exchange_sizes(hop, sizes, sizes, agreement)
+        return agreement
+
     @in_phase(StepPhase.IDS)
-    def send_bags(self, ids: BagIds | None) -> tuple[torch.Tensor, BagRoute]:
+    def send_bags(self, ids: BagIds | None, agreement: Agreement) -> tuple[torch.Tensor, BagRoute, Agreement]:
         """Send the ids of bags to the homes of their rows. The bags may be any numbers if the look-up is given up.
 
         Args:
             ids: None: this rank has no bag.
 
         Returns:
-            (int64 [n] keys of the ids that arrived, dim-group by dim-group; their route).
+            (int64 [n] keys of the ids that arrived, dim-group by dim-group; their route; the agreement of all ranks if
+            they make different calls, nothing is sent then).
         """
         ids = ids or self._no_ids
         legs = []
         for hop in reversed(self.hops):
-            leg, ids = self._over(hop, ids)
+            leg, ids, agreement = self._over(hop, ids, agreement)
             legs.append(leg)
-        return ids.keys, BagRoute(tuple(legs), ids.bag, ids.numbers, ids.bags)
+        return ids.keys, BagRoute(tuple(legs), ids.bag, ids.numbers, ids.bags), agreement
 
-    def _over(self, hop: Hop, ids: BagIds) -> tuple[BagLeg, BagIds]:
+    def _over(self, hop: Hop, ids: BagIds, agreement: Agreement) -> tuple[BagLeg, BagIds, Agreement]:
         peers, groups = hop.peers.size, self._groups
         section = hop.destination(ids.keys % self._world_size)
         bag = ids.bag
@@ -99,7 +110,9 @@ class SummingRouter(Router):
         last[:-1] |= section[1:] != section[:-1]
         ends = last.to(torch.int64)
         part_sizes = devices.sum_by_place(section, ends, groups * peers)
-        (sent, sent_parts), (received, received_parts) = self._exchange_sizes(hop, sizes, part_sizes)
+        (sent, sent_parts), (received, received_parts), met = self._exchange_sizes(hop, sizes, part_sizes, agreement)
+        if met.diverged:
+            return BagLeg([0] * groups, [], sent_parts, received_parts), self._no_ids, met
         words = torch.where(last, ~keys, keys).to(self._word)
         # Ordered by dim-group, and sent peer by peer.
         flat = with_parts_transposed(words, sent.T) if words.shape[0] else words
@@ -111,25 +124,32 @@ class SummingRouter(Router):
         places = bag.new_empty(int(sent_parts.sum())).scatter_(0, ends.cumsum(0) - ends, bag)
         of_groups = places.split_with_sizes(sent_parts.sum(axis=0).tolist())
         leg = BagLeg(ids.bags, of_groups, sent_parts, received_parts)
-        return leg, BagIds(
+        arrived_ids = BagIds(
             torch.where(ended, ~words, words).to(torch.int64),
             ends_in.cumsum(0) - ends_in,
             received.sum(axis=0).tolist(),
             received_parts.sum(axis=0).tolist(),
         )
+        return leg, arrived_ids, met
 
-    def _exchange_sizes(self, hop: Hop, ids: torch.Tensor, parts: torch.Tensor) -> tuple[tuple[Counts, Counts], ...]:
+    def _exchange_sizes(
+        self, hop: Hop, ids: torch.Tensor, parts: torch.Tensor, agreement: Agreement
+    ) -> tuple[tuple[Counts, Counts], tuple[Counts, Counts], Agreement]:
         """Exchange int64 [groups x peers] numbers of ids and of parts, each of which comes back as a vector.
 
         Returns:
-            int64 [peers, dim-groups] numbers of ids and of parts that are sent, and those that are received.
+            (int64 [peers, dim-groups] numbers of ids and of parts that are sent, those that are received, the combined
+            agreement of the peers).
         """
         peers, groups = hop.peers.size, self._groups
-        sent = torch.cat([ids.view(groups, peers), parts.view(groups, peers)]).t().reshape(-1)
-        width = [2 * groups] * peers
-        received = hop.peers.all_to_all(sent, width, width, is_first=True)
-        rows = host_numbers(torch.cat([sent, received])).reshape(2, peers, 2, groups)
-        return (rows[0, :, 0], rows[0, :, 1]), (rows[1, :, 0], rows[1, :, 1])
+        words = devices.uploaded(agreement.pack(), ids.device).unsqueeze(1).expand(AGREEMENT_NUMBERS, peers)
+        sent = torch.cat([ids.view(groups, peers), parts.view(groups, peers), words]).t().reshape(-1)
+        width = 2 * groups + AGREEMENT_NUMBERS
+        received = hop.peers.all_to_all(sent, [width] * peers, [width] * peers, is_first=True)
+        rows = host_numbers(torch.cat([sent, received])).reshape(2, peers, width)
+        numbers = rows[:, :, : 2 * groups].reshape(2, peers, 2, groups)
+        met = Agreement.combined(rows[1, :, 2 * groups :].tolist())
+        return (numbers[0, :, 0], numbers[0, :, 1]), (numbers[1, :, 0], numbers[1, :, 1]), met
 
     @in_phase(StepPhase.ROWS)
     def sums(self, route: Route, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:

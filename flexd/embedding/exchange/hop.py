@@ -24,9 +24,18 @@ Counts = npt.NDArray[np.int64]
 _RANK_BITS, _CALL_BITS = 20, 11
 _MAX_RANK = 2**_RANK_BITS - 1
 _PASSES = 128
-BEGINS_LOOP, ENDS_LOOP, CONTINUES_LOOP, READS_TABLES = _PASSES - 1, _PASSES - 2, _PASSES - 3, _PASSES - 4
-"""In place of the number of passes: the call is no look-up, but begins, ends or continues a loop of
-``flexd.prefetch``, or reads, loads or saves whole tables."""
+BEGINS_LOOP, ENDS_LOOP, CONTINUES_LOOP, READS_TABLES, LOOKS_AHEAD, STEPS, CLIPS, SETTLES = (
+    _PASSES - number for number in range(1, 9)
+)
+"""In place of the number of passes: the call begins, ends or continues a loop of ``flexd.prefetch``, reads, loads or
+saves whole tables, looks the next batch of a loop up, or sends gradients: those of a step, those that are clipped or
+unscaled, or those that a step has deferred."""
+_VERBS = {
+    READS_TABLES: "reads, loads or saves whole tables",
+    STEPS: "steps",
+    CLIPS: "clips or unscales gradients",
+    SETTLES: "leaves a loop of flexd.prefetch",
+}
 SETTINGS_BITS = 22
 # ``Agreement.flags`` are sent above the fault, in units of this.
 _FLAG = 2 ** (_RANK_BITS + 2)
@@ -95,8 +104,10 @@ class CallSignature:
         if passes in (BEGINS_LOOP, CONTINUES_LOOP):
             verb = "begins" if passes == BEGINS_LOOP else "asks for the next batch of"
             return f"rank {self.rank} {verb} a loop of flexd.prefetch, after {steps} steps (modulo 8)"
-        if passes == READS_TABLES:
-            return f"rank {self.rank} reads, loads or saves whole tables, after {steps} steps (modulo 8)"
+        if passes == LOOKS_AHEAD:
+            return f"rank {self.rank} looks up the next batch of a loop of flexd.prefetch"
+        if passes in _VERBS:
+            return f"rank {self.rank} {_VERBS[passes]}, after {steps} steps (modulo 8)"
         purpose = "looks rows up for training" if self.code % 2 else "only looks rows up"
         return f"rank {self.rank} {purpose}, with {passes} passes since its last step ({steps} modulo 8)"
 
@@ -267,6 +278,11 @@ class Hop:
         requested, served = numbers[: 2 * size * width].reshape(2, size, width)
         combined = Agreement.combined(served[:, groups:].tolist())
         return requested[:, :groups], served[:, :groups], combined, numbers[2 * size * width :]
+
+    def meet(self, agreement: Agreement, groups: int, device: torch.device) -> Agreement:
+        """Exchange the message of ``exchange_sizes`` without any row; return the combined agreement of the peers."""
+        none = torch.zeros((self.peers.size, groups), dtype=torch.int64, device=device)
+        return self.exchange_sizes(none, agreement)[2]
 
     def exchange_ids(
         self, ids: torch.Tensor, requested: Counts, served: Counts, words: PeerWords | None = None

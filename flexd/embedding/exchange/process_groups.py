@@ -137,9 +137,10 @@ class ChainGroups:
             )
         self.layout = layout
         self._own = own
-        self._on_host = device.type == "cpu"
+        self.on_host = device.type == "cpu"
+        """True if the groups are on gloo."""
         self._set = (
-            self._job.of_second_thread(timeout) if own else self._job.of_training(timeout, shares=not self._on_host)
+            self._job.of_second_thread(timeout) if own else self._job.of_training(timeout, shares=not self.on_host)
         )
         self._counted = notices is None
         if self._counted:
@@ -190,7 +191,7 @@ class ChainGroups:
     def _peers(self, kind: str, ranks: Sequence[int]) -> Peers:
         """Collective over the ranks the first time."""
         group = self._set.group(kind, ranks)
-        first = self._set.group(kind, ranks, is_first=True) if self._on_host else None
+        first = self._set.group(kind, ranks, is_first=True) if self.on_host else None
         return Peers(group, ranks, self.rank, self.layout, self._traffic, self.notices, self._wait, self._waits, first)
 
 

@@ -163,6 +163,13 @@ class Router:
         self.traffic.device_accesses += device
         return Route(tuple(stations), tuple(requested), tuple(served), agreement, tuple(all_keys))
 
+    def meet(self, agreement: Agreement) -> Agreement:
+        """Collective. Exchange the first messages of a look-up without any key, so that ranks in a look-up, or in
+        another call that meets, learn of this one; return the agreement of all ranks."""
+        for hop in self.hops:
+            agreement = hop.meet(agreement, self.lookup.groups, self._stores[0].rows.device)
+        return agreement
+
     @in_phase(StepPhase.ROWS)
     def fetch(
         self,

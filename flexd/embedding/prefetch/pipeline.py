@@ -55,7 +55,7 @@ from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.arms import PREFETCHES
 from flexd.embedding.exchange.calls import PhaseMeter
 from flexd.embedding.exchange.collectives import Peers, Traffic
-from flexd.embedding.exchange.hop import AgreementFlags, NextBatch
+from flexd.embedding.exchange.hop import SETTLES, AgreementFlags, NextBatch
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, ChangeNotice, LoaderEnd, may_be_input
 from flexd.embedding.prefetch.pipeline_job import (
@@ -366,6 +366,7 @@ class PrefetchPipeline(StepMoments):
         self.wait()
         deferred, self.deferred = self.deferred, None
         if deferred is not None:
+            self._engine.agree_on_sending(SETTLES)
             deferred.push(self._engine.sync)
 
     def discard(self) -> None:

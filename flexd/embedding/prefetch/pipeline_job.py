@@ -18,7 +18,7 @@ from flexd.core.step_phases import StepPhase
 from flexd.embedding import devices
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Peers
-from flexd.embedding.exchange.hop import NO_FLAGS, Agreement, CallSignature, NextBatch, uneven_loop
+from flexd.embedding.exchange.hop import LOOKS_AHEAD, NO_FLAGS, Agreement, CallSignature, NextBatch, uneven_loop
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, LoaderEnd
@@ -202,7 +202,7 @@ class PrefetchPipelineJob:
         if not locate:
             return result
         result = replace(result, forward_pass=forward_pass)
-        if agreement.fault or not fetch:
+        if agreement.fault or agreement.diverged or not fetch:
             return result
         if not step_expected or not passes:
             return replace(result, rows=self._router.fetch(route, touched, expand=False))
@@ -234,7 +234,7 @@ class PrefetchPipelineJob:
         version, fault = self._engine.inbox.begin_exchange(), 0 if error is None else 1 + self._rank
         if isinstance(batch, LoaderEnd):
             version, fault = -1 - self._rank - (0 if batch.error is None else _MAX_RANKS), -1
-        call = CallSignature.of(self._rank, steps=0, passes=0, flag=True)
+        call = CallSignature.of(self._rank, steps=0, passes=LOOKS_AHEAD, flag=True)
         flags = NO_FLAGS if self.next_batch is None else self.next_batch.mine
         return Agreement(version, fault, call, call, (settings_digest,) * 2, self._engine.arm.proposed, flags)
 
