@@ -102,7 +102,7 @@ UNSUPERVISED = {
     "flexd/embedding/tap.py": "a thread of the trainer",
     "flexd/embedding/checkpoint/background_save.py": "a thread of the trainer",
     "flexd/embedding/prefetch/pipeline_job.py": "a thread of the trainer",
-    "flexd/embedding/exchange/calls.py": "a thread of the trainer",
+    "flexd/embedding/exchange/fault_notices.py": "a thread of the trainer",
     "flexd/cli/options.py": "a thread of a command",
     "flexd/demo/processes.py": "a thread of a command",
 }

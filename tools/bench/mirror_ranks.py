@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flexd.core.placement import RankLayout
 from flexd.embedding.exchange import hop as hop_module
 from flexd.embedding.exchange.bag_exchange import SummingRouter
-from flexd.embedding.exchange.calls import FaultNotices
 from flexd.embedding.exchange.collectives import DEFAULT_TIMEOUT, DeviceWait, Peers, Traffic
+from flexd.embedding.exchange.fault_notices import FaultNotices
 from flexd.embedding.exchange.route import COUNT_SHIFT, BagIds, BagRoute
 from flexd.embedding.exchange.waits import Waits
 from flexd.embedding.replicas import touched_rows as row_bits

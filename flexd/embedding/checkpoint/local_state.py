@@ -28,7 +28,7 @@ from flexd.core.errors import CollectiveError
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.checkpoint.full_state import is_full, load_full, save_full
 from flexd.embedding.engine import RowEngine
-from flexd.embedding.exchange.calls import BoundedStore, Store
+from flexd.embedding.exchange.fault_notices import BoundedStore, Store
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.step import StepMoments
 

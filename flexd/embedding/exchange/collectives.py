@@ -18,7 +18,8 @@ import torch.distributed as dist
 from flexd.core.errors import CollectiveError, TopologyError
 from flexd.core.placement import RankLayout
 from flexd.core.step_phases import StepPhase
-from flexd.embedding.exchange.calls import FIRST_LOOK, FaultNotices, PhaseMeter
+from flexd.embedding.exchange.calls import PhaseMeter
+from flexd.embedding.exchange.fault_notices import FIRST_LOOK, FaultNotices
 from flexd.embedding.exchange.waits import Waits
 
 # torch 2.13 renamed it and warns of the old name.

@@ -26,8 +26,8 @@ from torch.distributed import distributed_c10d
 from flexd.core.errors import TopologyError
 from flexd.core.placement import RankLayout
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
-from flexd.embedding.exchange.calls import FaultNotices
 from flexd.embedding.exchange.collectives import DEFAULT_TIMEOUT, DeviceWait, Peers, Traffic
+from flexd.embedding.exchange.fault_notices import FaultNotices
 from flexd.embedding.exchange.waits import Waits
 
 _NAMED_TABLES = 5

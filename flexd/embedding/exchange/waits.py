@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from flexd.core.errors import CollectiveError
-from flexd.embedding.exchange.calls import FaultNotices
+from flexd.embedding.exchange.fault_notices import FaultNotices
 
 logger = logging.getLogger(__name__)
 

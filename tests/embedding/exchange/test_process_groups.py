@@ -19,7 +19,7 @@ from flexd.core.placement import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.connect import connect
 from flexd.embedding.exchange import process_groups
-from flexd.embedding.exchange.calls import FaultNotices
+from flexd.embedding.exchange.fault_notices import FaultNotices
 from flexd.embedding.exchange.process_groups import layout_from_environment
 from flexd.embedding.prefetch.loop import prefetch
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
