@@ -345,7 +345,7 @@ class RowEngine:
         Raises:
             EmbeddingError: on every rank, if ranks make different calls.
         """
-        if not self.groups.on_host or self.groups.layout.world_size == 1:
+        if not self.groups.on_host or self.stores[0].world_size == 1:
             return
         mine = CallSignature.of(self.groups.rank, steps=self.steps, passes=call)
         with self.router.traffic.uncounted():

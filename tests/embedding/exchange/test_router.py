@@ -90,19 +90,19 @@ def promotions(collection: EmbeddingCollection) -> Delta:
 @pytest.mark.parametrize(
     ("dims", "dtypes", "training"),
     [
-        ([8], ["float32"], [9, 1]),
-        ([8, 4, 2], ["float32"] * 3, [9, 1]),
-        ([8, 3], ["float32", "float64"], [9, 2]),
-        ([8, 3], ["float16", "bfloat16"], [10, 0]),
-        ([8, 3], ["float16", "float64"], [10, 1]),
+        ([8], ["float32"], [11, 1]),
+        ([8, 4, 2], ["float32"] * 3, [11, 1]),
+        ([8, 3], ["float32", "float64"], [11, 2]),
+        ([8, 3], ["float16", "bfloat16"], [12, 0]),
+        ([8, 3], ["float16", "float64"], [12, 1]),
     ],
     ids=["one group", "three groups", "two dtypes", "two narrow dtypes", "narrow and wide"],
 )
 def test_collectives_of_a_step(ranks: Ranks, dims: list[int], dtypes: list[str], training: list[int]) -> None:
-    """Each of two hops exchanges sizes, ids, rows and gradients. With copies, the first hop returns sums, and the
-    second has an all-reduce, or sums from the homes where an all-reduce would add rounded gradients."""
+    """Each of two hops exchanges sizes, ids, rows, calls (on gloo) and gradients. With copies, the first hop returns
+    sums, and the second has an all-reduce, or sums from the homes where an all-reduce would add rounded gradients."""
     with_copies = {name: n for name, n in zip(("all_to_all_single", "all_reduce"), training, strict=True) if n}
-    for moved, trained in ((False, {"all_to_all_single": 8}), (True, with_copies)):
+    for moved, trained in ((False, {"all_to_all_single": 10}), (True, with_copies)):
         for counts in ranks(4).run(collectives, RankLayout(2, 2), dims, dtypes, moved):
             assert counts == {"training": trained, "evaluation": {"all_to_all_single": 6}}
 
