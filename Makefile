@@ -112,6 +112,7 @@ MISUSE_EXAMPLES ?= 100
 fuzz: $(STAMP)
 	$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "atheris>=2.3"
 	$(BIN)/python tools/fuzz.py decode --seconds $(FUZZ_SECONDS)
+	$(BIN)/python tools/fuzz.py events --seconds $(FUZZ_SECONDS)
 	$(BIN)/python tools/fuzz.py snapshot --seconds $(FUZZ_SECONDS)
 	FLEXD_MISUSE_EXAMPLES=$(MISUSE_EXAMPLES) $(PYTEST) tests/embedding/test_api_misuse.py --hypothesis-profile=random
 

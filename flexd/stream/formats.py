@@ -29,6 +29,8 @@ MAX_EVENTS = codec.MAX_ENTRIES
 
 # Returns a field of a node. Raises KeyError if it is missing, TypeError or AttributeError if the node is no record.
 Getter = Callable[[Any], Any]
+# One after another: kept apart, so that ``map`` runs each over a list without a statement of Python.
+Steps = tuple[Getter, ...]
 
 
 class Reader(Protocol):
@@ -41,7 +43,7 @@ class Reader(Protocol):
             CodecError: ``reason`` is one of ``codec.REASONS``.
         """
 
-    def getters(self, path: FieldPath) -> tuple[Getter, ...]:
+    def steps(self, path: FieldPath) -> tuple[Steps, ...]:
         """Return for each segment of a path the way from a node to its field.
 
         Raises:
@@ -65,18 +67,19 @@ def make_reader(config: MappingConfig) -> Reader:
     return ProtobufReader(Path(config.definition), config.message or "")
 
 
-def key_getters(path: FieldPath) -> tuple[Getter, ...]:
-    """Return the getters of events that are dictionaries."""
-    return tuple(map(_by_keys, path.segments))
+def key_steps(path: FieldPath) -> tuple[Steps, ...]:
+    """Return the steps of events that are dictionaries."""
+    return tuple(tuple(map(itemgetter, segment)) for segment in path.segments)
 
 
-def _by_keys(names: tuple[str, ...]) -> Getter:
-    if len(names) == 1:
-        return itemgetter(names[0])
+def composed(steps: Steps) -> Getter:
+    """Return one function for steps."""
+    if len(steps) == 1:
+        return steps[0]
 
     def get(node: Any) -> Any:
-        for name in names:
-            node = node[name]
+        for step in steps:
+            node = step(node)
         return node
 
     return get
@@ -89,7 +92,7 @@ class JsonReader:
         self._loads = import_extra("orjson").loads
 
     def events(self, payload: bytes) -> Sequence[Any]:
-        if payload[:1] == b"\0":
+        if payload.startswith(b"\0"):
             payload = payload[HEADER_BYTES:]
         try:
             found = self._loads(payload)
@@ -104,8 +107,8 @@ class JsonReader:
                 codec.fail("bad_json", str(of_line)[:200])
         return [found] if type(found) is dict else _checked_events(found)
 
-    def getters(self, path: FieldPath) -> tuple[Getter, ...]:
-        return key_getters(path)
+    def steps(self, path: FieldPath) -> tuple[Steps, ...]:
+        return key_steps(path)
 
 
 def _checked_events(found: Any) -> list[Any]:
@@ -144,8 +147,8 @@ class AvroReader:
             remedy = "give stream.mapping.definition as the registry's URL or a directory of ID.avsc"
         codec.fail("corrupt", f"no record of the schema: {problem}{what}", remedy)
 
-    def getters(self, path: FieldPath) -> tuple[Getter, ...]:
-        return key_getters(path)
+    def steps(self, path: FieldPath) -> tuple[Steps, ...]:
+        return key_steps(path)
 
 
 class ArrowReader:
@@ -156,18 +159,19 @@ class ArrowReader:
 
     def events(self, payload: bytes) -> Sequence[Any]:
         batch = codec.read_record_batch(payload, MAX_EVENTS)
-        wanted = [name for name in batch.schema.names if name in self._columns or not self._columns]
-        chosen = batch.select(list(dict.fromkeys(wanted)))
-        codec.check_nesting(chosen, len(payload))
         try:
+            # Arrow checks neither the text of names nor that of values.
+            wanted = [name for name in batch.schema.names if name in self._columns or not self._columns]
+            chosen = batch.select(list(dict.fromkeys(wanted)))
+            codec.check_nesting(chosen, len(payload))
             events: list[Any] = chosen.to_pylist()
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, KeyError) as error:
             codec.fail("corrupt", str(error)[:200])
         return events if wanted else [{}] * len(chosen)
 
-    def getters(self, path: FieldPath) -> tuple[Getter, ...]:
+    def steps(self, path: FieldPath) -> tuple[Steps, ...]:
         self._columns.update(path.segments[0][:1])
-        return key_getters(path)
+        return key_steps(path)
 
 
 class ProtobufReader:
@@ -229,7 +233,7 @@ class ProtobufReader:
             codec.refuse_head(payload)
             codec.fail("corrupt", f"no {self._descriptor.full_name}: {str(error)[:200]}")
 
-    def getters(self, path: FieldPath) -> tuple[Getter, ...]:
+    def steps(self, path: FieldPath) -> tuple[Steps, ...]:
         node, found = self._descriptor, []
         for segment in path.segments:
             fields = []
@@ -247,19 +251,17 @@ class ProtobufReader:
         return tuple(found)
 
 
-def _by_fields(fields: Sequence[Any]) -> Getter:
-    if not fields:
-        return lambda node: node
-    if not any(field.has_presence for field in fields):
-        return attrgetter(".".join(field.name for field in fields))
-    steps = [(field.name, field.has_presence) for field in fields]
+def _by_fields(fields: Sequence[Any]) -> Steps:
+    if fields and not any(field.has_presence for field in fields):
+        return (attrgetter(".".join(field.name for field in fields)),)
+    return tuple(_present(field.name) if field.has_presence else attrgetter(field.name) for field in fields)
 
+
+def _present(name: str) -> Getter:
     def get(node: Any) -> Any:
-        for name, has_presence in steps:
-            if has_presence and not node.HasField(name):
-                raise KeyError(name)
-            node = getattr(node, name)
-        return node
+        if not node.HasField(name):
+            raise KeyError(name)
+        return getattr(node, name)
 
     return get
 

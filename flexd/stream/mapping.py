@@ -13,7 +13,7 @@ import numpy as np
 
 from flexd.core.arrays import Int32Array, Int64Array, places_of_runs
 from flexd.stream import codec
-from flexd.stream.formats import MAX_PARSED_BYTES, Getter, Reader, make_reader
+from flexd.stream.formats import MAX_PARSED_BYTES, Getter, Reader, Steps, composed, make_reader
 from flexd.stream.ids import TableIds, make_hash
 from flexd.stream.paths import Comparison, FieldPath
 from flexd.stream.types import AccessBatch, StreamMessage
@@ -34,9 +34,9 @@ class _Collected:
     table: str
     ids: TableIds
     rows: array[int]
-    lengths: array[int] = field(default_factory=lambda: array("i"))
-    seconds: array[float] = field(default_factory=lambda: array("d"))
-    samples: array[int] = field(default_factory=lambda: array("q"))
+    lengths: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
     users: list[int | None] = field(default_factory=list)
 
 
@@ -69,15 +69,31 @@ _REMEDIES = {
 }
 
 
-@dataclass(frozen=True)
-class _Ids:
-    """The path to ids, and the table, which is None where a field names it."""
+# What is known of an event, or of an element of it: a list with these places. ``EVENT`` is the id of a sample without
+# one of its own.
+TIME, USER, SAMPLE, EVENT, TABLE = range(5)
+_PLACES = {"time": TIME, "user": USER, "sample": SAMPLE, "table": TABLE}
+
+
+class _Ids(NamedTuple):
+    """The path to ids: the getter of each list on the way, and the steps from an element of the last one to its id."""
 
     path: FieldPath
     getters: tuple[Getter, ...]
+    steps: Steps
+    # None where a field names it.
     table: str | None
     # The level from which on each element is a sequence of its own, else that of the innermost list.
     sequence_level: int
+
+
+class _Attribute(NamedTuple):
+    """A field of an event beside its ids."""
+
+    place: int
+    getter: Getter
+    convert: Callable[[Any], Any]
+    path: FieldPath
 
 
 class EventMapping:
@@ -103,11 +119,11 @@ class EventMapping:
         self._max_bytes = max_message_bytes if config.format == "arrow" else min(max_message_bytes, MAX_PARSED_BYTES)
         self._reader = reader or make_reader(config)
         self._hash = make_hash()
+        self._partitions: dict[str, int] = {}
         self._per_second = _PER_SECOND[config.time_unit]
         self._ids = {table: TableIds(**ids.model_dump()) for table, ids in config.ids.items()}
         self._integers = TableIds()
-        self._where = None if config.where is None else Comparison.parse(config.where)
-        self._where_getter = None if self._where is None else self._reader.getters(self._where.path)[0]
+        self._is_wanted = None if config.where is None else _filter(Comparison.parse(config.where), self._reader)
         given = {
             "table": config.table if isinstance(config.table, str) and config.table.startswith("$") else None,
             "time": None if config.time == "broker" else config.time,
@@ -119,10 +135,10 @@ class EventMapping:
         # Of samples without an id.
         self._names_samples = "sample" not in paths
         convert = {"time": self._seconds, "table": self._checked_table, "sample": self._id, "user": self._id}
-        # By the level of a field's innermost list: its name, the way to it from a node there, and its conversion.
-        self._attributes: list[list[tuple[str, Getter, Callable[[Any], Any], FieldPath]]] = [
+        # By the level of a field's innermost list.
+        self._attributes = [
             [
-                (name, self._reader.getters(path)[level], convert[name], path)
+                _Attribute(_PLACES[name], composed(self._reader.steps(path)[level]), convert[name], path)
                 for name, path in paths.items()
                 if path.stars == level
             ]
@@ -133,8 +149,9 @@ class EventMapping:
         for table, text in by_table.items():
             path = FieldPath.parse(text)
             level = max(path.stars - 1, max(at.values(), default=0))
+            steps = self._reader.steps(path)
             name = None if "table" in at else table
-            self._targets.append(_Ids(path, self._reader.getters(path), name, level))
+            self._targets.append(_Ids(path, tuple(map(composed, steps)), steps[-1], name, level))
         self._collected: dict[str, _Collected] = {}
 
     def add(self, message: StreamMessage, arrival_seconds: float) -> None:
@@ -142,54 +159,49 @@ class EventMapping:
         if len(payload) > self._max_bytes:
             codec.fail("too_large", f"{len(payload)} bytes, at most {self._max_bytes} are read")
         stamp = message.timestamp_seconds
-        own: dict[str, Any] = {
-            "time": arrival_seconds if stamp is None else stamp, "user": None, "sample": None,
-            "event": self._hash(f"{message.partition}/{message.offset}") if self._names_samples else 0,
-        }  # fmt: skip
+        first = self._name(message) if self._names_samples else 0
+        known: list[Any] = [arrival_seconds if stamp is None else stamp, None, None, first, None]
         faults: list[_Fault] = []
-        found = 0
-        for number, event in enumerate(self._reader.events(payload if type(payload) is bytes else bytes(payload))):
-            if number:
-                own["event"] = _mixed(own["event"])
-            if self._where is not None and not self._is_wanted(event):
+        found, is_wanted = 0, self._is_wanted
+        events = self._reader.events(payload if type(payload) is bytes else bytes(payload))
+        for event in events:
+            if is_wanted is not None and not is_wanted(event):
                 self.filtered += 1
                 found += 1
-            elif (attributes := self._read_attributes(event, 0, own, faults)) is not None:
+            elif (attributes := self._read_attributes(event, 0, known, faults)) is not None:
                 for target in self._targets:
                     found += self._descend(target, event, 0, attributes, faults)
+            if first and len(events) > 1:
+                first = known[EVENT] = _mixed(first)
         if faults:
             # A new mapping each time: another thread may be reading the one before.
             self.unread = Counter(self.unread) + Counter((fault.reason, fault.path) for fault in faults)
             if not found:
-                first = faults[0]
-                codec.fail(first.reason, f"{first.path}: {first.problem}", _REMEDIES.get(first.reason, ""))
+                fault = faults[0]
+                codec.fail(fault.reason, f"{fault.path}: {fault.problem}", _REMEDIES.get(fault.reason, ""))
+
+    def _name(self, message: StreamMessage) -> int:
+        """Return the id of the first sample of a message."""
+        known = self._partitions.get(message.partition)
+        if known is None:
+            if len(self._partitions) >= _MAX_TABLES:
+                self._partitions.clear()
+            known = self._partitions[message.partition] = self._hash(message.partition)
+        return _mixed(known + message.offset)
 
     def drain(self) -> list[AccessBatch]:
         collected, self._collected = self._collected, {}
-        return [batch for each in collected.values() if len(each.lengths) for batch in _batches(each)]
+        return [batch for each in collected.values() if each.lengths for batch in _batches(each)]
 
-    def _is_wanted(self, event: Any) -> bool:
-        where, getter = self._where, self._where_getter
-        if where is None or getter is None:
-            return True
-        try:
-            return where.holds(getter(event))
-        except _UNREADABLE:
-            return where.holds(None)
-
-    def _read_attributes(
-        self, node: Any, level: int, known: dict[str, Any], faults: list[_Fault]
-    ) -> dict[str, Any] | None:
+    def _read_attributes(self, node: Any, level: int, known: list[Any], faults: list[_Fault]) -> list[Any] | None:
         """Return ``known`` with the attributes that lie at this level. None: the time or the table cannot be read."""
-        if level >= len(self._attributes):
-            return known
         known = known.copy()
-        for name, getter, convert, path in self._attributes[level]:
+        for place, getter, convert, path in self._attributes[level]:
             try:
-                known[name] = convert(getter(node))
+                known[place] = convert(getter(node))
             except _UNREADABLE as error:
                 faults.append(_fault(error, path))
-                if name in ("time", "table"):
+                if place in (TIME, TABLE):
                     return None
         return known
 
@@ -201,7 +213,7 @@ class EventMapping:
     def _seconds(self, value: Any) -> float:
         kind, per_second = type(value), self._per_second
         if (kind is int or kind is float) and per_second:
-            seconds = value / per_second
+            seconds: float = value / per_second
         elif isinstance(value, datetime):
             seconds = _unix_seconds(value)
         elif kind is str and not per_second:
@@ -216,7 +228,7 @@ class EventMapping:
         # In this form the comparison fails for NaN too.
         if not 0 <= seconds <= codec.MAX_EVENT_TIME_SECONDS:
             raise _BadTimeError(f"{str(value)[:40]} is no time in the unit of stream.mapping.time_unit")
-        return float(seconds)
+        return seconds
 
     def _checked_table(self, value: Any) -> str:
         if type(value) is not str or not 0 < len(value) <= codec.MAX_TABLE_NAME_CHARS:
@@ -225,13 +237,13 @@ class EventMapping:
             raise ValueError(f"more than {_MAX_TABLES} tables at once")
         return value
 
-    def _descend(self, target: _Ids, node: Any, level: int, known: dict[str, Any], faults: list[_Fault]) -> int:
+    def _descend(self, target: _Ids, node: Any, level: int, known: list[Any], faults: list[_Fault]) -> int:
         """Collect the sequences below a node at that level. Return how many could be read."""
-        getters, stars = target.getters, target.path.stars
+        is_innermost = level == target.sequence_level
         try:
-            below = getters[level](node)
-            if level == stars:
-                return self._collect(target, [below], None, known, faults)
+            below = target.getters[level](node)
+            if level == target.path.stars:
+                return self._collect(target, [below], (), known, faults)
             if type(below) is not list:
                 if isinstance(below, str | bytes | dict):
                     raise TypeError(f"{type(below).__name__} where a list was expected")
@@ -239,55 +251,77 @@ class EventMapping:
         except _UNREADABLE as error:
             faults.append(_fault(error, target.path))
             return 0
-        if level == target.sequence_level:
-            getter = getters[stars] if target.path.segments[stars] else None
-            return self._collect(target, below, getter, known, faults)
+        if is_innermost:
+            return self._collect(target, below, target.steps, known, faults)
         found = 0 if below else 1
+        level += 1
+        has_attributes = level < len(self._attributes)
         for number, element in enumerate(below):
-            attributes = self._read_attributes(element, level + 1, known, faults)
-            if attributes is not None:
-                attributes = {**attributes, "event": _mixed(attributes["event"] + number)}
-                found += self._descend(target, element, level + 1, attributes, faults)
+            of_element = self._read_attributes(element, level, known, faults) if has_attributes else known
+            if of_element is not None:
+                if self._names_samples:
+                    of_element = of_element.copy()
+                    of_element[EVENT] = _mixed(of_element[EVENT] + number)
+                found += self._descend(target, element, level, of_element, faults)
         return found
 
-    def _collect(
-        self, target: _Ids, values: list[Any], getter: Getter | None, known: dict[str, Any], faults: list[_Fault]
-    ) -> int:
-        """Collect one sequence: ``values``, or of each of them the field that the getter returns."""
-        to = self._of_table(target.table if target.table is not None else known["table"])
-        rows, before = to.rows, len(to.rows)
+    def _collect(self, target: _Ids, values: list[Any], steps: Steps, known: list[Any], faults: list[_Fault]) -> int:
+        """Collect one sequence: ``values``, or of each of them the field at the end of the steps."""
+        table = target.table or known[TABLE]
+        to = self._collected.get(table) or self._of_table(table)
+        rows = to.rows
+        before, each = len(rows), values
+        for step in steps:
+            each = map(step, each)  # type: ignore[assignment]
         try:
-            to.ids.extend(rows, values if getter is None else map(getter, values))
+            to.ids.extend(rows, each)
         except _UNREADABLE:
-            for value in values:
-                try:
-                    found = value if getter is None else getter(value)
-                    if found is None:
-                        raise KeyError("value: null")
-                except _UNREADABLE as error:
-                    faults.append(_fault(error, target.path))
-                    continue
-                try:
-                    rows.append(to.ids.convert(found))
-                except KeyError:
-                    faults.append(_Fault("unknown_id", target.path.text, f"{str(found)[:40]!r} is in no line"))
-                except _UNREADABLE as error:
-                    faults.append(_Fault("wrong_type", target.path.text, str(error)[:200]))
+            self._collect_each(target, to, values, composed(steps), faults)
             if len(rows) == before:
                 return 0
-        sample = known["sample"]
+        time, user, sample, event, _ = known
         to.lengths.append(len(rows) - before)
-        to.seconds.append(known["time"])
-        to.samples.append(known["event"] if sample is None else sample)
-        to.users.append(known["user"])
+        to.seconds.append(time)
+        to.samples.append(event if sample is None else sample)
+        to.users.append(user)
         return 1
 
+    def _collect_each(
+        self, target: _Ids, to: _Collected, values: list[Any], getter: Getter, faults: list[_Fault]
+    ) -> None:
+        """Collect the ids of a sequence that can be read."""
+        for value in values:
+            try:
+                found = getter(value)
+                if found is None:
+                    raise KeyError("value: null")
+            except _UNREADABLE as error:
+                faults.append(_fault(error, target.path))
+                continue
+            try:
+                to.rows.append(to.ids.convert(found))
+            except KeyError:
+                faults.append(_Fault("unknown_id", target.path.text, f"{str(found)[:40]!r} is in no line"))
+            except _UNREADABLE as error:
+                faults.append(_Fault("wrong_type", target.path.text, str(error)[:200]))
+
     def _of_table(self, table: str) -> _Collected:
-        known = self._collected.get(table)
-        if known is None:
-            ids = self._ids.get(table, self._integers)
-            known = self._collected[table] = _Collected(table, ids, ids.collector())
+        ids = self._ids.get(table, self._integers)
+        known = self._collected[table] = _Collected(table, ids, ids.collector())
         return known
+
+
+def _filter(where: Comparison, reader: Reader) -> Callable[[Any], bool]:
+    get, holds = composed(reader.steps(where.path)[0]), where.predicate()
+
+    def is_wanted(event: Any) -> bool:
+        try:
+            found = get(event)
+        except _UNREADABLE:
+            found = None
+        return holds(found)
+
+    return is_wanted
 
 
 def _unix_seconds(time: datetime) -> float:
@@ -301,18 +335,17 @@ def _mixed(number: int) -> int:
 
 def _batches(collected: _Collected) -> list[AccessBatch]:
     rows = collected.ids.rows(collected.rows)
-    lengths = np.frombuffer(collected.lengths, dtype=np.int32)
-    samples = np.frombuffer(collected.samples, dtype=np.int64)
+    lengths, samples = np.array(collected.lengths, dtype=np.int32), np.array(collected.samples, dtype=np.int64)
     known = np.array([user is not None for user in collected.users])
     users = np.array([user or 0 for user in collected.users], dtype=np.int64)
     # One batch for each second, and in it for sequences with and without users.
-    seconds = np.floor(np.frombuffer(collected.seconds)).astype(np.int64)
-    keys, group = np.unique(2 * seconds + known, return_inverse=True)
+    keys = 2 * np.floor(np.array(collected.seconds)).astype(np.int64) + known
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    order = np.argsort(keys, kind="stable")
+    firsts = np.flatnonzero(np.diff(keys[order], prepend=-1))
     return [
-        _batch(collected.table, int(key), chosen, rows, starts, lengths, samples, users)
-        for number, key in enumerate(keys)
-        for chosen in [np.flatnonzero(group == number)]
+        _batch(collected.table, int(keys[chosen[0]]), chosen, rows, starts, lengths, samples, users)
+        for chosen in np.split(order, firsts[1:])
     ]
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from operator import eq, ne
 from typing import Any, Literal
 
 # One name behind the dollar, or a star: ``.name``, ``["any name"]``, ``[*]``.
@@ -80,7 +83,9 @@ class Comparison:
             raise ValueError(problem + "; the field is outside of lists")
         return Comparison(path, operator, value)  # type: ignore[arg-type]
 
-    def holds(self, found: Any) -> bool:
+    def predicate(self) -> Callable[[Any], bool]:
+        """Return the function that is True for values of the field whose events are kept."""
         if self.operator == "in":
-            return found in self.value
-        return bool(found == self.value) is (self.operator == "==")
+            kept: Callable[[Any], bool] = self.value.__contains__
+            return kept
+        return partial(eq if self.operator == "==" else ne, self.value)

@@ -282,6 +282,10 @@ def test_a_hostile_schema_or_column_is_refused_before_a_message_can_use_it(tmp_p
         with pa.ipc.new_stream(sink, pa.schema([("ids", column.type)])) as writer:
             writer.write_batch(pa.record_batch([column], names=["ids"]))
         assert refused(mapping(format="arrow"), sink.getvalue()).reason == reason
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, pa.schema([("ids", pa.int64())])) as writer:
+        writer.write_batch(pa.record_batch([pa.array([1])], names=["ids"]))
+    assert refused(mapping(format="arrow"), sink.getvalue().replace(b"ids", b"\x96ds")).reason == "corrupt"
 
 
 def test_registered_schemas_are_fetched_once_and_unknown_ones_not_again_for_a_while(tmp_path, monkeypatch):

@@ -6,6 +6,8 @@ of the wall clock from the first counted message to the last, joining the group 
 own CPU time instead, which a busy machine does not change. Medians over repeats.
 
 tap: what counting by the ranks costs a step (``sections.tap``).
+
+formats: events in a team's own format beside the bare library (``sections.formats``).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.types import AccessBatch, Source
 from tools.bench.harness import ROOT, Outcome, at_least
-from tools.bench.sections import tap
+from tools.bench.sections import formats, tap
 from tools.bench.workloads import zipf_batches
 
 MESSAGE_IDS = 8192
@@ -159,7 +161,7 @@ def section(options: Namespace) -> Outcome:
     return Outcome(figures, checks)
 
 
-SECTIONS = {"stream": section, "tap": tap.section}
+SECTIONS = {"stream": section, "tap": tap.section, "formats": formats.section}
 
 if __name__ == "__main__":  # a reader, in a process of its own
     print(json.dumps(read_stream(json.loads(sys.argv[1]))))
