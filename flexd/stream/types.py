@@ -21,7 +21,7 @@ from flexd.core.arrays import Int32Array, Int64Array, RowArray
 _log = logging.getLogger(__name__)
 
 
-# Partition -> offset of the next message to read.
+# Partition -> offset of the next message to read. A name with an at sign is the log's own id, with 0.
 Positions = dict[str, int]
 
 
@@ -136,8 +136,8 @@ class RefusedMessages:
 # Of messages. ``corrupt``: damaged in a file log. ``not_kept``: a tap's rank has counts no more that an older snapshot
 # lacks. ``retention``: deleted before they were read. ``truncated``: the log ended before the position.
 LOSS_REASONS = ("corrupt", "not_kept", "retention", "truncated")
-# Of positions. ``out_of_range``: a broker no longer has it, by retention or because the topic was created anew.
-POSITION_REASONS = ("out_of_range", "retention", "truncated")
+# Of positions. ``out_of_range``: a broker no longer has it. ``recreated``: they were those of a topic of the same name.
+POSITION_REASONS = ("out_of_range", "recreated", "retention", "truncated")
 
 
 class Losses:

@@ -172,7 +172,7 @@ def test_counters_are_shown_as_they_are(counted: Ingestor) -> None:
     assert shown.rejected_messages["not_arrow_or_json"] == 1
     assert set(shown.adjusted_accesses) == {"future_clamped", "late"}
     assert shown.messages_lost == {"corrupt": 2, "not_kept": 0, "retention": 0, "truncated": 0}
-    assert shown.positions_lost == {"out_of_range": 0, "retention": 0, "truncated": 0}
+    assert shown.positions_lost == {"out_of_range": 0, "recreated": 0, "retention": 0, "truncated": 0}
     assert (shown.problem, shown.connected, shown.source_failures) == ("gone", False, 0)
     assert shown.newest_event_unix_seconds == counted.sketches.newest_event_seconds
 

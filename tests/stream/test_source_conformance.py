@@ -117,7 +117,8 @@ def test_contract(stream):
 
     # No message is missing, and the positions are those after the returned messages.
     parts = by_partition(messages)
-    assert saved == {name: max(part) + 1 for name, part in parts.items()}
+    offsets = {name: offset for name, offset in saved.items() if "@" not in name}
+    assert offsets == {name: max(part) + 1 for name, part in parts.items()}
     if not stream.endless:
         assert sorted(p for part in parts.values() for p in part.values()) == sorted(
             b"message %d" % i for i in range(20)

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -138,7 +139,8 @@ class KafkaSource(Source):
 
     A position is lost if the broker reports so (retention, truncation), or if in a silence the partition ends before it
     by two answers and by the high-water mark of the fetches (a broker that lost its log). The earliest message is next
-    then. A topic that was created anew and has grown beyond the old position cannot be told from the old one.
+    then. All positions are lost if the topic was deleted and created anew: brokers since 2.8 give it a new id, which is
+    saved among the positions.
 
     While the broker cannot be reached, ``poll`` returns nothing, and ``problem`` is set after about five seconds. A
     poll of a silent topic may take ``ANSWER_SECONDS`` longer than its deadline.
@@ -200,6 +202,8 @@ class KafkaSource(Source):
         # Partitions that ended before their positions at the last probe. A new leader may know the end late, a mark may
         # be from before a seek, and tansu 0.6 takes the first message of the last batch for the end.
         self._ends_before: set[TopicPartition] = set()
+        # Of the topic that the positions belong to; None until a broker tells it.
+        self._topic_id: uuid.UUID | None = None
         self._last_answer = self._probed_at = self._assignment_at = time.monotonic()
         self._problem: str | None = None
         self._commit_problem: str | None = None
@@ -234,6 +238,11 @@ class KafkaSource(Source):
             self._problem = f"{self._name}: {type(error).__name__}: {error}"
             time.sleep(max(0.0, min(0.1, deadline - time.monotonic())))
             return []
+        if self._is_another_topic(consumer):
+            # These messages may have been read at positions of the old one.
+            lost = [TopicPartition(self._config.topic, int(key.rpartition("/")[2])) for key in self._positions.next]
+            self._lose_positions(consumer, lost, "recreated", "the topic was deleted and created anew")
+            return []
         messages = [message for part, got in records.items() for message in self._accept(consumer, part, got)]
         if records:
             self._last_answer = time.monotonic()
@@ -243,12 +252,16 @@ class KafkaSource(Source):
 
     def restore(self, positions: Mapping[str, int]) -> None:
         consumer = self._connector.client
-        self._positions.restore(positions)
+        # No name of a topic has an at sign.
+        ids = [key.partition("@")[2] for key in positions if key.startswith(f"{self._config.topic}@")]
+        self._topic_id = uuid.UUID(ids[0]) if ids else None
+        self._positions.restore({key: offset for key, offset in positions.items() if "/" in key})
         if consumer is not None:
             self._seek(consumer, consumer.assignment())
 
     def positions(self) -> Positions:
-        return dict(self._positions.next)
+        known = {} if self._topic_id is None else {f"{self._config.topic}@{self._topic_id}": 0}
+        return {**self._positions.next, **known}
 
     def lag(self) -> int:
         """Sum over the partitions that are read, by the high-water marks of the last fetches: with what waits for an
@@ -354,6 +367,15 @@ class KafkaSource(Source):
         if later and not isinstance(later[0], StreamMessage) and later[0].offset < position:
             later[0] = dataclasses.replace(later[0], offset=position)
         return later
+
+    def _is_another_topic(self, consumer: KafkaConsumer) -> bool:
+        found = consumer._cluster.topic_id(self._config.topic)
+        before = self._topic_id
+        # Brokers without ids send zeros.
+        if not found or not found.int or found == before:
+            return False
+        self._topic_id = found
+        return before is not None
 
     def _lose_positions(
         self, consumer: KafkaConsumer, lost: Collection[TopicPartition], reason: str, cause: str

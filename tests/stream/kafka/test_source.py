@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka import Producer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kafka import KafkaProducer
+from kafka import KafkaAdminClient, KafkaProducer
 from kafka.errors import KafkaTimeoutError, LogTruncationError, OffsetOutOfRangeError
 from kafka.structs import TopicPartition
 
@@ -90,6 +90,34 @@ def test_a_broker_that_lost_its_log_is_noticed(own_tansu):
     source.close()
 
 
+def test_a_topic_that_was_made_again_is_noticed_by_its_id_also_after_a_restart(tansu):
+    """It has grown beyond the old position: nothing else tells it from the old one."""
+    topic, client = topic_on(tansu), KafkaAdminClient(bootstrap_servers=tansu.bootstrap_servers)
+    produce(tansu, topic, 0, 3)
+    source = open_source(tansu, topic)
+    poll_until(source, lambda got: len(got) == 3)
+    positions = source.positions()
+    source.close()
+    for first in (100, 200):
+        client.delete_topics([topic])
+        tansu.create_topic(topic, 1)
+        produce(tansu, topic, first, 5)
+        source = open_source(tansu, topic)
+        source.restore(positions)
+        got = poll_until(source, lambda got: len(got) == 5)
+        assert [int(bytes(m.payload)) for m in got] == list(range(first, first + 5))
+        assert source.losses().positions == {"recreated": 1}
+        positions = source.positions()
+        source.close()
+    again = open_source(tansu, topic)
+    again.restore(positions)
+    produce(tansu, topic, 300, 1)
+    assert [bytes(m.payload) for m in poll_until(again, lambda got: len(got) == 1)] == [b"300"]
+    assert again.losses().positions == {}
+    again.close()
+    client.close()
+
+
 def test_an_out_of_range_error_of_the_broker_resets_the_position(mock_broker):
     topic = mock_broker.create_topic(4)
     produce(mock_broker, topic, 0, 40)
@@ -111,6 +139,13 @@ class ScriptedConsumer:
     def __init__(self, *script: list[int] | Exception) -> None:
         self.script = list(script)
         self.seeks: list[tuple[str, int | None]] = []
+
+    @property
+    def _cluster(self) -> "ScriptedConsumer":
+        return self
+
+    def topic_id(self, topic: str) -> None:
+        return None
 
     def poll(self, timeout_ms: int, max_records: int) -> dict[TopicPartition, list[StreamMessage]]:
         step = self.script.pop(0)
@@ -177,7 +212,7 @@ def test_marks_of_transactions_are_no_lag_and_cause_no_wait(tansu):
     source = open_source(tansu, topic)
     got = poll_until(source, lambda got: len(got) == 3 and source.lag() == 0)
     assert [(each.offset, bytes(each.payload)) for each in got] == [(0, b"0"), (2, b"1"), (4, b"2")]
-    assert source.positions() == {f"{topic}/0": 6}
+    assert source.positions()[f"{topic}/0"] == 6
     assert source.commit(source.positions()) is None
     assert not source._positions._lasting_gaps, "an offset that a batch covers was waited for"
     assert (source.losses().messages, source.losses().positions) == ({}, {})
