@@ -4,8 +4,10 @@ own trainer included."""
 import difflib
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,26 +26,48 @@ from tests.support.repository import ROOT
 SCALE = 5_000
 """Factor of examples/rehearsal_cluster.yaml: its latencies are divided by it."""
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 EXAMPLES = ROOT / "examples"
 STEPS = 21
 Losses = dict[int, float]
 
 
+END_SECONDS, KILL_SECONDS = 400.0, 40.0
+
+
+def finished(command: list[str], environment: dict[str, str], seconds: float = END_SECONDS) -> str:
+    """Return what a command prints. At the deadline it is ended with all its processes: torchrun, whose ranks have
+    sessions of their own, ends them at SIGTERM and kills them after 30 s."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except BaseException:  # the deadline of the test too
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    assert process.returncode == 0, errors[-3000:]
+    return output
+
+
 def torchrun(name: str, *options: str, **environment: str) -> Losses:
     port = free_ports(1)[0]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("FLEXD_")}
-    done = subprocess.run(
+    output = finished(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port),
             str(EXAMPLES / name), *(options or ("--steps", str(STEPS))),
         ],
-        capture_output=True, text=True, timeout=180, check=False, cwd=ROOT,
-        env={**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **environment},
+        {**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **environment},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
+    lines = [line.split() for line in output.splitlines() if line.startswith("step ")]
     return {int(line[1]): float(line[3]) for line in lines}
 
 
@@ -137,12 +161,9 @@ def test_the_rehearsal_has_the_cluster_of_the_demo() -> None:
 def printed(*command: str, python: str = sys.executable) -> list[float]:
     """Return the figures that a script prints. Lines of two ranks may be in one."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [python, *command], capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [float(number) for number in re.findall(r"\d+\.\d{10}", done.stdout)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+    output = finished([python, *command], environment)
+    return [float(number) for number in re.findall(r"\d+\.\d{10}", output)]
 
 
 @pytest.mark.long
