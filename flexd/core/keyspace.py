@@ -7,6 +7,8 @@ home rank is ``address % world_size``, the rail ``address % local_ranks``. Whate
 plans, chunks, checkpoints) reads keys. ``Homes`` is the only place that knows both.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -205,6 +207,19 @@ class KeySpace:
     def sharding_types(self) -> tuple[ShardingType, ...]:
         """The sharding type of each table."""
         return tuple(ShardingType.parse(table.sharding, table.name) for table in self.tables)
+
+    @property
+    def whole(self) -> KeySpace:
+        """The same tables in dim-groups as if none were read only: those that the daemon knows."""
+        return self._whole if self.read_only else self
+
+    @cached_property
+    def _whole(self) -> KeySpace:
+        return KeySpace(self.tables)
+
+    def with_read_only(self, names: Iterable[str]) -> KeySpace:
+        """Return the same tables and keys where those of ``names`` are read only."""
+        return self if frozenset(names) == self.read_only else KeySpace(self.tables, names)
 
     @cached_property
     def group_of_table(self) -> Int64Array:

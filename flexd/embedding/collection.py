@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import numpy as np
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.keyspace import QUANTIZED, KeySpace, TableSpec, row_width
+from flexd.core.keyspace import QUANTIZED, KeySpace, TableSpec
 from flexd.core.placement import RankLayout
 from flexd.core.sharding_types import OWNER, REQUESTER, ROW_WISE, PooledTables
 from flexd.core.step_phases import StepPhase
@@ -32,16 +31,15 @@ from flexd.embedding.exchange.process_groups import (
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.features import FeatureMap, Jagged, as_jagged
 from flexd.embedding.optimizer_handle import FusedOptimizer
-from flexd.embedding.row_hashes import fill_initial_rows
+from flexd.embedding.pending_passes import make_room
+from flexd.embedding.rank_rows import slots_of_whole_groups
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.step import AnchorParameter, ForwardPass, LookupFunction, RoutedInput, clip_grad_norm_
-from flexd.embedding.store.quantized_rows import looked_up
 from flexd.embedding.store.store import TORCH_DTYPES
 from flexd.embedding.table_access import TableAccess
 
 if TYPE_CHECKING:
     from flexd.embedding.prefetch.announced_input import InputValues
-    from flexd.embedding.store.memory import RankMemory
     from flexd.embedding.store.slow.tiered_storage import TieredStorage
     from flexd.embedding.table_rules import TableRules
     from flexd.embedding.tuning import Tuning
@@ -195,7 +193,7 @@ class EmbeddingCollection(TableAccess):
         )
         tiered_storage = _tiered_storage(fast_memory_bytes, slow_memory_dir, optimizers)
         self.given_exchange = exchange
-        self.replica_slots = self._slots(replica_fraction, replica_slots)
+        self.replica_slots = slots_of_whole_groups(self.keyspace, replica_fraction, replica_slots)
         """Of each dim-group, as if no table were read only."""
         self._outputs = {
             name: TORCH_DTYPES[table.output_dtype]
@@ -241,7 +239,7 @@ class EmbeddingCollection(TableAccess):
                 self.keyspace,
                 self._groups,
                 self.traffic,
-                replica_slots=_slots_of_groups(self.keyspace, self.replica_slots),
+                replica_slots=self.replica_slots,
                 exchange=exchange,
                 gradient_scale=1.0 / self.layout.world_size if average_gradients else 1.0,
                 max_migration_bytes_per_step=max_migration_bytes_per_step,
@@ -256,11 +254,7 @@ class EmbeddingCollection(TableAccess):
                     frozenset(self.keyspace.index[table.name] for table in at_owner),
                 ),
             )
-            self._features = FeatureMap(
-                self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device,
-                self.engine.pooling_at,
-                self.engine.stores[0].homes,
-            )  # fmt: skip
+            self._features = self._feature_map()
             self.table_of_feature = self._features.table_of
             """Index in ``tables`` of the table that each feature reads."""
             # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from
@@ -271,9 +265,10 @@ class EmbeddingCollection(TableAccess):
             self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine, self.tables)
             self._fill_initial_values()
 
-    def _fill_initial_values(self) -> None:
-        """Local. Set all rows and their optimizer state to their initial values."""
-        self.engine.initialise([table.scale for table in self.tables], self._seed, self.optimizer.initial_states)
+    def _feature_map(self) -> FeatureMap:
+        names = [table.feature_names for table in self.tables]
+        homes = self.engine.stores[0].homes
+        return FeatureMap(self.keyspace, names, self.rank, self.device, self.engine.pooling_at, homes)
 
     def pooling_at(self, table: str) -> str:
         """Return "requester" or "owner": how look-ups of a table are answered.
@@ -358,7 +353,7 @@ class EmbeddingCollection(TableAccess):
                 what was located before is not used.
         """
         if self._trains():
-            self.engine.make_room()
+            make_room(self.engine)
         located = self.engine.claim(given, usable=keys is None)
         if located is None:
             return self._locate(given, keys)
@@ -386,7 +381,7 @@ class EmbeddingCollection(TableAccess):
 
     def _check_agreed(self, route: Route, error: Exception | None, features: Mapping[str, Jagged] | None) -> None:
         agreement = route.agreement
-        agreement.check_calls()
+        agreement.check_calls(self.keyspace.tables)
         if agreement.settings_differ:
             raise EmbeddingError(
                 f"ranks updated their rows with different settings; rank {self.rank}: {self.engine.settings}",
@@ -463,16 +458,6 @@ class EmbeddingCollection(TableAccess):
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and self.training
 
-    def _slots(self, fraction: float, slots: Sequence[int] | None) -> tuple[int, ...]:
-        groups = KeySpace(self.keyspace.tables).groups
-        if not 0.0 <= fraction <= 1.0 or (slots is not None and (len(slots) != len(groups) or min(slots) < 0)):
-            raise EmbeddingError(
-                f"replica budget: fraction {fraction}, slots {slots if slots is None else list(slots)} for "
-                f"{len(groups)} dim-groups",
-                remedy="a fraction of 0 to 1, or one number of slots per dim-group",
-            )
-        return tuple(int(fraction * group.rows) for group in groups) if slots is None else tuple(map(int, slots))
-
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -500,13 +485,6 @@ class EmbeddingCollection(TableAccess):
         )
         return torch.tensor(total, dtype=torch.float64, device=self.device)
 
-    def initial_table(self, name: str) -> torch.Tensor:
-        """Return [rows, dim], the initial values of a whole table, equal for any number of ranks."""
-        spec = self.tables[self.keyspace.index[name]]
-        table = torch.empty((spec.rows, row_width(spec.dtype, spec.dim)), dtype=TORCH_DTYPES[spec.dtype])
-        fill_initial_rows(table, spec.name, range(spec.rows), scale=spec.scale, seed=self._seed)
-        return looked_up(table, table.dtype)
-
     def close(self) -> None:
         """Collective. End the prefetch pipeline and give the process groups back; the last collection of a job
         destroys them.
@@ -530,34 +508,11 @@ class EmbeddingCollection(TableAccess):
             self.engine.groups.notices.publish(self.rank, error)
         self.engine.close(orderly=error_type is None)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Set rows and optimizer state to their initial values, and the number of steps to 0; on every rank.
-
-        It communicates only to finish a running ``flexd.prefetch`` exchange.
-        """
-        self.engine.before_rows_load()
-        with torch.device("cpu"):
-            self._fill_initial_values()
-        self.engine.steps = 0
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EmbeddingError(
             "a collection is one rank's part of distributed tables and cannot be copied or pickled",
             remedy="save state_dict() and load it into a collection constructed on every rank",
         )
-
-    def memory(self) -> RankMemory:
-        """Return the current bytes and upper bounds of this rank, by part. Not collective."""
-        return self.engine.memory()
-
-
-def _slots_of_groups(keyspace: KeySpace, slots: Sequence[int]) -> list[int]:
-    """Return the replica slots of each dim-group of a rank: there is room for any rows that the daemon, which knows the
-    dim-groups without read-only tables, may plan."""
-    whole = KeySpace(keyspace.tables)
-    of_whole = whole.group_of(np.array([group.first_key for group in keyspace.groups]))
-    return [min(slots[at], group.rows) for at, group in zip(of_whole.tolist(), keyspace.groups, strict=True)]
 
 
 # Loaded where a job has them, as what reads tables as wholes.

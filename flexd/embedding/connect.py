@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,10 @@ from flexd.core.secrets import KeyFile
 from flexd.core.usage_warnings import USAGE_WARNINGS
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.rank_rows import RankRows
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import StepMoments
+from flexd.embedding.store.store import GroupStore
 from flexd.embedding.tap import Tap
 
 logger = logging.getLogger(__name__)
@@ -55,13 +57,8 @@ class Connection(StepMoments):
         self._last_totals = self._totals()
         self._last_step_at = time.monotonic()
         self._phase_steps = 0
-        self._slow_memory: Callable[[], SlowMemoryReport] | None = None
-        if any(store.tier is not None for store in collection.engine.stores):
-            from flexd.embedding.store.slow.tiered_storage import slow_memory_report  # loaded where a job has cold rows
-
-            self._slow_memory = partial(slow_memory_report, collection.engine.stores)
-            self._slow_memory()
         self._slow_memory_at = self._last_step_at
+        self._slow_memory = _slow_memory_of(collection.engine.stores)
         collection.phases.drain()
         collection.engine.joined.append(self)
         USAGE_WARNINGS.add_listener(self._report_usage_warning)
@@ -106,6 +103,13 @@ class Connection(StepMoments):
             "apply_seconds": engine.apply_seconds, "passes": engine.summed_passes,
             "unused_prefetches": engine.unused_batches, "prefetches": engine.prefetched_batches,
         }  # fmt: skip
+
+    def regrouped(self, before: RankRows, after: RankRows) -> bool:
+        """Tell the daemon at once which tables are read only now."""
+        del before
+        self._slow_memory = _slow_memory_of(after.stores)
+        self.agent.change_settings(_trainer_settings(self._collection))
+        return True
 
     def updated(self, optimizer: RowUpdate, step: int) -> None:
         """Report the step to the agent, which sends what has added up several times per second."""
@@ -200,7 +204,7 @@ def connect(
         secret=secret,
         tls=_tls_files(cert_file, key_file, ca_file),
         timeout_seconds=timeout_seconds,
-        placement_lists=collection.engine.migrator.placement,
+        placement_lists=lambda: collection.engine.migrator.placement(),
         outbox=None if tap is None else tap.outbox,
         tables=collection.keyspace.tables,
     )
@@ -218,9 +222,20 @@ def _trainer_settings(collection: EmbeddingCollection) -> TrainerSettings:
         for number, table in enumerate(collection.keyspace.tables)
     )
     pooling = places if engine.pooling_at.pooled else ""
-    only_read = "".join("-" if table.trainable else "r" for table in collection.tables)
+    tables = collection.keyspace.tables
+    only_read = "".join("r" if table.name in collection.keyspace.read_only else "-" for table in tables)
     wire = engine.arm.arms[0].wire or None
     return TrainerSettings(collection.given_exchange, wire, pooling, only_read if "r" in only_read else "")
+
+
+def _slow_memory_of(stores: Sequence[GroupStore]) -> Callable[[], SlowMemoryReport] | None:
+    """Return what reports of the slow memory of stores, from now on; None if all rows are fast."""
+    if all(store.tier is None for store in stores):
+        return None
+    from flexd.embedding.store.slow.tiered_storage import slow_memory_report  # loaded where a job has cold rows
+
+    slow_memory_report(stores)
+    return partial(slow_memory_report, stores)
 
 
 def _tls_files(*given: str | Path | None) -> TlsFiles | None:

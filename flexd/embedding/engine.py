@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,47 +12,37 @@ import torch
 
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.core.errors import EmbeddingError
-from flexd.core.keyspace import KeySpace, homes_of
+from flexd.core.keyspace import KeySpace
 from flexd.core.sharding_types import NO_POOLED, PooledTables
 from flexd.core.step_phases import ExchangeReason, StepPhase
-from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.exchange.arms import AgreedArm, hops_of, wires_of
 from flexd.embedding.exchange.calls import StepGuard, in_phase
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.hop import (
-    BEGINS_LOOP,
     CLIPS,
-    CONTINUES_LOOP,
-    ENDS_LOOP,
     NO_FLAGS,
-    READS_TABLES,
-    SETTINGS_BITS,
     STEPS,
     Agreement,
-    AgreementFlags,
     CallSignature,
     NextBatch,
+    digest_of_settings,
 )
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.exchange.router import Router
-from flexd.embedding.migration.migrator import Migrator
+from flexd.embedding.meetings import agree_on_sending
+from flexd.embedding.pending_passes import warn_of_idle
+from flexd.embedding.rank_rows import RankRows, RowSettings
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
-from flexd.embedding.row_hashes import fill_initial_rows
 from flexd.embedding.row_optimizers import OptimizersByGroup, RowUpdate
 from flexd.embedding.step import ForwardPass, RoutedInput, StepGradients, StepMoments
-from flexd.embedding.store.store import make_stores
 
 if TYPE_CHECKING:
     from flexd.control.protocol.report import UsedExchange
-    from flexd.embedding.store.memory import RankMemory
     from flexd.embedding.store.slow.tiered_storage import TieredStorage
     from flexd.embedding.tuning import StepTuner
 
-logger = logging.getLogger(__name__)
-
-MAX_PENDING_PASSES = 64
 Joined = TypeVar("Joined", bound=StepMoments)
 Found = TypeVar("Found")
 
@@ -66,13 +54,11 @@ class RowEngine:
     ``reduce`` in its backward pass; then ``push`` once, which updates all rows touched since the last one.
 
     Args:
-        replica_slots: of each dim-group, for chunks; copies of "data_parallel" tables have slots beside them.
+        replica_slots, tiered_storage, keep_keys: as in ``RowSettings``.
         exchange: "auto", "chain" or "direct", as in ``EmbeddingCollection``.
         gradient_scale: gradients are multiplied by it.
         comm_dtype: as in ``EmbeddingCollection``.
-        tiered_storage: None: all rows are in fast memory.
         pooling_at: of pooled tables.
-        keep_keys: the optimizer needs the keys of all rows, replicas too.
 
     Raises:
         EmbeddingError: an unknown exchange, or an unknown way to sum gradients of copies.
@@ -94,8 +80,6 @@ class RowEngine:
         pooling_at: PooledTables = NO_POOLED,
         keep_keys: bool = False,
     ) -> None:
-        self.keyspace = keyspace
-        self.homes = homes = homes_of(keyspace, groups.layout)
         self._tiered_storage = tiered_storage
         self.groups = groups
         self.passes: list[ForwardPass] = []
@@ -103,20 +87,19 @@ class RowEngine:
         self.summed_passes = 0
         """Passes so far whose gradients were summed at their rows."""
         self.guard = StepGuard(groups.rank, groups.notices, self.passes)
-        cache_slots = None if tiered_storage is None else tiered_storage.cache_slots(homes.groups, groups.layout)
-        all_slots = [slots + homes.copied_slots(group) for group, slots in enumerate(replica_slots)]
-        self.stores = make_stores(homes, groups.rank, all_slots, device, cache_slots, keep_keys=keep_keys)
-        self.trained = [group.trained for group in keyspace.groups]
-        """Of each dim-group: whether its rows are trained."""
-        self.trains = any(self.trained)
+        settings = RowSettings(
+            replica_slots, max_migration_bytes_per_step, device, tiered_storage, keep_keys, self._rows_changed
+        )
+        self._hold(RankRows(keyspace, groups, settings))
         self.joined: list[StepMoments] = []
         """Joined in each step, in this order."""
         self.loops: list[NextBatch] = []
         """Of the loops that run and that ranks may end at different batches, the innermost last."""
         self.look_ups = self.prefetched_batches = self.unused_batches = 0
-        self.loads = 0
         """Look-ups; batches given to be located ahead; those of them that were located twice, because what was
         announced was not what was looked up."""
+        self.loads = 0
+        """Times that any rows may have been replaced from outside."""
         automatic = exchange == "auto"
         wires = wires_of(comm_dtype)
         self.arm = AgreedArm("chain" if automatic else exchange, wires=wires)
@@ -130,9 +113,9 @@ class RowEngine:
         self.router, self.sync = self.new_exchange(groups, traffic)
         self.phases = traffic.phases
         """Meter of the training thread."""
-        self.migrator = Migrator(groups, self.stores, homes, max_migration_bytes_per_step, self._rows_changed)
+        rows = self.rows
         self.inbox = ChunkInbox(
-            homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self.migrator.prepare
+            self.homes, groups.rank, rows.replica_slots, self.migrator.rows_at_tiers, self.migrator.prepare
         )
         self.step_tuner: StepTuner | None = None
         """Made by ``tuner``; None before."""
@@ -147,11 +130,34 @@ class RowEngine:
         self.apply_seconds = 0.0
         self._scale = gradient_scale
         self._warned_of_idle = False
-        self._max_migration_bytes = max_migration_bytes_per_step
+        self.max_migration_bytes = max_migration_bytes_per_step
         self.stale_replicas = self.migrator.list_copied_tables()
         """True if copies of rows are refreshed before the next look-up. Equal on all ranks."""
         self.summed: StepGradients | None = None
         """Gradients that are summed at their rows and wait for ``push``."""
+
+    def _hold(self, rows: RankRows) -> None:
+        self.rows = rows
+        self.keyspace, self.homes, self.stores, self.migrator = rows.keyspace, rows.homes, rows.stores, rows.migrator
+        self.trained = rows.trained
+        """Of each dim-group: whether its rows are trained."""
+        self.trains = any(self.trained)
+
+    def use(self, rows: RankRows) -> None:
+        """Go on with the same rows in other dim-groups. No pass, gradient or route may wait; on all ranks."""
+        before = self.rows
+        self._hold(rows)
+        before.close_others(rows)
+        rows.resize()
+        self.router, self.sync = self.new_exchange(self.groups, self.router.traffic)
+        self.inbox.regroup(
+            self.homes, rows.replica_slots, self.migrator.rows_at_tiers, self.migrator.prepare, self.migrator.placement
+        )
+        # Copies have no values yet.
+        self.stale_replicas, self.row_changes = True, self.row_changes + 1
+        self.joined[:] = [each for each in self.joined if each.regrouped(before, rows)]
+        if self._tiered_storage is not None:
+            self.joined += self._tiered_storage.division(self.stores)
 
     def new_exchange(self, groups: ChainGroups, traffic: Traffic) -> tuple[Router, ReplicaSync]:
         """Make a router and a replica synchronisation of these stores over other process groups."""
@@ -197,21 +203,6 @@ class RowEngine:
         for each in self.joined:
             each.changed(parts, all_rows=all_rows)
 
-    def initialise(self, scales: Sequence[float], seed: int, states: Mapping[str, float]) -> None:
-        """Set the home rows of each table to its initial rows, and every number of optimizer state to its value in
-        ``states``, by ``DimGroup.optimizer``."""
-        for number, store in enumerate(self.stores):
-            state = states[store.group.optimizer]
-            if not isinstance(store.state, torch.Tensor):
-                if self._tiered_storage is not None:
-                    self._tiered_storage.begin(self.stores, number, scales, seed, state)
-                continue
-            store.state.fill_(state)
-            for table in store.group.tables:
-                spec = self.keyspace.tables[table]
-                run = self.homes.run(table, self.groups.rank)
-                fill_initial_rows(store.rows[run.slots], spec.name, run.rows, scale=scales[table], seed=seed)
-
     def claim(self, given: object, *, usable: bool) -> RoutedInput | None:
         """Return the input of a forward pass if it was located before; not if it is not ``usable``."""
         return _first(each.claim(given, usable=usable) for each in self.joined)
@@ -222,7 +213,7 @@ class RowEngine:
         Chunks wait while gradients wait for their push or a route was found before its forward pass: both go by the
         placement of their time.
         """
-        with self._calling():
+        with self.calling():
             self._prepare()
 
     def _prepare(self) -> None:
@@ -263,7 +254,7 @@ class RowEngine:
         """
         self.groups.world.finish_on_device()
         call = CallSignature.of(self.groups.rank, steps=self.steps, passes=len(self.passes), flag=trains)
-        with self._calling():
+        with self.calling():
             touched = self.sync.new_touched() if trains else None
             route = self._find(found, call, self.settings_digest, fault, touched)
             return ForwardPass(route, touched, self.trained)
@@ -291,88 +282,21 @@ class RowEngine:
             loop.agreed = route.agreement.flags
         return route
 
-    def agree_on_end(self, *, failed: bool) -> None:
-        """Collective. Meet the other ranks at the end of a loop of ``flexd.prefetch`` whose batches were not located
-        ahead, in the same way as ``agree_on_loop``.
+    def meet(self, passes: int, digest: int, *, flag: bool = False, fault: int = 0) -> Agreement:
+        """Collective. Exchange the messages of a look-up without keys, and raise EmbeddingError if ranks make different
+        calls.
 
         Args:
-            failed: the loader of this rank raised an error.
-
-        Raises:
-            EmbeddingError: on every rank, if another one has a further batch or its loader failed.
+            passes: ``READS_TABLES`` or another such call; its further arguments are those of ``Agreement``.
         """
-        self._meet(ENDS_LOOP, self.settings_digest, flag=failed)
-
-    def agree_on_reading(self) -> None:
-        """Collective. Settle, before whole tables are read, loaded or saved, and meet the other ranks in the same way
-        as ``agree_on_loop``.
-
-        Raises:
-            EmbeddingError: on every rank, if a rank looks rows up instead.
-        """
-        self.settle()
-        self._meet(READS_TABLES, self.settings_digest)
-
-    def agree_on_next(self, loop: NextBatch) -> AgreementFlags:
-        """Return what all ranks have of a loop's next batch. Collective if no look-up has told it, in the same way as
-        ``agree_on_loop``.
-
-        Raises:
-            EmbeddingError: on every rank, if a rank makes another call.
-        """
-        del self.loops[self.loops.index(loop) + 1 :]  # loops within it that were given up
-        return self._meet(CONTINUES_LOOP, self.settings_digest).flags if loop.agreed is None else loop.agreed
-
-    def _meet(self, passes: int, digest: int, *, flag: bool = False) -> Agreement:
-        """Collective. Exchange the messages of a look-up without keys, and raise EmbeddingError if ranks make different
-        calls."""
         call = CallSignature.of(self.groups.rank, steps=self.steps, passes=passes, flag=flag)
         self.groups.world.finish_on_device()
         no_keys = torch.empty(0, dtype=torch.int64, device=self.stores[0].rows.device)
-        with self._calling(), self.router.traffic.uncounted():
-            agreement = self._find(FeatureKeys([], no_keys, None, [0] * len(self.stores)), call, digest).agreement
-        agreement.check_calls()
+        with self.calling(), self.router.traffic.uncounted():
+            keys = FeatureKeys([], no_keys, None, [0] * len(self.stores))
+            agreement = self._find(keys, call, digest, fault).agreement
+        agreement.check_calls(self.keyspace.tables)
         return agreement
-
-    def agree_on_sending(self, call: int) -> None:
-        """Collective on gloo, which ends a process that receives more than it waits for: before gradients are sent,
-        meet the other ranks by the first messages of a look-up. On an accelerator it would be one more wait of the
-        host, and does nothing: ranks in different calls are named there by the next wait.
-
-        Args:
-            call: ``STEPS``, ``CLIPS`` or ``SETTLES``.
-
-        Raises:
-            EmbeddingError: on every rank, if ranks make different calls.
-        """
-        if not self.groups.on_host or self.stores[0].world_size == 1:
-            return
-        mine = CallSignature.of(self.groups.rank, steps=self.steps, passes=call)
-        with self.router.traffic.uncounted():
-            version, digest = self.inbox.agreed_version, self.settings_digest
-            self.router.meet(Agreement(version, 0, mine, mine, (digest,) * 2)).check_calls()
-
-    def agree_on_loop(self, settings: str) -> None:
-        """Collective. Compare the settings with which ranks begin a loop of ``flexd.prefetch``.
-
-        It looks no row up, but its messages are those of a look-up, so that it meets the call of a rank that looks rows
-        up instead.
-
-        Raises:
-            EmbeddingError: on every rank, if settings differ or a rank makes another call.
-        """
-        digest = _digest_of(settings)
-        if not self._meet(BEGINS_LOOP, digest).settings_differ:
-            return
-        with self._calling(), self.router.traffic.uncounted():
-            mine = torch.tensor([digest], device=self.stores[0].rows.device)
-            everyone = self.groups.world.all_gather(mine).view(-1).tolist()
-        odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
-        raise EmbeddingError(
-            f"ranks {odd} begin a loop of flexd.prefetch with other settings than rank 0; rank {self.groups.rank}: "
-            f"{settings}",
-            remedy="call flexd.prefetch with the same arguments on every rank",
-        )
 
     def open_pass(self, forward_pass: ForwardPass) -> None:
         """Let a pass wait for its backward pass and the next ``push``."""
@@ -386,7 +310,7 @@ class RowEngine:
     def fetch(self, forward_pass: ForwardPass, *, expand: bool = True) -> list[torch.Tensor]:
         """Collective. Return per dim-group [requests of this rank, dim]; without ``expand`` the distinct rows of the
         route's first station, [rows, dim], and after them, if some features are pooled at the owner, [bags, dim]."""
-        with self._calling():
+        with self.calling():
             rows = _first(each.fetch_ahead(forward_pass, expand=expand) for each in self.joined)
             if rows is None:
                 rows = self.router.fetch(
@@ -397,28 +321,6 @@ class RowEngine:
             for each in self.joined:
                 each.fetched()
             return rows
-
-    def make_room(self) -> None:
-        """Collective. Forget passes that no backward pass can follow on any rank where too many wait for a push: their
-        steps were skipped, or they were not for training.
-
-        Raises:
-            EmbeddingError: still too many wait.
-            TopologyError: the world has grown.
-        """
-        self.groups.world.check_world_unchanged()
-        if len(self.passes) < MAX_PENDING_PASSES:
-            return
-        self.settle()
-        with self._calling(), self.router.traffic.uncounted():
-            lost = torch.tensor([one.is_lost for one in self.passes], device=self.stores[0].rows.device)
-            everywhere = self.groups.world.all_gather(lost.long()).view(-1, len(self.passes)).amin(0).tolist()
-        self.passes[:] = [one for one, is_lost in zip(self.passes, everywhere, strict=True) if not is_lost]
-        if len(self.passes) >= MAX_PENDING_PASSES:
-            raise EmbeddingError(
-                f"{MAX_PENDING_PASSES} forward passes without a step",
-                remedy="call optimizer.step() after backward(), or evaluate under torch.no_grad()",
-            )
 
     def reduce(self, forward_pass: ForwardPass, grads: Sequence[torch.Tensor], *, expanded: bool = True) -> None:
         """Add the gradients of one backward pass, shaped as ``fetch`` returned the rows."""
@@ -446,7 +348,7 @@ class RowEngine:
         They must be pushed on all ranks, or dropped on all.
         """
         if self.passes:
-            with self._calling():
+            with self.calling():
                 summed = self._sum_passes(defer=False)
             if self.summed is None:
                 self.summed = StepGradients(summed, self.stores, self.groups.world)
@@ -456,7 +358,7 @@ class RowEngine:
 
     def push(self, optimizer: RowUpdate) -> None:
         """Collective. Update the rows by the gradients of all passes since the last step; nothing without any."""
-        with self._calling():
+        with self.calling():
             is_updated = self._push(optimizer)
         if is_updated:
             for each in self.joined:
@@ -464,7 +366,7 @@ class RowEngine:
 
     def _push(self, optimizer: RowUpdate) -> bool:
         if optimizer.moves_at_zero:
-            self._check_backward()
+            self._warned_of_idle |= warn_of_idle(self, warns=not self._warned_of_idle)
         if self.passes and self.summed is None:
             self.summed = StepGradients(self._sum_passes(defer=True), self.stores, self.groups.world)
         summed = self.gradients()
@@ -474,7 +376,7 @@ class RowEngine:
         self.steps, self.row_changes = self.steps + 1, self.row_changes + 1
         factor = summed.factor
         self.settings = repr(optimizer) if factor == 1.0 else f"{optimizer!r}, gradients times {factor!r}"
-        self.settings_digest = _digest_of(self.settings)
+        self.settings_digest = digest_of_settings(self.settings)
         self.sync.update(summed.scaled(factor), optimizer, self.steps)
         return True
 
@@ -484,27 +386,10 @@ class RowEngine:
         for each in self.joined:
             each.updated(OptimizersByGroup(()), self.steps)
 
-    def _check_backward(self) -> None:
-        """Warn of passes whose rows move although no gradient has come."""
-        idle = sum(
-            one.grads is None and not one.recomputes and any(rows.rows for rows in one.pushed.stations[0])
-            for one in self.passes
-        )
-        if not idle:
-            return
-        text = f"{idle} of {len(self.passes)} look-ups of a step had no backward pass; their rows move all the same"
-        USAGE_WARNINGS.note(UsageWarningKind.NO_BACKWARD, text)
-        if not self._warned_of_idle:
-            self._warned_of_idle = True
-            logger.warning(
-                "rank %d: %s, by momentum or weight decay; look up what is not trained under torch.no_grad()",
-                self.groups.rank, text,
-            )  # fmt: skip
-
     def _sum_passes(self, *, defer: bool) -> list[RowGradients]:
         """Collective. Carry the gradients of all open passes to the rows, each row's once; with ``defer`` not those
         that are deferred."""
-        self.agree_on_sending(STEPS if defer else CLIPS)
+        agree_on_sending(self, STEPS if defer else CLIPS)
         self._spread_bags()
         split = _first(each.split_gradients(defer=defer) for each in self.joined)
         if split is None:
@@ -537,17 +422,6 @@ class RowEngine:
             return forward_pass.grads
         return list(torch._foreach_mul(forward_pass.grads, self._scale))
 
-    def memory(self) -> RankMemory:
-        """Return the bytes of this rank by part, now and at most. Not collective."""
-        from flexd.embedding.store.memory import rank_memory
-
-        working = self.router, self.sync, [each.working for each in self.joined]
-        held = self.passes, [each.held for each in self.joined]
-        return rank_memory(
-            self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.max_chunk_rows,
-            held, self.inbox.waiting_bytes, working, self.inbox.prepared_bytes,
-        )  # fmt: skip
-
     def before_rows_load(self, rows: tuple[int, torch.Tensor] | None = None) -> None:
         """Collective with the prefetch pipeline or re-homed rows. Call it before home rows or their state are replaced
         from outside: replicas are refreshed before the next pass, and rows that were fetched early are fetched again.
@@ -555,12 +429,17 @@ class RowEngine:
         Args:
             rows: dim-group and int64 [n] home slots of this rank that are replaced; None: any.
         """
-        for each in self.joined:
-            each.discard()
-        self._bring_home()
+        self.discard()
         self._rows_changed([] if rows is None else [rows], all_rows=rows is None)
         self.stale_replicas, self.row_changes = True, self.row_changes + 1
         self.loads += rows is None
+
+    def discard(self) -> None:
+        """Collective with the prefetch pipeline or re-homed rows. Make home rows current, and drop rows that were
+        fetched early."""
+        for each in self.joined:
+            each.discard()
+        self._bring_home()
 
     def close(self, *, orderly: bool) -> None:
         """Collective if ``orderly``. End the prefetch pipeline and the use of the process groups; every later call
@@ -577,7 +456,7 @@ class RowEngine:
     def settle(self) -> None:
         """Collective with the prefetch pipeline or re-homed rows. Bring the home rows to the state in which every step
         pushed all of its gradients and no row has moved."""
-        with self._calling():
+        with self.calling():
             for each in self.joined:
                 each.settle()
             self._bring_home()
@@ -594,7 +473,8 @@ class RowEngine:
             self.migrator.bring_home()
             self._changes_at_home = self.row_changes
 
-    def _calling(self) -> AbstractContextManager[object]:
+    def calling(self) -> AbstractContextManager[object]:
+        """Return the context of a call that exchanges rows."""
         call = self.guard.call(in_step=bool(self.passes))
         if not torch.is_inference_mode_enabled():
             return call
@@ -608,7 +488,7 @@ class RowEngine:
     @in_phase(StepPhase.APPLY)
     def _apply_chunks(self) -> None:
         started = time.perf_counter()
-        chunks = self.inbox.poll_agreed(self._max_migration_bytes, self.migrator.copied_bytes)
+        chunks = self.inbox.poll_agreed(self.max_migration_bytes, self.migrator.copied_bytes)
         if not chunks:
             return
         with torch.no_grad():
@@ -618,11 +498,6 @@ class RowEngine:
             )
         self.inbox.applied(chunks[-1][0])
         self.apply_seconds += time.perf_counter() - started
-
-
-def _digest_of(settings: str) -> int:
-    digest: int = zlib.crc32(settings.encode()) % 2**SETTINGS_BITS
-    return digest
 
 
 def _first(found: Iterable[Found | None]) -> Found | None:

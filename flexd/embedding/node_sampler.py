@@ -284,10 +284,12 @@ class NodeSampler(Sampler[list[int]]):
         sample = torch.arange(self.samples, device=found.keys.device).repeat(len(order))
         if order:
             sample = sample.repeat_interleave(torch.cat([by_name[name].lengths for name in order]).to(torch.int64))
-        groups, wire = collection.engine.homes.groups, collection.engine.router.wire
-        end = groups[-1].end_key
+        self._engine = collection.engine
+        groups, wire = collection.keyspace.groups, collection.engine.router.wire
+        end = collection.engine.homes.groups[-1].end_key
         distinct = (sample * end + found.keys).unique().cpu().numpy()  # type: ignore[no-untyped-call]
-        of_sample, self._keys = np.divmod(distinct, end)
+        of_sample, addresses = np.divmod(distinct, end)
+        self._keys = collection.engine.homes.keys(addresses)
         self._first_keys = np.array([group.first_key for group in groups])
         # int64 [dim-groups] bytes of a row and its gradient with their ids, as they travel.
         self._row_bytes = np.array(
@@ -295,7 +297,6 @@ class NodeSampler(Sampler[list[int]]):
         )
         self._offsets = np.concatenate([[0], np.cumsum(np.bincount(of_sample, minlength=self.samples))])
         self._layout, self._rank = collection.layout, collection.rank
-        self._nodes_of = collection.engine.migrator.nodes_of
         self._batch_size, self._shuffle, self._seed = batch_size, shuffle, seed
         self._epoch = 0
 
@@ -307,7 +308,8 @@ class NodeSampler(Sampler[list[int]]):
         return self.samples // (self._batch_size * self._layout.world_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches(self._nodes_of(self._keys))  # now, and not when the first batch is read
+        addresses = self._engine.homes.addresses(self._keys)
+        return self._batches(self._engine.migrator.nodes_of(addresses))  # now, and not when the first batch is read
 
     def _batches(self, nodes: Int64Array) -> Iterator[list[int]]:
         layout, size = self._layout, self._batch_size * self._layout.world_size

@@ -27,6 +27,7 @@ from flexd.embedding.store.store import GroupStore
 
 if TYPE_CHECKING:
     from flexd.embedding.prefetch.pipeline_job import DeferredGradients
+    from flexd.embedding.rank_rows import RankRows
 
 
 class GraphMark:
@@ -218,6 +219,12 @@ class StepMoments:
 
     def discard(self) -> None:
         """Settle, and drop rows that were fetched early: the tables are about to be replaced."""
+
+    def regrouped(self, before: RankRows, after: RankRows) -> bool:
+        """Run when tables were frozen or unfrozen: the engine has the same rows in other dim-groups and stores. Nothing
+        waits. Returns whether it goes on to join the steps."""
+        del before, after
+        return True
 
     def ended(self) -> bool:
         """End for good: no step follows, and deferred gradients are dropped. Returns whether all threads ended."""

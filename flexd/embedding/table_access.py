@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -11,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from flexd.core.errors import CheckpointError, EmbeddingError
-from flexd.core.keyspace import KeySpace
+from flexd.core.keyspace import KeySpace, row_width
 from flexd.core.placement import RankLayout, Tier
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.meetings import agree_on_reading
+from flexd.embedding.rank_rows import InitialRows
 from flexd.embedding.row_hashes import fill_initial_rows
 from flexd.embedding.store.quantized_rows import as_stored, looked_up, looked_up_dtype
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
@@ -23,6 +26,9 @@ from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 if TYPE_CHECKING:
     from flexd.embedding.checkpoint.table_rows import TableHomes
     from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+    from flexd.embedding.features import FeatureMap
+    from flexd.embedding.optimizer_handle import FusedOptimizer
+    from flexd.embedding.store.memory import RankMemory
 
 
 class TableAccess(nn.Module):
@@ -36,10 +42,13 @@ class TableAccess(nn.Module):
     engine: RowEngine
     traffic: Traffic
     tables: tuple[EmbeddingTable, ...]
+    optimizer: FusedOptimizer
     _groups: ChainGroups
     _seed: int
     _initial: set[int]
     """Read-only tables of which no rows were loaded, but by a checkpoint."""
+    _features: FeatureMap
+    _feature_map: Callable[[], FeatureMap]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Refuse to move the tables to another device. ``model.half()`` does not change them: they have their own
@@ -79,7 +88,7 @@ class TableAccess(nn.Module):
         if source is not None and not 0 <= source < self.layout.world_size:
             raise EmbeddingError(f"source={source}", remedy=f"a rank below {self.layout.world_size}, or None")
         store, homes = self._homes(table)
-        self.engine.agree_on_reading()
+        agree_on_reading(self.engine)
         with self.traffic.uncounted():
             rows = agree_on_rows(
                 self._groups.world, table, self.keyspace.tables[table], first_row, values, source, store.rows
@@ -119,7 +128,7 @@ class TableAccess(nn.Module):
         # Rows that nobody has changed are checked as they are loaded, and made again if they cannot be: half the time.
         initial = store.tier is None and homes.table in self._initial and not self.engine.steps + self.engine.loads
         faults: list[str] = []
-        self.engine.agree_on_reading()
+        agree_on_reading(self.engine)
         try:
             file = TableFile.of(path, tensor)
             faults = file.differences(spec) or ([] if initial else file.not_finite(mine.rows, MAX_WINDOW_BYTES))
@@ -146,6 +155,80 @@ class TableAccess(nn.Module):
                 scale = self.tables[homes.table].scale
                 fill_initial_rows(store.rows[mine.slots], spec.name, mine.rows, scale=scale, seed=self._seed)
             raise
+
+    def freeze(self, *names: str) -> None:
+        """Collective. Make tables read only from now on, as if they had been made with ``trainable=False``: between two
+        steps, with the same names on every rank.
+
+        Their optimizer state is given up. Rows that share a dim-group with others are copied once. In a loop of
+        ``flexd.prefetch`` the batch that was looked up ahead is looked up again.
+
+        Raises:
+            EmbeddingError: on every rank: ranks name other tables or make other calls, a table is unknown, gradients
+                wait for a step, or a rank has no memory. Nothing has changed.
+        """
+        self._regroup(names, freeze=True)
+
+    def unfreeze(self, *names: str) -> None:
+        """Collective. Train tables that are read only from now on; their optimizer state begins anew. As ``freeze``
+        otherwise."""
+        self._regroup(names, freeze=False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Collective. Freeze or unfreeze all tables."""
+        (self.unfreeze if requires_grad else self.freeze)(*self.keyspace.index)
+        return self
+
+    @torch.no_grad()
+    def _regroup(self, names: tuple[str, ...], *, freeze: bool) -> None:
+        from flexd.embedding.freezing import regrouped_rows
+
+        with torch.inference_mode(mode=False), torch.device("cpu"):
+            rows = regrouped_rows(self.engine, names, self._initial_rows(), freeze=freeze)
+            if rows is None:
+                return
+            self.keyspace = rows.keyspace
+            self.tables = tuple(
+                replace(table, trainable=table.name not in rows.keyspace.read_only) for table in self.tables
+            )
+            self.engine.use(rows)
+            self._features = self._feature_map()
+
+    def _initial_rows(self) -> InitialRows:
+        return InitialRows([table.scale for table in self.tables], self._seed, self.optimizer.initial_states)
+
+    def _fill_initial_values(self) -> None:
+        """Local. Set all rows and their optimizer state to their initial values."""
+        self.engine.rows.initialise(self._initial_rows())
+
+    def initial_table(self, name: str) -> torch.Tensor:
+        """Return [rows, dim], the initial values of a whole table, equal for any number of ranks."""
+        spec = self.tables[self.keyspace.index[name]]
+        table = torch.empty((spec.rows, row_width(spec.dtype, spec.dim)), dtype=TORCH_DTYPES[spec.dtype])
+        fill_initial_rows(table, spec.name, range(spec.rows), scale=spec.scale, seed=self._seed)
+        return looked_up(table, table.dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set rows and optimizer state to their initial values, and the number of steps to 0; on every rank.
+
+        It communicates only to finish a running ``flexd.prefetch`` exchange.
+        """
+        self.engine.before_rows_load()
+        with torch.device("cpu"):
+            self._fill_initial_values()
+        self.engine.steps = 0
+
+    def memory(self) -> RankMemory:
+        """Return the current bytes and upper bounds of this rank, by part. Not collective."""
+        from flexd.embedding.store.memory import rank_memory
+
+        engine = self.engine
+        return rank_memory(
+            engine.stores, self.layout, engine.max_migration_bytes, engine.migrator.max_chunk_rows,
+            (engine.passes, [each.held for each in engine.joined]), engine.inbox.waiting_bytes,
+            (engine.router, engine.sync, [each.working for each in engine.joined]), engine.inbox.prepared_bytes,
+        )  # fmt: skip
 
     def _table(self, name: str) -> int:
         if name not in self.keyspace.index:
@@ -175,7 +258,7 @@ class TableAccess(nn.Module):
         from flexd.embedding.checkpoint.table_rows import collect
 
         store, homes = self._homes(self.keyspace.index[name])
-        self.engine.agree_on_reading()
+        agree_on_reading(self.engine)
         everything = [range(homes.rows)] * homes.world_size
         there = self.device if device is None else torch.device(device)
         with self.traffic.uncounted():

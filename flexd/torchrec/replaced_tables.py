@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.bag_collection import EmbeddingBagCollection
 from flexd.embedding.collection import EmbeddingTable
-from flexd.embedding.features import Jagged
+from flexd.embedding.features import FeatureMap, Jagged
 from flexd.embedding.step import RoutedInput, in_backward_pass
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
 from flexd.torchrec.inputs import (
@@ -340,6 +340,10 @@ class ReplacedTables(EmbeddingBagCollection):
             return {}
         by_key = weights_by_key(kjt)
         return {one.name: by_key[one.feature] for module in weighted for one in module.lookups}
+
+    def _feature_map(self) -> FeatureMap:
+        self._shared = None  # of other dim-groups
+        return super()._feature_map()
 
     def drop_lookup(self) -> None:
         """Forget rows that were looked up and not taken: the tables are about to be replaced."""

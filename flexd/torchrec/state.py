@@ -18,6 +18,7 @@ from flexd.core.errors import CheckpointError
 from flexd.embedding.checkpoint.changed_tables import TablePaths, TableStates
 from flexd.embedding.checkpoint.sharded_state import CPU, as_dtensor, block_of, raise_if_any_rank_refuses, saved_tables
 from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute
+from flexd.embedding.meetings import agree_on_reading
 from flexd.embedding.store.slow.tiered_rows import RowColumn
 from flexd.torchrec.replaced_tables import ReplacedTables
 
@@ -158,7 +159,7 @@ def _parts(tables: ReplacedTables) -> dict[_Key, _Part]:
             one, kind = saved[table.name], "embedding_bags" if module.pooled else "embeddings"
             weight = f"{module.path}.{kind}.{config.name}.weight"  # its name in TorchRec's ``state_dict`` of the model
             names = [("", False), *_NAMES_OF_STATE[one.spec.optimizer]]
-            for (name, by_row), held in zip(names, one.columns.values(), strict=table.trainable):
+            for (name, by_row), held in zip(names, one.columns.values(), strict=False):  # read only: the weight alone
                 key = weight, f"{config.name}.{name}" if name else ""
                 found[key] = _Part(one.homes, held, by_row, one.rows)
     return found
@@ -173,7 +174,7 @@ def _paths(tables: ReplacedTables, paths: Mapping[_Key, tuple[str, ...]]) -> Tab
 
 
 def _saved(tables: ReplacedTables, parts: Mapping[_Key, _Part], device: torch.device) -> dict[_Key, torch.Tensor]:
-    tables.engine.agree_on_reading()
+    agree_on_reading(tables.engine)
     state = {}
     with tables.traffic.uncounted(), torch.no_grad():
         for key, part in parts.items():

@@ -1,7 +1,7 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
 prefetch pipeline, uneven loaders, evaluation, migrations, kills and reloads, rows in tiered storage, sharding types,
-bags answered by rows and by sums, factors of rows, optimizers and rates by table, read-only tables and rows of int8,
-and the kernels of an accelerator.
+bags answered by rows and by sums, factors of rows, optimizers and rates by table, tables that are read only, frozen
+and unfrozen, rows of int8, values that are loaded, and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
@@ -28,6 +28,19 @@ sharding_types = st.sampled_from(
     ["row_wise", "row_wise", "table_row_wise:0", "table_row_wise:1", "table_wise:1", "table_wise:2", "data_parallel"]
 )
 read_only = st.sampled_from([(), (), ("item",), ("shop",), ("item", "shop")])
+turns = st.one_of(
+    st.just(()),
+    st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from([("item",), ("shop",), ("item", "shop")])),
+        min_size=1, max_size=3, unique_by=lambda turn: turn[0],
+    ).map(tuple),
+)  # fmt: skip
+loads = st.lists(
+    st.sampled_from([("item", 0, 61), ("item", 7, 20), ("shop", 0, 17), ("shop", 3, 1)]).flatmap(
+        lambda part: st.tuples(st.integers(0, 9), *map(st.just, part))
+    ),
+    max_size=2,
+).map(tuple)
 homes = st.one_of(st.just(("row_wise", "row_wise")), st.tuples(sharding_types, sharding_types))
 scenarios = st.builds(
     Scenario,
@@ -61,6 +74,8 @@ scenarios = st.builds(
     uneven=st.booleans(),
     read_only=read_only,
     quantized=st.booleans(),
+    turns=turns,
+    loads=loads,
 )
 three_nodes = st.builds(
     Scenario,
@@ -80,6 +95,8 @@ three_nodes = st.builds(
     uneven=st.booleans(),
     read_only=read_only,
     quantized=st.booleans(),
+    turns=turns,
+    loads=loads,
 )
 BAGS = Scenario(2, 2, pooling_at=("owner", "requester"), weighted=True, switch_every=3, replica_fraction=1.0, steps=8)
 """Of bags with factors, which are drawn too."""
@@ -136,6 +153,6 @@ def test_any_training_equals_one_process(
     job = (on_accelerator, train) if accelerator else (train,)
     results = ranks(scenario.layout.world_size).run(*job, scenario, loop)
     # Where every look-up is a step, the tuner proposes its own arm before the other one is agreed.
-    if scenario.switch_every and len(scenario.read_only) < 2:
+    if scenario.switch_every and all(len(scenario.frozen_at(step)) < 2 for step in range(scenario.steps)):
         assert set(results[0]["exchanges"]) == {"chain", "direct"}, "the exchange must really change"
     check_training(results, scenario, tolerance)

@@ -13,9 +13,9 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.placement import RankLayout
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.engine import MAX_PENDING_PASSES
 from flexd.embedding.exchange.arms import wires_of
 from flexd.embedding.features import Jagged
+from flexd.embedding.pending_passes import MAX_PENDING_PASSES
 from tests.support.rank_pool import Ranks
 
 IDS = torch.tensor([3, 7, 7, 11])

@@ -16,6 +16,8 @@ from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.prefetch.empty_batch import empty_batch
 from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, DenseAdam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
+from flexd.embedding.store.quantized_rows import int8_rows, looked_up
+from flexd.embedding.store.store import TORCH_DTYPES
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,11 @@ class Scenario:
         moved: rows also move to other nodes than those of their homes.
         weighted: rows that are pooled by sum have factors.
         uneven: ranks have batches with samples for different numbers of steps.
-        read_only: the tables that are not trained.
-        quantized: they have rows of int8, and are looked up in the dtype of trained ones.
+        read_only: the tables that are not trained at first.
+        quantized: they have rows of int8, are looked up in the dtype of trained ones, and are never trained.
+        turns: tables that are frozen, or unfrozen if they are, before each of some steps: (step, their names), or after
+            the step before, of odd steps.
+        loads: values that are loaded before each of some steps: (step, table, first row, rows).
     """
 
     nodes: int
@@ -73,7 +78,30 @@ class Scenario:
     weighted: bool = False
     read_only: tuple[str, ...] = ()
     quantized: bool = False
+    turns: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    loads: tuple[tuple[int, str, int, int], ...] = ()
     uneven: bool = False
+
+    def frozen_at(self, step: int) -> frozenset[str]:
+        """Return the tables that are read only in a step."""
+        frozen = frozenset(self.read_only)
+        never_trained = frozen if self.quantized else frozenset()
+        for turn, names in self.turns:
+            if turn <= step:
+                frozen ^= frozenset(names) - never_trained
+        return frozen
+
+    def loaded(self, step: int) -> list[tuple[str, int, torch.Tensor]]:
+        """Return (table, first row, values) of what is loaded before a step."""
+        found = []
+        for number, (at, name, first, rows) in enumerate(self.loads):
+            if at == step:
+                dim = 5 if name == "shop" and self.two_dims else 8
+                rng = np.random.default_rng([self.seed, number, 29])
+                dtype = self.second_dtype if name == "shop" and self.second_dtype else self.dtype
+                values = torch.from_numpy(rng.normal(size=(rows, dim)) * 0.3)
+                found.append((name, first, values.to(TORCH_DTYPES[dtype])))
+        return found
 
     def batches(self, rank: int) -> int:
         """Return the number of batches of a rank before those that are empty, on one rank all of them."""
@@ -301,10 +329,7 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
         for spec in specs.values()
     ]
     reference = EmbeddingCollection(plain_tables, layout=RankLayout(1, 1), seed=scenario.seed)
-    tables = {
-        name: nn.Embedding.from_pretrained(reference.initial_table(name), freeze=name in scenario.read_only)
-        for name in specs
-    }
+    tables = {name: nn.Embedding.from_pretrained(reference.initial_table(name), freeze=True) for name in specs}
     table_of = {"history": "item", "target": "item", "shop": "shop"}
     world = scenario.layout.world_size
     shares = world if scenario.average_gradients else 1
@@ -312,6 +337,16 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
     plain = {name: PlainOptimizer(kinds[name], spec.rows, spec.dim) for name, spec in specs.items()}
     losses: list[list[float]] = [[] for _ in range(world)]
     for step in range(scenario.steps):
+        frozen, before = scenario.frozen_at(step), scenario.frozen_at(step - 1)
+        for name, table in tables.items():
+            table.weight.requires_grad_(name not in frozen)
+            if name in before - frozen:
+                plain[name] = PlainOptimizer(kinds[name], specs[name].rows, specs[name].dim)
+        with torch.no_grad():
+            for name, first, values in scenario.loaded(step):
+                is_int8 = specs[name].dtype == "int8"
+                stored = looked_up(int8_rows(values), torch.int8) if is_int8 else values
+                tables[name].weight[first : first + len(values)] = stored
         for table in tables.values():
             if table.weight.requires_grad:
                 table.weight.grad = torch.zeros_like(table.weight)
@@ -336,7 +371,7 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
         slower = scenario.gamma**step
         with torch.no_grad():
             for name, table in tables.items():
-                if name in scenario.read_only:
+                if name in frozen:
                     continue
                 rate = slower * (scenario.second_rate if name == "shop" else 1.0)
                 plain[name].step(table.weight, table.weight.grad, seen[name], rate, step + 1)
@@ -352,4 +387,5 @@ def check_training(results: list[dict[str, Any]], scenario: Scenario, tolerance:
         for what in ("versions", "exchanges", "prefetched", "digest"):
             assert result[what] == results[0][what], f"ranks differ in their {what}"
         for name, table in tables.items():
-            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)
+            never_trained = all(name in scenario.frozen_at(step) for step in range(scenario.steps))
+            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=0 if never_trained else tolerance)

@@ -247,7 +247,9 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         collection.close()
         for file in left:  # a kill leaves the files
             os.rename(f"{file}.left", file)
+        read_only = collection.keyspace.read_only
         collection = make(replace(scenario, seed=scenario.seed + 1), memories)
+        turn_to(read_only)
         collection.load_state_dict(kept)
         inbox = collection.engine.inbox
         for group, rate in zip(collection.optimizer.param_groups, rates, strict=True):
@@ -255,6 +257,13 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         schedule = torch.optim.lr_scheduler.ExponentialLR(collection.optimizer, scenario.gamma)
         if scenario.divide_every:
             collection.engine.join(RandomDivision)
+
+    def turn_to(then: frozenset[str]) -> None:
+        now = collection.keyspace.read_only
+        if then - now:
+            collection.freeze(*sorted(then - now))
+        if now - then:
+            collection.unfreeze(*sorted(now - then))
 
     def each(index: int, step: int, what: int) -> bool:
         return what > 0 and (index + 1) % scenario.passes == 0 and step % what == 0
@@ -265,6 +274,10 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             step, number = divmod(index, scenario.passes)
             if index in changed:
                 features = change(features, changed[index], ways[index])
+            if number == 0:
+                turn_to(scenario.frozen_at(step))
+                for name, first_row, values in scenario.loaded(step):
+                    collection.load_rows(name, first_row, values)
             due = scenario.due(step, len(chunks))
             every_nth = scenario.switch_every
             proposes = every_nth > 0 and number == 0 and step % every_nth == 1 % every_nth
@@ -302,6 +315,8 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
                     rows = values_of(collection(batch(scenario, 10_000 + step, rank)))
                     losses.append(float(sum(part.double().sum() for part in rows.values())))
                     collection.train()
+            if step % 2 == 0 and not (loop.restarts and index + 1 in ends):
+                turn_to(scenario.frozen_at(step + 1))
             if each(index, step, loop.read_every):
                 losses.append(float(collection.gather_table("item").sum()))
             if each(index, step, loop.save_every):

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.inbox import ChunkInbox
@@ -23,7 +24,7 @@ from flexd.control.protocol.handshake import (
     reconnect_backoff,
 )
 from flexd.control.protocol.messages import RankIdentity
-from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.report import StepReport, TrainerSettings
 from flexd.core.errors import AuthenticationError, StaleMessageError, TopologyError, first_line
 from flexd.core.keyspace import TableSpec
 from flexd.core.secrets import Secret
@@ -41,7 +42,7 @@ class Agent:
 
     Args:
         inbox: of the rank; only the agent calls its ``offer`` and ``settle``.
-        identity: of the rank; fixed for the life of the process.
+        identity: of the rank; fixed for the life of the process, but for ``change_settings``.
         address: ``host:port`` of the daemon's control channel.
         placement_lists: returns (int64[n] keys, uint8[n] tiers) of the rows above HOME that this rank lists;
             the lists of all ranks of one node together must be the whole placement. Called from the agent's thread,
@@ -102,6 +103,11 @@ class Agent:
         client = self.client
         if client is not None:
             client.wake()
+
+    def change_settings(self, trainer: TrainerSettings) -> None:
+        """Register again, with other settings of the trainer. From any thread; never waits."""
+        self.identity = replace(self.identity, trainer=trainer)
+        self.wake()
 
     def start(self) -> None:
         """Start the thread; does not wait for a daemon."""

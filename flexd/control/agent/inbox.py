@@ -104,6 +104,9 @@ class ChunkInbox:
         self._matches_applied = matches_applied
         self._prepare = prepare
         self._changed = threading.Condition()
+        # Held while a chunk is checked and prepared, against another grouping of the rows meanwhile. Taken before
+        # ``_changed``.
+        self._checking = threading.RLock()
         # Received and not applied yet, in order.
         self._chunks: deque[_Chunk] = deque()
         self._polled_version = 0
@@ -141,6 +144,12 @@ class ChunkInbox:
                 at the tiers that the chunk starts from, the chunk needs more replica slots than this rank has, or this
                 or an earlier chunk cannot be prepared, for whatever reason. The chunk is dropped whole.
         """
+        with self._checking:
+            self._offer(version, delta)
+        while self.prepare_next():
+            pass
+
+    def _offer(self, version: int, delta: Delta) -> None:
         # Only this thread adds chunks, so what is checked without the lock, which training waits for, stays true.
         with self._changed:
             if version <= self._received_version:
@@ -164,8 +173,6 @@ class ChunkInbox:
             self._slots_used = after
             self._chunks.append(_Chunk(version, delta, change, delta.digest_change()))
             self._received_version = version
-        while self.prepare_next():
-            pass
 
     def prepare_next(self) -> bool:
         """Prepare the next chunk if one waits and there is room; True if there was.
@@ -173,6 +180,10 @@ class ChunkInbox:
         Raises:
             ChunkRefusedError: it cannot be prepared, for whatever reason. It is dropped, with those after it.
         """
+        with self._checking:
+            return self._prepare_next()
+
+    def _prepare_next(self) -> bool:
         with self._changed:
             waiting = list(self._chunks)
         ready = [chunk.prepared for chunk in waiting if chunk.prepared is not None]
@@ -193,6 +204,43 @@ class ChunkInbox:
             chunk.prepared = prepared
             self._prepared_version = chunk.version
         return True
+
+    def regroup(
+        self,
+        homes: Homes,
+        replica_slots: tuple[int, ...],
+        matches_applied: Callable[[Int64Array, UInt8Array], BoolArray],
+        prepare: Prepare,
+        applied_rows: Callable[[], tuple[Int64Array, UInt8Array]],
+    ) -> None:
+        """Go on with the same rows in other dim-groups, on every rank between two exchanges. Versions stay, and chunks
+        that were prepared are prepared anew.
+
+        Args:
+            homes, replica_slots, matches_applied, prepare: as of the constructor.
+            applied_rows: returns (int64 [n] keys, uint8 [n] tiers) of the rows that this rank lists.
+
+        Raises:
+            Exception: a chunk that all ranks will apply cannot be prepared.
+        """
+        with self._checking:
+            keys, tiers = applied_rows()
+            with self._changed:
+                self._homes, self._matches_applied, self._prepare = homes, matches_applied, prepare
+                self._slots = np.array(replica_slots, dtype=np.int64)
+                self._slots_used = self._count(keys, homes.holds_replica(self._rank, keys, tiers).astype(np.int64))
+                before = [chunk for chunk in self._chunks if chunk.prepared is not None]
+                for chunk in self._chunks:
+                    chunk.slot_change, chunk.prepared = self._slot_change(chunk.version, chunk.delta), None
+                    self._slots_used = self._slots_used + chunk.slot_change
+                self._prepared_version = self.applied_version
+            try:
+                for _ in before:
+                    self._prepare_next()
+            except ChunkRefusedError as error:  # dropped; the daemon pushes it again
+                if error.version <= self.agreed_version:
+                    raise
+        self.on_change()
 
     def settle(self, timeout_seconds: float) -> tuple[int, int]:
         """Drop the chunks that are not agreed; return (agreed version, digest of the placement at it).
@@ -297,7 +345,10 @@ class ChunkInbox:
                 fault = "moves rows to the nodes of their homes"
         if fault:
             raise ChunkRefusedError(f"rank {self._rank}: chunk {version} {fault}", remedy=remedy)
-        groups = homes.keyspace.group_of(keys)
         before = homes.holds_replica(self._rank, keys, delta.old_tiers).astype(np.int64)
         after = homes.holds_replica(self._rank, keys, delta.new_tiers).astype(np.int64)
-        return np.bincount(groups, after - before, len(self._slots)).astype(np.int64)
+        return self._count(keys, after - before)
+
+    def _count(self, keys: Int64Array, numbers: Int64Array) -> Int64Array:
+        """Return int64 [groups]: the sums of int64 [n] numbers of keys."""
+        return np.bincount(self._homes.keyspace.group_of(keys), numbers, len(self._slots)).astype(np.int64)

@@ -130,7 +130,8 @@ class RankConnection:
         self._sent_versions = (-1, -1)
 
     def run(self) -> None:
-        """Raises channel errors, TopologyError if the daemon refuses this rank; returns when stopping."""
+        """Raises channel errors, TopologyError if the daemon refuses this rank; returns when stopping, and when the
+        identity of the rank has changed, to register again."""
         agent = self._agent
         agent.state = "connecting"
         self._client = agent.client = ChannelClient.connect(*agent.address, agent.credentials, self._timeout)
@@ -139,7 +140,7 @@ class RankConnection:
             agent.outbox.on_change = self._client.wake
         try:
             self._heard_at = self._sent_at = time.monotonic()
-            while not agent.stopping.is_set():
+            while not agent.stopping.is_set() and agent.identity is self._me:
                 more = self._advance()
                 frame = self._client.receive(0.0 if more else self._wait_seconds())
                 if frame is not None:

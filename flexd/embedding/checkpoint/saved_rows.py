@@ -40,7 +40,7 @@ from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.store.store import GroupStore
 
 if TYPE_CHECKING:
-    from flexd.embedding.checkpoint.series import HomeRows
+    from flexd.embedding.checkpoint.changed_rows import HomeRows
 
 logger = logging.getLogger(__name__)
 
@@ -385,8 +385,7 @@ def _window(store: GroupStore, group: int, slots: torch.Tensor) -> RowWindow:
         keys, order = store.keys_at(slots).sort()
         used = keys != NO_KEY
         slots, order, first, step = slots.index_select(0, order[used]), keys[used], 0, 1
-    packed = store.pack(slots) if store.tier is None else store.tier.read_through(slots)
-    return RowWindow(group, first, step, order.cpu().numpy(), packed.cpu().numpy())
+    return RowWindow(group, first, step, order.cpu().numpy(), store.read_homes(slots).cpu().numpy())
 
 
 def check_files(directory: Path, files: Sequence[SavedFile]) -> None:
@@ -528,11 +527,7 @@ def _send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed:
             [count * width for count in counts.tolist()], [count * width for count in received_counts],
         ).view(-1, width)  # fmt: skip
         slots = store.home_slots(received[:, :_KEY_BYTES].clone().view(torch.int64).view(-1))
-        rows = received[:, _KEY_BYTES:]
-        if store.tier is not None:
-            store.tier.write_through(slots, rows)
-        else:
-            store.unpack(rows, slots)
+        store.write_homes(received[:, _KEY_BYTES:], slots)
 
 
 def _text(table: TableSpec) -> str:

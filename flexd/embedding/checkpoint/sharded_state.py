@@ -25,6 +25,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.changed_tables import TableStates
 from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute, fingerprint
+from flexd.embedding.meetings import agree_on_reading
 from flexd.embedding.store.slow.tiered_rows import RowColumn
 from flexd.embedding.store.store import GroupStore
 
@@ -101,7 +102,7 @@ class ShardedState:
         They are DTensors on the device (plain tensors without ``torch.distributed``), or plain tensors in the state of
         one rank alone for tables that fit a window.
         """
-        self._engine.agree_on_reading()
+        agree_on_reading(self._engine)
         state: dict[str, torch.Tensor] = {}
         tables = saved_tables(self._collection)
         sums = torch.zeros(len(tables), dtype=torch.int64, device=self._collection.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from flexd.core.errors import EmbeddingError
+from flexd.core.keyspace import TableSpec
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers, TrafficKind
 from flexd.embedding.exchange.column import MAX_JOINED_PARTS, Column, ReceivedRows, pack, unpack
@@ -22,14 +24,14 @@ Counts = npt.NDArray[np.int64]
 
 
 _RANK_BITS, _CALL_BITS = 20, 11
-_MAX_RANK = 2**_RANK_BITS - 1
+_MAX_RANK: int = 2**_RANK_BITS - 1
 _PASSES = 128
-BEGINS_LOOP, ENDS_LOOP, CONTINUES_LOOP, READS_TABLES, LOOKS_AHEAD, STEPS, CLIPS, SETTLES = (
-    _PASSES - number for number in range(1, 9)
+BEGINS_LOOP, ENDS_LOOP, CONTINUES_LOOP, READS_TABLES, LOOKS_AHEAD, STEPS, CLIPS, SETTLES, FREEZES = (
+    _PASSES - number for number in range(1, 10)
 )
 """In place of the number of passes: the call begins, ends or continues a loop of ``flexd.prefetch``, reads, loads or
-saves whole tables, looks the next batch of a loop up, or sends gradients: those of a step, those that are clipped or
-unscaled, or those that a step has deferred."""
+saves whole tables, looks the next batch of a loop up, sends gradients (those of a step, those that are clipped or
+unscaled, or those that a step has deferred), or freezes or unfreezes tables."""
 _VERBS = {
     READS_TABLES: "reads, loads or saves whole tables",
     STEPS: "steps",
@@ -99,6 +101,10 @@ class CallSignature:
     def ends_loop(self) -> bool:
         return self.code // 2 % _PASSES == ENDS_LOOP
 
+    @property
+    def freezes(self) -> bool:
+        return self.code // 2 % _PASSES == FREEZES
+
     def __str__(self) -> str:
         passes, steps = self.code // 2 % _PASSES, self.code // 2 // _PASSES
         if passes in (BEGINS_LOOP, CONTINUES_LOOP):
@@ -108,6 +114,8 @@ class CallSignature:
             return f"rank {self.rank} looks up the next batch of a loop of flexd.prefetch"
         if passes in _VERBS:
             return f"rank {self.rank} {_VERBS[passes]}, after {steps} steps (modulo 8)"
+        if self.freezes:
+            return f"rank {self.rank} {'freezes' if self.code % 2 else 'unfreezes'} tables"
         purpose = "looks rows up for training" if self.code % 2 else "only looks rows up"
         return f"rank {self.rank} {purpose}, with {passes} passes since its last step ({steps} modulo 8)"
 
@@ -126,7 +134,8 @@ class Agreement:
 
     Attributes:
         version: the highest chunk received; combined by minimum.
-        fault: 0, or 1 + the rank whose input cannot be looked up; combined by maximum.
+        fault: 0, or 1 + the rank whose input cannot be looked up, or ``fault_of_table`` of a table that is frozen or
+            unfrozen; combined by maximum.
         first, last: the signatures of the ranks: combined by minimum and maximum.
         settings: lowest and highest digest (``SETTINGS_BITS``) of the optimizer settings of the last update, or of
             the settings of a loop that begins.
@@ -152,10 +161,21 @@ class Agreement:
         """True if ranks make different calls. Continuing this look-up would leave ranks waiting for each other."""
         return self.first.code != self.last.code
 
-    def check_calls(self) -> None:
-        """Raise EmbeddingError if ranks make different calls."""
+    def check_calls(self, tables: Sequence[TableSpec] = ()) -> None:
+        """Raise EmbeddingError if ranks make different calls.
+
+        Args:
+            tables: of the collection.
+        """
         if not self.diverged:
             return
+        if self.first.freezes or self.last.freezes:
+            number = _MAX_RANK - self.fault
+            named = f", {tables[number].name!r} for one" if 0 <= number < len(tables) else ""
+            raise EmbeddingError(
+                f"ranks make different calls: {self.first}; {self.last} (tables to freeze or unfreeze{named})",
+                remedy="call freeze and unfreeze with the same tables on every rank, between the same two steps",
+            )
         for call in (self.last, self.first):
             if call.ends_loop:
                 raise uneven_loop(call.rank, loader_failed=call.code % 2 > 0)
@@ -201,6 +221,16 @@ class Agreement:
             max(settings) >> 2 * SETTINGS_BITS,
             AgreementFlags(reduce(or_, flags)),
         )
+
+
+def digest_of_settings(settings: str) -> int:
+    """Return a digest of ``SETTINGS_BITS``."""
+    return zlib.crc32(settings.encode()) % (1 << SETTINGS_BITS)
+
+
+def fault_of_table(table: int) -> int:
+    """Return ``Agreement.fault`` of a rank that freezes or unfreezes a table: above those of all ranks' input."""
+    return _MAX_RANK - table
 
 
 def uneven_loop(rank: int, *, loader_failed: bool) -> EmbeddingError:

@@ -278,11 +278,26 @@ class Migrator:
         addresses = np.sort(self._homes.addresses(self._homes.copied_keys))
         if self._layout.world_size == 1 or len(addresses) == 0:
             return False
-        delta = Delta(addresses, np.zeros_like(addresses, np.uint8), np.full_like(addresses, Tier.DEVICE, np.uint8))
+        self._list(addresses, np.full_like(addresses, Tier.DEVICE, np.uint8))
+        return True
+
+    def list_as(self, other: Migrator) -> None:
+        """List the rows that another one lists, which has them in other dim-groups. ``refresh`` gives copies and
+        re-homed rows their values."""
+        found, tiers, _ = other._directory.rows()
+        addresses = self._homes.addresses(other._homes.keys(found))
+        order = np.argsort(addresses)
+        if len(order):
+            self._list(addresses[order], tiers[order])
+        self.digest, self.rehomed_rows = other.digest, other.rehomed_rows
+        self.max_chunk_rows = other.max_chunk_rows
+
+    def _list(self, addresses: Int64Array, tiers: UInt8Array) -> None:
+        """List int64 [n] ascending addresses of rows that are not listed."""
+        delta = Delta(addresses, np.zeros_like(tiers), tiers)
         made = self._next(delta, delta, None)
         self._directory.change(np.empty(0, np.int64), addresses, made.slots, made.tiers)
         self._fill_slots(made.free, addresses)
-        return True
 
     def _fill_slots(self, free: Sequence[Int32Array], addresses: Int64Array) -> None:
         """Set the free slots of each dim-group, and record the addresses of rows whose slots have changed."""

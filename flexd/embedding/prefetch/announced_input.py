@@ -16,6 +16,7 @@ from flexd.embedding.exchange.column import Column, ReceivedRows
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.route import FeatureKeys
 from flexd.embedding.features import Jagged
+from flexd.embedding.meetings import agree_on_end
 
 if TYPE_CHECKING:
     from flexd.embedding.engine import RowEngine
@@ -91,7 +92,7 @@ class LoaderEnd:
         """Collective. Meet the end of the other ranks' loops where no job has announced it. Raises ``error``, else an
         EmbeddingError if another rank has a further batch or its loader failed."""
         with nullcontext() if self.error is None else suppress(EmbeddingError):
-            engine.agree_on_end(failed=self.error is not None)
+            agree_on_end(engine, failed=self.error is not None)
         if self.error is not None:
             raise self.error
 
@@ -137,6 +138,10 @@ class AnnouncedInput:
             Exception: the input cannot be looked up.
         """
         return self._keys_of(self.values())
+
+    def forget_keys(self) -> None:
+        """Find the keys anew when they are needed again: rows have other dim-groups now."""
+        self.__dict__.pop("keys", None)
 
     def compare(self, given: Any) -> tuple[InputValues, Flag]:
         """Compare with the input of a look-up, by value and without waiting for the device.

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.hop import AgreementFlags, NextBatch
+from flexd.embedding.meetings import agree_on_loop, agree_on_next
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, LoaderEnd
 from flexd.embedding.prefetch.empty_batch import empty_batch
 from flexd.embedding.prefetch.pipeline import PrefetchPipeline
@@ -114,8 +115,8 @@ class Prefetch(Generic[Batch]):
         if self._uneven != ERROR:
             engine.loops.append(loop)
         try:
-            engine.agree_on_loop(f"a loop inside another one, uneven={self._uneven!r}")
-            while self._uneven == ERROR or self._goes_on(engine.agree_on_next(loop)):
+            agree_on_loop(engine, f"a loop inside another one, uneven={self._uneven!r}")
+            while self._uneven == ERROR or self._goes_on(agree_on_next(engine, loop)):
                 given = following
                 if isinstance(given.batch, LoaderEnd):
                     given.batch.agree(engine)

@@ -30,7 +30,7 @@ is another one: then all of them locate and fetch that batch again.
 
 Where the tuner may choose (``flexd.embedding.tuning``), ranks agree with every look-up whether the next batch is
 located ahead. If it is not there is no job: the pipeline pushes what it has deferred, and the batch is looked up by its
-forward pass. The rank whose loader ends then meets the look-up of the others (``RowEngine.agree_on_end``).
+forward pass. The rank whose loader ends then meets the look-up of the others (``agree_on_end``).
 
 Chunks are applied between two jobs: where one is due the next batch is not looked up by the job.
 With an optimizer that moves all rows a job does 2 alone.
@@ -57,6 +57,7 @@ from flexd.embedding.exchange.calls import PhaseMeter
 from flexd.embedding.exchange.collectives import Peers, Traffic
 from flexd.embedding.exchange.hop import SETTLES, AgreementFlags, NextBatch
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.meetings import agree_on_loop, agree_on_next, agree_on_sending
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, ChangeNotice, LoaderEnd, may_be_input
 from flexd.embedding.prefetch.pipeline_job import (
     DeferredGradients,
@@ -64,6 +65,7 @@ from flexd.embedding.prefetch.pipeline_job import (
     PrefetchPipelineResult,
     WorkerThread,
 )
+from flexd.embedding.rank_rows import RankRows
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import ForwardPass, RoutedInput, StepMoments
@@ -112,6 +114,8 @@ class PrefetchPipeline(StepMoments):
         )
         self._announced: _Announced | None = None
         self._farther: Sequence[_Announced] = ()
+        # All that were announced and not given to a job.
+        self._known: Sequence[_Announced] = ()
         # True if the last job announced batches farther ahead: the homes know all but the last one.
         self._homes_know = False
         self._started: _Announced | None = None
@@ -170,8 +174,9 @@ class PrefetchPipeline(StepMoments):
             )
         one_thread = not on_host if one_thread is None else one_thread
         found = PrefetchPipeline._of(engine)
-        engine.agree_on_loop(
-            f"one_thread={one_thread}, passes_per_step={passes_per_step}, ahead={ahead}, uneven={uneven!r}"
+        agree_on_loop(
+            engine,
+            f"one_thread={one_thread}, passes_per_step={passes_per_step}, ahead={ahead}, uneven={uneven!r}",
         )
         if found is None or found.one_thread != one_thread:
             engine.settle()
@@ -220,7 +225,7 @@ class PrefetchPipeline(StepMoments):
         """
         self.wait()
         assert self._job.next_batch is not None  # noqa: S101
-        return self._engine.agree_on_next(self._job.next_batch)
+        return agree_on_next(self._engine, self._job.next_batch)
 
     def announce(self, batch: _Announced, farther: Sequence[_Announced] = ()) -> None:
         """Set the batch after that of the next forward pass; that forward pass starts its job.
@@ -228,6 +233,7 @@ class PrefetchPipeline(StepMoments):
         Args:
             farther: all batches that are known, this one first; equally many on all ranks.
         """
+        self._known = (batch, *farther)
         self._announced, self._farther = batch, farther[-1:] if self._homes_know else farther
         self._announced_with_grad = torch.is_grad_enabled()
 
@@ -307,7 +313,7 @@ class PrefetchPipeline(StepMoments):
         except Exception as error:  # of a job whose result no step will use
             self._failure = self._failure or error
         self._result = self._started = self._announced = self.in_hand = None
-        self._farther = ()
+        self._farther = self._known = ()
         self._looping, self._engine.arm.prefetches = False, 0
         self._job.next_batch = None
         self._engine.loops.clear()
@@ -366,12 +372,28 @@ class PrefetchPipeline(StepMoments):
         self.wait()
         deferred, self.deferred = self.deferred, None
         if deferred is not None:
-            self._engine.agree_on_sending(SETTLES)
+            agree_on_sending(self._engine, SETTLES)
             deferred.push(self._engine.sync)
 
     def discard(self) -> None:
         self.settle()
         self._result = None
+
+    def regrouped(self, before: RankRows, after: RankRows) -> bool:
+        """Make the job of the stores as they are now; batches that are known are located anew."""
+        del before, after
+        engine, world, next_batch = self._engine, self._job.world, self._job.next_batch
+        router, sync = engine.new_exchange(self._groups, self._traffic)
+        self.exchanges = ((self._groups, router),)
+        self._job = PrefetchPipelineJob(engine, router, sync)
+        self._job.world, self._job.next_batch = world, next_batch
+        self.working = self._job.working
+        self._forget_batches()
+        self._farther = ()
+        for batch in (self._started, *self._known):
+            if isinstance(batch, AnnouncedInput):
+                batch.forget_keys()
+        return True
 
     def claim(self, given: object, *, usable: bool) -> RoutedInput | None:
         """Return the located input of a forward pass, or None if it must be looked up now.

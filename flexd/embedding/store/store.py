@@ -91,6 +91,7 @@ class GroupStore:
         cache_slots: of fast memory; with fewer than there are home rows these are in tiered storage (``tier``), and
             ``rows`` and ``state`` stand for tensors.
         keep_keys: of replicas, of every dtype.
+        before: a store of the same home rows with as many slots, whose columns of equal width this one takes over.
     """
 
     rows: RowColumn
@@ -105,6 +106,7 @@ class GroupStore:
         directory: Directory,
         cache_slots: int | None = None,
         keep_keys: bool = False,
+        before: GroupStore | None = None,
     ) -> None:
         self.group = group = homes.homes.groups[number]
         """With a range of addresses."""
@@ -121,15 +123,24 @@ class GroupStore:
         slots = self.home_rows + replica_slots
         fast_home_rows = self.home_rows if cache_slots is None else min(cache_slots, self.home_rows)
         state_dtype = torch.promote_types(self.dtype, torch.float32)
-        rows = torch.zeros((fast_home_rows + replica_slots, group.width), dtype=self.dtype, device=directory.device)
         floats = sum(group.state_columns.values())
-        state = torch.zeros((fast_home_rows + replica_slots, floats), dtype=state_dtype, device=directory.device)
-        self.rows, self.state = rows, state
-        self.row_bytes = group.width * rows.element_size() + floats * state.element_size()
+        self.value_bytes = group.width * self.dtype.itemsize
+        self.row_bytes = self.value_bytes + floats * state_dtype.itemsize
         """Bytes of one row with its state, which a migration copies."""
         self.tier: TieredRows | None = None
         """Of home rows in tiered storage."""
-        if fast_home_rows < self.home_rows:
+        if before is not None and before.tier is not None:
+            self.rows, self.state, self.tier = before.rows, before.state, before.tier
+        else:
+            shape = fast_home_rows + replica_slots, group.width
+            rows = torch.zeros(shape, dtype=self.dtype, device=directory.device) if before is None else before.rows
+            state: RowColumn | None = None if before is None else before.state
+            if state is None or state.shape[1] != floats:
+                state = torch.zeros((shape[0], floats), dtype=state_dtype, device=directory.device)
+            self.rows, self.state = rows, state
+        if self.tier is None and fast_home_rows < self.home_rows:
+            rows, state = self.rows, self.state
+            assert isinstance(rows, torch.Tensor) and isinstance(state, torch.Tensor)  # noqa: S101, PT018
             from flexd.embedding.store.slow.tiered_rows import (  # loaded where a job has cold rows
                 TieredColumn,
                 TieredRows,
@@ -186,6 +197,34 @@ class GroupStore:
         found = at < directory.entries
         return home | found, torch.where(found, directory.slots_at(at), slots), torch.where(found, at, -1)
 
+    def read_homes(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return uint8 [n, row_bytes] of int64 [n] distinct home slots; cold rows stay cold, and are in host memory.
+
+        Raises:
+            SlowMemoryError: rows cannot be read.
+        """
+        return self.pack(slots) if self.tier is None else self.tier.read_through(slots)
+
+    def write_homes(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write what ``read_homes`` returns to int64 [n] distinct home slots; cold rows stay cold.
+
+        Raises:
+            SlowMemoryError: rows cannot be written.
+        """
+        if self.tier is None:
+            self.unpack(rows.to(self.rows.device), slots)
+        else:
+            self.tier.write_through(slots, rows)
+
+    def fitted(self, rows: torch.Tensor, initial_state: float) -> torch.Tensor:
+        """Return uint8 [n, row_bytes] of packed rows with the state of this store or with none, or of those that had
+        some where this store has none: state that is missing begins, and state too many is dropped."""
+        if rows.shape[1] >= self.row_bytes:
+            return rows[:, : self.row_bytes]
+        floats = (self.row_bytes - self.value_bytes) // self.state.element_size()
+        begun = torch.full((1, floats), initial_state, dtype=self.state.dtype, device=rows.device).view(torch.uint8)
+        return torch.cat([rows, begun.expand(len(rows), -1)], dim=1)
+
     def pack(self, slots: torch.Tensor) -> torch.Tensor:
         """Return uint8 [n, row_bytes]: rows and state, for copying to another rank."""
         return packed(self.rows.index_select(0, slots), self.state.index_select(0, slots))
@@ -206,16 +245,17 @@ def make_stores(
     cache_slots: Sequence[int | None] | None = None,
     *,
     keep_keys: bool = False,
+    before: Sequence[GroupStore | None] | None = None,
 ) -> list[GroupStore]:
     """Make the stores of all dim-groups of a rank, with one directory.
 
     Args:
-        replica_slots, cache_slots, keep_keys: of each dim-group, as in ``GroupStore``.
+        replica_slots, cache_slots, keep_keys, before: of each dim-group, as in ``GroupStore``.
     """
     limits = [max_listed_rows(g, homes.layout, slots) for g, slots in zip(homes.groups, replica_slots, strict=True)]
     directory = Directory(homes.groups, homes.layout, rank, sum(limits), device)
     on_device, cached = DeviceHomes(homes, device), cache_slots or [None] * len(limits)
     return [
-        GroupStore(on_device, number, rank, slots, directory, of_group, keep_keys)
+        GroupStore(on_device, number, rank, slots, directory, of_group, keep_keys, before[number] if before else None)
         for number, (slots, of_group) in enumerate(zip(replica_slots, cached, strict=True))
     ]

@@ -73,13 +73,13 @@ def test_held_memory_is_bounded_and_counted() -> None:
     for features in flexd.prefetch(loader, collection):
         collection(features)["item"].values.sum().backward()
         collection.optimizer.step()
-        pending.append(collection.engine.memory().pending_bytes)
+        pending.append(collection.memory().pending_bytes)
     assert len(set(pending[1:-1])) == 1
     rows, ids = 30 * 4 * 4, 30 * 8
     assert rows + ids <= pending[1] <= 2 * rows + 30 * ids
     marks, keys, slots = 50, 50 * 8, 50 * 8
-    assert collection.engine.memory().working_bytes >= marks + 2 * (keys + slots)
-    assert collection.engine.memory().pending_bytes < pending[1]
+    assert collection.memory().working_bytes >= marks + 2 * (keys + slots)
+    assert collection.memory().pending_bytes < pending[1]
 
 
 Issued = tuple[str, tuple[int, ...], str]

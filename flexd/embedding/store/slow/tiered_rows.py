@@ -81,9 +81,11 @@ class TieredRows:
         cache_slots: number of them now.
         counts: of what look-ups found since ``begin``.
         used_rows: rows that look-ups needed, each look-up's once.
+        name: of the file of cold rows; empty before the first.
     """
 
     def __init__(self, rows: torch.Tensor, state: torch.Tensor, cache_slots: int, home_rows: int) -> None:
+        self.name = ""
         self.rows, self.state = rows, state
         self.home_rows = home_rows
         self.cache_slots = cache_slots

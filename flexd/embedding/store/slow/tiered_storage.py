@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, named_tables
 from flexd.core.errors import EmbeddingError, SlowMemoryError
-from flexd.core.keyspace import DimGroup
+from flexd.core.keyspace import DimGroup, Homes
 from flexd.core.placement import RankLayout
 from flexd.embedding.devices import packed
 from flexd.embedding.row_hashes import fill_initial_rows
@@ -31,6 +33,9 @@ from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.log_rows import INDEX_BYTES, LogRows
 from flexd.embedding.store.slow.tiered_rows import COUNT_BYTES, CacheSlotCounts, TieredRows, with_counts
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
+
+if TYPE_CHECKING:
+    from flexd.embedding.rank_rows import RankRows
 
 logger = logging.getLogger(__name__)
 
@@ -95,25 +100,33 @@ class TieredStorage:
         return self.directory is not None and INDEX_BYTES * sum(home_rows) <= self.fast_memory_bytes * MAX_INDEX_SHARE
 
     def begin(
-        self, stores: Sequence[GroupStore], number: int, scales: Sequence[float], seed: int, state: float
-    ) -> None:
+        self, stores: Sequence[GroupStore], number: int, scales: Sequence[float], seed: int, state: float,
+        names: Collection[str] = (),
+    ) -> None:  # fmt: skip
         """Let the home rows of a dim-group begin with the initial values that ``RowEngine.initialise`` gives them.
 
         Args:
             stores: of all dim-groups.
+            names: of files that are in use.
 
         Raises:
             SlowMemoryError: the file cannot be made.
         """
         store = stores[number]
         if store.tier is not None:
-            fresh = partial(_initial_rows, store, scales, seed, state)
+            state_like = store.state.shape[1], store.state.dtype
+            fresh = partial(
+                _initial_rows, store.homes.homes, store.first_home_address, (store.group.width, store.dtype),
+                state_like, scales, seed, state,
+            )  # fmt: skip
             has_index = self._has_index([each.home_rows for each in stores])
             first_slots, of_tables = first_home_slots(store)
             counts = CacheSlotCounts(store.rows.device, first_slots, of_tables, len(store.group.tables))
-            name = f"rank{store.rank}.group{number}.rows"
+            own = f"rank{store.rank}.group{number}"
+            numbered = (f"{own}.{again}.rows" if again else f"{own}.rows" for again in count())
+            store.tier.name = store.tier.name or next(name for name in numbered if name not in names)
             row_bytes = store.tier.row_bytes + COUNT_BYTES
-            store.tier.begin(partial(self._cold_rows, name, store, row_bytes, fresh, has_index), counts)
+            store.tier.begin(partial(self._cold_rows, store.tier.name, store, row_bytes, fresh, has_index), counts)
 
     def _cold_rows(self, name: str, store: GroupStore, row_bytes: int, fresh: FreshRows, has_index: bool) -> ColdRows:
         if self.directory is None:
@@ -140,12 +153,18 @@ def first_home_slots(store: GroupStore) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _initial_rows(
-    store: GroupStore, scales: Sequence[float], seed: int, state: float, slots: torch.Tensor
-) -> torch.Tensor:
-    """Return cold rows with the initial values of int64 [n] home slots."""
-    homes, width = store.homes.homes, store.group.width
-    rows = torch.empty((len(slots), width), dtype=store.rows.dtype)
-    keys = homes.keys((slots * store.world_size + store.first_home_address).numpy())
+    homes: Homes, first_address: int, rows_like: tuple[int, torch.dtype], state_like: tuple[int, torch.dtype],
+    scales: Sequence[float], seed: int, state: float, slots: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Return cold rows with the initial values of int64 [n] home slots.
+
+    Args:
+        first_address: of slot 0.
+        rows_like, state_like: width and dtype.
+    """
+    width, dtype = rows_like
+    rows = torch.empty((len(slots), width), dtype=dtype)
+    keys = homes.keys((slots * homes.layout.world_size + first_address).numpy())
     of_tables, of_rows = homes.keyspace.table_rows(keys)
     for table in np.unique(of_tables).tolist():
         here = np.flatnonzero(of_tables == table)
@@ -153,7 +172,7 @@ def _initial_rows(
         name = homes.keyspace.tables[table].name
         fill_initial_rows(part, name, torch.from_numpy(of_rows[here]), scale=scales[table], seed=seed)
         rows[here] = part
-    return with_counts(packed(rows, torch.full((len(slots), store.state.shape[1]), state, dtype=store.state.dtype)))
+    return with_counts(packed(rows, torch.full((len(slots), state_like[0]), state, dtype=state_like[1])))
 
 
 def _row_bytes(group: DimGroup) -> int:
@@ -207,6 +226,11 @@ class CacheSlotDivision(StepMoments):
         self._budget = sum(tier.cache_slots * size for tier, size in zip(tiers, sizes, strict=True))
         self._used = self._used_bytes()
         self._steps = self.changes = 0
+
+    def regrouped(self, before: RankRows, after: RankRows) -> bool:
+        """Return False: there are other cache slots to divide."""
+        del before, after
+        return False
 
     def updated(self, optimizer: RowUpdate, step: int) -> None:
         """Count a step, and divide anew when it is time and pays.

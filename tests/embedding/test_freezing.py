@@ -1,0 +1,138 @@
+"""Tables that are frozen and unfrozen between two steps."""
+
+from typing import Any
+
+import torch
+
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.store.slow.tiered_storage import slow_memory_report
+from tests.embedding.test_read_only import ROWS, batch, copy_every_row_of_a_third, made, sent
+from tests.support.rank_pool import Ranks, error_of
+
+
+def step(collection: EmbeddingCollection, rank: int, number: int) -> int:
+    """Train one step; return the bytes that this rank sends after its look-up."""
+    rows = collection(batch(rank, number))
+    before = sent(collection)
+    sum((part.values.square().sum() for part in rows.values()), torch.zeros((), requires_grad=True)).backward()
+    collection.optimizer.step()
+    return sent(collection) - before
+
+
+def states(collection: EmbeddingCollection) -> dict[str, int]:
+    """Return the bytes of optimizer state of each table's dim-group."""
+    return {
+        collection.tables[table].name: store.state.shape[0] * store.state.shape[1]
+        for store in collection.engine.stores
+        for table in store.group.tables
+    }
+
+
+def memory(rank: int) -> dict[str, Any]:
+    collection, as_made = made(), made("items", "texts")
+    copy_every_row_of_a_third(collection)
+    copy_every_row_of_a_third(as_made)
+    for number in range(3):
+        step(collection, rank, number)
+    before = {name: collection.gather_table(name) for name in ROWS}
+    held = collection.memory()
+    collection.freeze("items", "texts")
+    frozen = collection.memory()
+    for name in ROWS:
+        as_made.load_rows(name, 0, before[name])
+    bytes_sent = [step(each, rank, 3) for each in (collection, as_made)]
+    found = {
+        "state": [states(each) for each in (collection, as_made)],
+        "freed": held.home_bytes - frozen.home_bytes,
+        "home_bytes": [frozen.home_bytes, as_made.memory().home_bytes],
+        "sent": bytes_sent,
+        "equal": {name: torch.equal(collection.gather_table(name), before[name]) for name in ROWS},
+        "copies": collection.replicas_bit_equal(),
+        "trainable": [table.trainable for table in collection.tables],
+    }
+    collection.unfreeze("items", "texts")
+    fresh = [bool((store.state[: store.home_rows] == 0).all()) for store in collection.engine.stores]
+    return found | {"one_group": len(collection.engine.stores), "fresh": fresh, "after": states(collection)}
+
+
+def test_state_is_freed_and_made_anew_and_nothing_of_a_frozen_table_is_sent(ranks: Ranks) -> None:
+    for found in ranks(2).run(memory):
+        assert found["state"][0] == found["state"][1]
+        assert (found["state"][0]["items"], found["state"][0]["texts"]) == (0, 0)
+        assert found["freed"] > 0
+        assert found["home_bytes"][0] == found["home_bytes"][1]
+        assert found["sent"][0] == found["sent"][1]
+        assert found["equal"] == {"items": True, "texts": True, "users": False}
+        assert found["copies"]
+        assert found["trainable"] == [False, False, True]
+        assert (found["one_group"], found["fresh"]) == (1, [False])
+        assert len(set(found["after"].values())) == 1
+        assert found["after"]["items"] > 0
+
+
+def misuse(rank: int, what: str) -> tuple[str, list[str]]:
+    collection = made()
+    copy_every_row_of_a_third(collection)
+    step(collection, rank, 0)  # the next look-up applies the chunk
+    if what == "names":
+        error = error_of(collection.freeze, *(["items"] if rank else ["items", "users"]))
+    elif what == "one rank":
+        error = error_of(collection.freeze, "texts") if rank else error_of(collection, batch(rank, 1))
+    elif what == "unknown":
+        error = error_of(collection.unfreeze, "item")
+    elif what == "waits":
+        rows = collection(batch(rank, 1))
+        rows["users"].values.sum().backward()
+        error = error_of(collection.freeze, "users")
+        collection.optimizer.step()
+    elif what == "memory":
+        made_rows = type(collection.engine.rows).regrouped
+
+        def fails(self: Any, *arguments: Any) -> Any:
+            if rank:
+                raise torch.OutOfMemoryError("no room")
+            return made_rows(self, *arguments)
+
+        type(collection.engine.rows).regrouped = fails  # type: ignore[method-assign]
+        try:
+            error = error_of(collection.freeze, "texts")
+        finally:
+            type(collection.engine.rows).regrouped = made_rows  # type: ignore[method-assign]
+    trained = [table.name for table in collection.tables if table.trainable]
+    step(collection, rank, 2)  # goes on
+    assert collection.replicas_bit_equal()
+    collection.close()
+    return error, trained
+
+
+def test_what_ranks_do_differently_is_refused_on_every_rank_and_changes_nothing(ranks: Ranks) -> None:
+    expected = {
+        "names": ("users", "same tables on every rank"),
+        "one rank": ("'texts'", "same tables on every rank"),
+        "unknown": ("no table item", "one of items"),
+        "waits": ("'users'", "optimizer.step()"),
+        "memory": ("'texts'", "memory"),
+    }
+    for what, texts in expected.items():
+        for error, trained in ranks(2).run(misuse, what):
+            assert all(text in error for text in texts), (what, error)
+            assert trained == list(ROWS)
+
+
+def slow(rank: int) -> tuple[int, bool, list[bool]]:
+    """Freeze all tables of a collection in tiered storage: no cold row is written any more."""
+    collection = made(fast_memory_bytes=900)
+    for number in range(3):
+        step(collection, rank, number)
+    before = {name: collection.gather_table(name) for name in ROWS}
+    collection.freeze(*ROWS)
+    slow_memory_report(collection.engine.stores)
+    for number in range(3, 9):
+        collection(batch(rank, number))
+    written = slow_memory_report(collection.engine.stores).bytes_written
+    is_slow = collection.engine.stores[0].tier is not None
+    return written, is_slow, [torch.equal(collection.gather_table(name), table) for name, table in before.items()]
+
+
+def test_cold_rows_of_frozen_tables_are_not_written(ranks: Ranks) -> None:
+    assert ranks(2).run(slow) == [(0, True, [True] * 3)] * 2
