@@ -208,6 +208,11 @@ class Embedding(nn.Module):
         """
         self.collection.load_rows(self.name, first_row, values, source=source)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Collective. Freeze or unfreeze the table (``EmbeddingCollection.freeze``)."""
+        (self.collection.unfreeze if requires_grad else self.collection.freeze)(self.name)
+        return self
+
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, name={self.name!r}"

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
-from flexd.embedding.collection import EmbeddingCollection
+import flexd
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.store.slow.tiered_storage import slow_memory_report
-from tests.embedding.test_read_only import ROWS, batch, copy_every_row_of_a_third, made, sent
+from tests.embedding.test_read_only import LAYOUT, ROWS, batch, copy_every_row_of_a_third, made, sent
 from tests.support.rank_pool import Ranks, error_of
 
 
@@ -70,8 +71,16 @@ def test_state_is_freed_and_made_anew_and_nothing_of_a_frozen_table_is_sent(rank
         assert found["after"]["items"] > 0
 
 
+def quantized() -> EmbeddingCollection:
+    tables = [
+        EmbeddingTable(name, rows, 4, **({"dtype": "int8", "trainable": False} if name == "items" else {}))
+        for name, rows in ROWS.items()
+    ]
+    return EmbeddingCollection(tables, layout=LAYOUT, replica_fraction=1.0, exchange="chain")
+
+
 def misuse(rank: int, what: str) -> tuple[str, list[str]]:
-    collection = made()
+    collection = quantized() if what == "int8" else made()
     copy_every_row_of_a_third(collection)
     step(collection, rank, 0)  # the next look-up applies the chunk
     if what == "names":
@@ -80,6 +89,8 @@ def misuse(rank: int, what: str) -> tuple[str, list[str]]:
         error = error_of(collection.freeze, "texts") if rank else error_of(collection, batch(rank, 1))
     elif what == "unknown":
         error = error_of(collection.unfreeze, "item")
+    elif what == "int8":
+        error = error_of(collection.unfreeze, "items", "texts")
     elif what == "waits":
         rows = collection(batch(rank, 1))
         rows["users"].values.sum().backward()
@@ -110,13 +121,27 @@ def test_what_ranks_do_differently_is_refused_on_every_rank_and_changes_nothing(
         "names": ("users", "same tables on every rank"),
         "one rank": ("'texts'", "same tables on every rank"),
         "unknown": ("no table item", "one of items"),
+        "int8": ("int8 cannot be trained: items", "another dtype"),
         "waits": ("'users'", "optimizer.step()"),
         "memory": ("'texts'", "memory"),
     }
     for what, texts in expected.items():
         for error, trained in ranks(2).run(misuse, what):
             assert all(text in error for text in texts), (what, error)
-            assert trained == list(ROWS)
+            assert trained == [name for name in ROWS if what != "int8" or name != "items"]
+
+
+def embedding(rank: int) -> list[bool]:
+    found, items = [], flexd.Embedding(30, 4, name="items", layout=LAYOUT)
+    for trains in (True, False, True):
+        items.requires_grad_(trains)
+        found.append(items(torch.arange(3)).requires_grad)
+        items.optimizer.step()
+    return found
+
+
+def test_an_embedding_is_frozen_by_requires_grad(ranks: Ranks) -> None:
+    assert ranks(2).run(embedding) == [[True, False, True]] * 2
 
 
 def slow(rank: int) -> tuple[int, bool, list[bool]]:
