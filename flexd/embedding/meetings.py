@@ -38,9 +38,9 @@ def agree_on_end(engine: RowEngine, *, failed: bool) -> None:
 
 
 def agree_on_sending(engine: RowEngine, call: int) -> None:
-    """Collective on gloo, which ends a process that receives more than it waits for: before gradients are sent, meet the
-    other ranks by the first messages of a look-up. On an accelerator it would be one more wait of the host, and does
-    nothing: ranks in different calls are named there by the next wait.
+    """Collective on gloo, which ends a process that receives more than it waits for: before gradients are sent, meet
+    the other ranks by the first messages of a look-up. On an accelerator it would be one more wait of the host, and
+    does nothing: ranks in different calls are named there by the next wait.
 
     Args:
         call: ``STEPS``, ``CLIPS`` or ``SETTLES``.
