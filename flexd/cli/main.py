@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 import flexd
-from flexd.cli import check_commands, client_commands, replay_commands, shard_command
+from flexd.cli import check_commands, client_commands, replay_commands, shard_command, stream_command
 from flexd.cli.blocks import Facts, Sentences
 from flexd.cli.client import MEANINGS, ExitCode, exit_code_of
 from flexd.cli.options import ConfigOption, DryRunOption, OutputOption, YesOption, confirm, with_options
@@ -214,6 +214,7 @@ for command in (
     app.command()(command)
 app.add_typer(client_commands.affinity, name="affinity")
 app.add_typer(state, name="state")
+app.add_typer(stream_command.stream, name="stream")
 app.command("demo")(with_options(replay_commands.demo))
 app.command("simulate")(with_options(replay_commands.simulate))
 app.command("advise")(with_options(replay_commands.advise))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flexd.core.keyspace import TableSpec
     from flexd.core.placement import RankLayout
     from flexd.simulate.accesses import Accesses
+    from flexd.sketch.coaccess import CoAccess
     from flexd.topology.cluster import Cluster
 
 
@@ -112,6 +113,33 @@ class ReplayOptions:
         options = BatchOptions(self.history, self.batch, steps, self.samples, self.lengths, self.micro_batches)
         return trace_accesses("built-in trace" if path is None else path.stem, events, layout, self.row(), options)
 
+    def of_config(self, file: Path, seconds: float, layout: RankLayout, steps: int) -> tuple[Accesses, CoAccess | None]:
+        """Return accesses drawn from the stream of a daemon's file, and samples of it."""
+        from flexd.daemon.config_file import load_with_known_tables
+        from flexd.daemon.stream_sample import read_source
+        from flexd.simulate.accesses import profile_accesses
+
+        loaded = load_with_known_tables(file)
+        profile, sampled = read_source(loaded, seconds)
+        accesses = profile_accesses(
+            loaded.job, profile, loaded.keyspace().tables, layout,
+            accesses_per_rank=(self.batch or DRAWN_BATCH) * self.history, steps=steps, seed=self.seed,
+            micro_batches=self.micro_batches,
+        )  # fmt: skip
+        return accesses, sampled
+
+
+StreamOption = Annotated[
+    Path | None,
+    typer.Option(
+        "-c", "--config", metavar="FILE",
+        help="Read the stream of this daemon's YAML file; of a tap, what the daemon has counted.",
+    ),
+]  # fmt: skip
+ReadingOption = Annotated[
+    float, typer.Option("--for", metavar="SECONDS", help="Longest time to read that stream.", min=1, max=86_400)
+]
+
 
 @dataclass(frozen=True)
 class ZipfOptions:
@@ -138,6 +166,8 @@ class SimulateOptions:
             help="Events to replay (docs/demo.md); default: drifting Zipf with users.",
         ),
     ] = None
+    config: StreamOption = None
+    seconds: ReadingOption = 60.0
     drawn: ZipfOptions
     cluster: ClusterOptions
     scale: Annotated[
@@ -165,8 +195,9 @@ def simulate(given: SimulateOptions) -> None:
     Example: flexd simulate --trace events.npz --scale 5000
     """
     drawn, replay, steps = given.drawn, given.replay, given.steps
-    if given.trace is not None and drawn.zipf is not None:
-        raise ConfigError("--trace and --zipf", remedy="give one of them")
+    chosen = {"--trace": given.trace, "--config": given.config, "--zipf": drawn.zipf}
+    if len(both := [name for name, value in chosen.items() if value is not None]) > 1:
+        raise ConfigError(" and ".join(both), remedy="give one of them")
     from flexd.simulate.accesses import zipf_accesses
     from flexd.simulate.simulation import SimulationSettings, simulate
     from flexd.simulate.summary import summarise
@@ -179,7 +210,9 @@ def simulate(given: SimulateOptions) -> None:
         horizon_steps=given.horizon_steps,
     )
     cluster = given.cluster.load(given.scale)
-    if drawn.zipf is None:
+    if given.config is not None:
+        accesses, _ = replay.of_config(given.config, given.seconds, layout, steps)
+    elif drawn.zipf is None:
         accesses = replay.of_trace(given.trace, layout, steps)
     else:
         accesses = zipf_accesses(
@@ -241,18 +274,8 @@ class AdviseOptions:
         Path | None,
         typer.Option("--trace", metavar="FILE.npz", exists=True, dir_okay=False, help="Events (docs/demo.md)."),
     ] = None
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "-c",
-            "--config",
-            metavar="FILE",
-            help="Read the stream of this daemon's YAML file; of a tap, what the daemon has counted.",
-        ),
-    ] = None
-    seconds: Annotated[
-        float, typer.Option("--for", metavar="SECONDS", help="Longest time to read that stream.", min=1, max=86_400)
-    ] = 60.0
+    config: StreamOption = None
+    seconds: ReadingOption = 60.0
     cluster: ClusterOptions
     scale: Annotated[
         float, typer.Option("--scale", help="Batch of the job over --batch, where a trace is too small for it.")
@@ -276,7 +299,6 @@ def advise(given: AdviseOptions) -> None:
     if (given.trace is None) == (given.config is None):
         problem = "no accesses to advise on" if given.trace is None else "--trace and --config are given"
         raise ConfigError(problem, remedy="give a trace (--trace FILE) or a daemon's configuration (--config FILE)")
-    from flexd.simulate.accesses import profile_accesses
     from flexd.simulate.advice import NOW, AdviceSettings, affinity_of_samples, affinity_of_trace
     from flexd.simulate.advice import advise as advise_on
     from flexd.simulate.simulation import SimulationSettings
@@ -286,16 +308,7 @@ def advise(given: AdviseOptions) -> None:
     if given.config is None:
         accesses = replay.of_trace(given.trace, layout, given.steps)
     else:
-        from flexd.daemon.config_file import load_with_known_tables
-        from flexd.daemon.stream_sample import read_source
-
-        loaded = load_with_known_tables(given.config)
-        profile, sampled = read_source(loaded, given.seconds)
-        accesses = profile_accesses(
-            loaded.job, profile, loaded.keyspace().tables, layout,
-            accesses_per_rank=(replay.batch or DRAWN_BATCH) * replay.history, steps=given.steps, seed=replay.seed,
-            micro_batches=replay.micro_batches,
-        )  # fmt: skip
+        accesses, sampled = replay.of_config(given.config, given.seconds, layout, given.steps)
     settings = AdviceSettings(
         measured.step_ms / 1e3, None if measured.computing_ms is None else measured.computing_ms / 1e3,
         measured.row_work_ms / 1e3, NOW[measured.now], given.scale, given.price_error, given.worth,

@@ -91,7 +91,7 @@ def impressions(count: int, random: random.Random) -> Shape:
             "user": {"id": user, "country": "de"},
             "slots": [
                 {"name": f"slot {i}", "candidates": [{"item": {"id": item}, "score": 0.5} for item in items]}
-                for i, items in enumerate(slots)
+                for i, items in enumerate(slots if n % 5 else ())
             ],
         }
         messages.append(json.dumps(event).encode())
