@@ -154,7 +154,7 @@ def _walk(value: Any, path: str, fields: dict[str, FieldSeen], paths: set[str]) 
 
 @dataclass(frozen=True)
 class Guess:
-    """What a mapping could be.
+    """A likely mapping.
 
     Attributes:
         mapping: ``stream.mapping`` without format and definition.

@@ -162,6 +162,7 @@ PARSED_ONLY = {
     "run": "runs until it is stopped: tests/e2e",
     "demo": "trains: tests/e2e/test_demo_runs.py",
     "probe": "needs ranks: tests/topology/test_probe.py",
+    "stream": "needs a topic: tests/cli/test_stream_command.py",
 }
 
 
