@@ -13,6 +13,7 @@ from typing import Any
 
 from flexd.core.errors import CodecError, StreamError
 from flexd.stream.formats import Reader
+from flexd.stream.paths import MAX_STEPS
 from flexd.stream.types import RefusedMessages, StreamMessage
 
 MAX_FIELDS = 200
@@ -131,12 +132,14 @@ def _plain(event: Any) -> Any:
     }
 
 
-def _walk(value: Any, path: str, fields: dict[str, FieldSeen], paths: set[str]) -> None:
+def _walk(value: Any, path: str, fields: dict[str, FieldSeen], paths: set[str], steps: int = 0) -> None:
+    if steps > MAX_STEPS:
+        return  # no path can name it
     if isinstance(value, dict):
         for name, child in list(value.items())[:MAX_FIELDS]:
             plain = re.fullmatch(r"[A-Za-z_][\w-]*", str(name))
             quoted = str(name).replace("\\", "\\\\").replace('"', '\\"')
-            _walk(child, f"{path}.{name}" if plain else f'{path}["{quoted}"]', fields, paths)
+            _walk(child, f"{path}.{name}" if plain else f'{path}["{quoted}"]', fields, paths, steps + 1)
         return
     if path not in fields and len(fields) >= MAX_FIELDS:
         return
@@ -144,7 +147,7 @@ def _walk(value: Any, path: str, fields: dict[str, FieldSeen], paths: set[str]) 
         seen = fields.setdefault(f"{path}[*]", FieldSeen(f"{path}[*]"))
         seen.lengths.append(len(value))
         for child in value[:1000]:
-            _walk(child, f"{path}[*]", fields, paths)
+            _walk(child, f"{path}[*]", fields, paths, steps + 1)
     elif value is not None:
         seen = fields.setdefault(path, FieldSeen(path))
         paths.add(path)

@@ -68,7 +68,8 @@ def test_the_mapping_of_each_shape_is_found_and_counts_all_of_it(name, flexd_com
 def test_messages_that_cannot_be_read_are_explained_by_offset_cause_and_remedy(flexd_command, tmp_path):
     lines = [json.dumps({"item_id": n, "ts": 1_780_000_000_000 + n}).encode() for n in range(30)]
     file = tmp_path / "events.jsonl"
-    file.write_bytes(b"\n".join([*lines[:9], b"\xef\xbb\xbf" + lines[9], b'{"cut', *lines[10:]]) + b"\n")
+    deep = b'{"item_id": 7, "a": ' + b"[" * 1020 + b"]" * 1020 + b"}"
+    file.write_bytes(b"\n".join([*lines[:9], b"\xef\xbb\xbf" + lines[9], b'{"cut', deep, *lines[10:]]) + b"\n")
     done = flexd_command("stream", "inspect", file)
     assert done.returncode == 0, done.stderr
     at = sum(len(line) + 1 for line in lines[:9])
