@@ -1,6 +1,7 @@
 """Parts of the benchmarks: settled plans and intervals, accesses and samples of traces, bounds, tables larger than
 memory, RecShard's split; figures by path, and medians of runs."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tools.bench.cases.verify import has_settled, interval
 from tools.bench.harness import flat, in_turns, of_runs
 from tools.bench.peers.recshard import place_and_split
 from tools.bench.programs.memory import Flexd, Tensors, batches
-from tools.bench.workloads import Setting, batches_of, bound_bytes, keys_of
+from tools.bench.workloads import Setting, batches_of, bound_bytes, flexshard_tiers, keys_of
 
 
 def status(plans: dict[str, int], verification: str | None = None, migration: str | None = None) -> dict[str, Any]:
@@ -87,6 +88,18 @@ def test_the_bound_counts_rows_that_a_node_touches_and_does_not_home() -> None:
         for node in range(3):
             far += len({key for key in of_rank[2 * node] | of_rank[2 * node + 1] if (key % 6) // 2 != node})
     assert bound_bytes(SMALL) == pytest.approx(far / 3 * 2 * 8 * 4)
+
+
+def test_tiers_of_flexshard_fill_the_slots_with_the_hottest_rows() -> None:
+    setting = replace(SMALL, rows=1200, replica_fraction=0.05)
+    tiers = flexshard_tiers(setting)
+    assert setting.layout.replica_slots_used(tiers.keys, tiers.tiers).tolist() == [60] * 6
+    # Key = table * 300 + row; the row is drawn as row * 4 + table.
+    share = setting.share().reshape(300, 4).T.ravel()
+    for home in range(6):
+        mine = np.arange(home, 1200, 6)
+        copied = np.isin(mine, tiers.keys)
+        assert share[mine[copied]].min() >= share[mine[~copied]].max()
 
 
 SETTING = {"rows": 3_000, "dim": 8, "ids": 500, "fast_bytes": 40_000}

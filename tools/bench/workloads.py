@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.placement import RankLayout
+from flexd.core.placement import Placement, RankLayout, Tier
 from flexd.embedding.collection import EmbeddingTable
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.stream.trace import ZipfSampler
@@ -145,6 +145,20 @@ def given_cluster(local_ranks: int, rate_mbit: float, *, latencies: bool = True)
     return Cluster(
         "emulated", f"given: {rate_mbit} Mbit/s a node", link(INTRA_BYTES_PER_SECOND, 3e-4), link(inter, 1e-3)
     )
+
+
+def flexshard_tiers(setting: Setting) -> Placement:
+    """Return the rows that FlexShard (arXiv 2301.02959) copies, if the link between nodes is the slow one: the hottest,
+    one copy in every node, as many as the replica slots hold. It knows neither read-only rows nor rows that several
+    ranks of a node ask for; these are exchanged by flexd's two hops, which do."""
+    share, layout, each = setting.share(), setting.layout, setting.rows // setting.tables
+    # Row r of table t is drawn as r * tables + t.
+    keys = (np.arange(setting.rows) % setting.tables) * each + np.arange(setting.rows) // setting.tables
+    hottest = keys[np.argsort(-share, kind="stable")]
+    # A rank has slots for rows of its place in every other node.
+    most = int(setting.replica_fraction * setting.rows) // (layout.nodes - 1)
+    rows = np.concatenate([hottest[hottest % layout.world_size == home][:most] for home in range(layout.world_size)])
+    return Placement.of(rows, np.full(len(rows), Tier.NODE, np.uint8), 0)
 
 
 def exact_profile(setting: Setting) -> Profile:

@@ -11,8 +11,10 @@ steps.
 The bound is that of exact synchronous training on the same batches: each node fetches and pushes each row it touches
 and does not home once per step (rows only, no ids, no headers).
 
-**read_only**: half of the tables, or all, are not trained. Jobs with default settings measure and choose, with copies
-of the 5 % hottest rows, planned for the faster exchange, and without; then they take turns with TorchRec.
+**read_only**: half of the tables, or all, are not trained. What targets judge are two jobs by default settings, one of
+them with a daemon, which plans copies and verifies them (``cases.verify``); both choose their exchange. They take turns
+with copies planned from the true profile, with FlexShard's tiers, and with TorchRec. All that copy rows have slots for
+5 % of them. ``--quick``: a tenth of the rows, and one turn, of which is checked that it trains.
 
 Needs root, ip, tc and setpriv; says so and ends well without. Without TorchRec (``make torchrec``) its rows are
 missing. ``--quick`` trains an eighth of the batch for two steps: bytes and losses alone are checked.
@@ -24,12 +26,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from tools.bench import strategies
+from tools.bench.cases import verify
 from tools.bench.cluster import ClusterError
 from tools.bench.harness import Outcome, at_least, at_most, of_runs
 from tools.bench.ranks import training_ranks
@@ -143,17 +148,24 @@ READ_ONLY_TARGETS = {  # by (exponent, tables of 4, dense part): step with copie
     (1.2, 2, False): 0.87, (1.2, 4, False): 0.60, (1.05, 2, False): 0.94, (1.05, 4, False): 0.78, (1.2, 4, True): 0.90,
     (1.05, 4, True): 0.90,
 }  # fmt: skip
-READ_ONLY_NEVER_SLOWER, BYTES_TOLERANCE, SETTLE_STEPS = 1.02, 0.03, 400
-WITHOUT, COPIES, PLANNED = "flexd", "flexd, copies", "planned exchange"
+BYTES_TOLERANCE = 0.03
+PLANNED, FLEXSHARD = "planned exchange", "FlexShard's tiers"
 
 
 def read_only(options: Namespace) -> Outcome:
     figures: dict[str, Any] = {}
-    checks = []
-    for one, tables in product(settings_of(options), (4,) if options.quick else (2, 4)):
-        setting = replace(one, read_only=tables)
-        wanted = [WITHOUT, COPIES, PLANNED] if tables < setting.tables else None  # TorchRec trains all or none
-        with training_ranks("tools.bench.programs.cluster", setting) as (cluster, ranks):
+    checks, parts = [], [(options.rate_mbit, False), (options.rate_mbit, True), (None, False)]
+    effort, tables_read_only = verify.Effort(), (2, 4)
+    if options.quick:
+        parts, tables_read_only = parts[:1], (4,)
+        effort = verify.Effort(8.0, 1, 256, choosing_steps=10, probe_seconds=2.0, probe_bytes=2**18)
+    for one, tables in product(settings_of(options), tables_read_only):
+        setting = replace(one, read_only=tables, rows=one.rows // 10 if options.quick else one.rows)
+        wanted = [PLANNED, FLEXSHARD] if tables < setting.tables else None  # TorchRec trains all or none
+        with (
+            TemporaryDirectory(prefix="bench-read-only-") as directory,
+            training_ranks("tools.bench.programs.verify", setting) as (cluster, ranks),
+        ):
             bench = Bench(cluster, ranks, options.rate_mbit, wanted)
             cell = f"zipf {setting.zipf:g}, {tables} of {setting.tables} tables read only"
             figures[cell] = dict(bench.prepared)
@@ -162,14 +174,20 @@ def read_only(options: Namespace) -> Outcome:
             difference = abs(sent / bench.prepared["inter_node_bytes"] - 1)
             tolerance = 2 * BYTES_TOLERANCE if options.quick else BYTES_TOLERANCE
             checks.append(at_most(f"{cell}: bytes, predicted against sent", difference, tolerance))
-            for rate, dense in ((options.rate_mbit, False), (options.rate_mbit, True), (None, False)):
-                cluster.limit(rate)
+            beside_daemon = verify.Bench(cluster, ranks, Path(directory))
+            for rate, dense in parts:
                 part = f"{f'{rate:g} Mbit/s' if rate else 'no limit'}{', dense part' * dense}"
-                found = figures[cell][part] = _in_turns(bench, options, dense=dense)
-                print(cell, part, {name: round(ms) for name, ms in found["step_ms"].items()}, flush=True)
-                target = READ_ONLY_TARGETS.get((setting.zipf, tables, dense)) if rate else READ_ONLY_NEVER_SLOWER
-                if target is not None and not options.quick:
-                    checks.append(at_most(f"{cell}, {part}: with copies / without", found["ratio"], target))
+                most = READ_ONLY_TARGETS.get((setting.zipf, tables, dense)) if rate else None
+                job = verify.Job(
+                    f"{cell}, {part}", setting, rate, dense, most=most or verify.NEVER_SLOWER, default=True
+                )
+                found = figures[cell][part] = beside_daemon.run(job, effort, bench.chosen)
+                print(job.name, {name: round(1000 * s) for name, s in found.items() if name.endswith("_seconds")})
+                if options.quick:
+                    steps = found["steps_until_decided"]
+                    checks.append(at_least(f"{job.name}: steps beside the daemon", steps, verify.TURN_STEPS))
+                else:
+                    checks += verify.checks_of(job, found)
     return Outcome(figures, checks)
 
 
@@ -179,23 +197,6 @@ def _payload_per_step(bench: Bench, steps: int) -> float:
     bench.train(PLANNED, dense=False, steps=steps)
     after = bench.ask(STEP_SECONDS, "inter_node_bytes", strategy=PLANNED)
     return float(np.mean(after) - np.mean(before)) / steps
-
-
-def _in_turns(bench: Bench, options: Namespace, *, dense: bool) -> dict[str, Any]:
-    """Let the jobs with default settings measure, then all take turns, in random order: milliseconds of a step."""
-    order, rounds = np.random.default_rng(0), 1 if options.quick else options.rounds
-    for name in (WITHOUT, COPIES):
-        bench.ask(60, "make", strategy=name)
-        bench.train(name, dense=dense, steps=4 if options.quick else SETTLE_STEPS)
-    names = list(bench.chosen)
-    turns: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        order.shuffle(names)
-        for name in names:
-            turns[name].append(median(bench.train(name, dense=dense, steps=options.steps)[0][2:]))
-    ratios = [with_copies / without for with_copies, without in zip(turns[COPIES], turns[WITHOUT], strict=True)]
-    arms = {name: bench.ask(60, "tuning", strategy=name)[0]["arm"] for name in (WITHOUT, COPIES)}
-    return {"step_ms": {n: 1000 * median(s) for n, s in turns.items()}, "ratio": median(ratios), "arms": arms}
 
 
 SECTIONS = {"strategies": run, "read_only": read_only}

@@ -41,8 +41,6 @@ from tools.bench.workloads import Setting
 CONTROL_PORT, API = 29_400, "http://127.0.0.1:8080"
 START_SECONDS, STEP_SECONDS = 120.0, 20.0
 TURN_STEPS = 10
-CHOOSING_STEPS = 500
-"""Within these a trainer with default settings has chosen."""
 NEVER_SLOWER, WINS = 1.02, 0.90
 IN_FLIGHT = ("pending", "pushing", "applying", "aborting")
 
@@ -52,13 +50,14 @@ class Job:
     """One job.
 
     Attributes:
+        rate_mbit: of a node's link; None: no limit.
         most: the largest allowed ratio of the steps.
         default: the trainers choose their exchange; otherwise it is the chain.
     """
 
     name: str
     setting: Setting
-    rate_mbit: float = 200.0
+    rate_mbit: float | None = 200.0
     dense: bool = False
     micro_batches: int = 1
     most: float = NEVER_SLOWER
@@ -67,11 +66,22 @@ class Job:
 
 @dataclass(frozen=True)
 class Effort:
-    """Longest time until the daemon decides, turns of each of the two compared, and steps of a verification."""
+    """Times and counts of the parts of a job.
+
+    Attributes:
+        decide_seconds: the longest time until the daemon decides.
+        rounds: turns of each of those compared.
+        budget_steps: of a verification.
+        choosing_steps: within these a trainer with default settings has chosen.
+        probe_seconds, probe_bytes: time and largest message of the probe of a link.
+    """
 
     decide_seconds: float = 600.0
     rounds: int = 9
     budget_steps: int = 480
+    choosing_steps: int = 500
+    probe_seconds: float = 30.0
+    probe_bytes: int = 4 * 2**20
 
 
 def jobs() -> list[Job]:
@@ -100,17 +110,23 @@ class Bench:
         self._secret = directory / "secret"
         self._secret.write_text(secrets.token_hex(32))
         self._secret.chmod(0o600)
-        self._probed: dict[float, Path] = {}
+        self._probed: dict[float | None, Path] = {}
 
     def train(self, which: str, job: Job, steps: int) -> list[float]:
         """Seconds of each step, the mean over the ranks."""
         answers = self.ask(60 + STEP_SECONDS * steps, "train", strategy=which, dense=job.dense, steps=steps)
         return list(np.mean([answer["seconds"] for answer in answers], axis=0))
 
-    def run(self, job: Job, effort: Effort) -> dict[str, Any]:
-        """Return the figures of one job."""
+    def run(self, job: Job, effort: Effort, beside: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the figures of one job.
+
+        Args:
+            beside: strategies that the ranks have prepared, which take turns with the two.
+        """
         self._cluster.limit(job.rate_mbit)
         self.ask(START_SECONDS, "begin", setting=asdict(job.setting))
+        for name in beside:
+            self.ask(START_SECONDS, "make", strategy=name)
         with self._daemon(job, effort):
             address = f"{self._cluster.address(0)}:{CONTROL_PORT}"
             self.ask(
@@ -120,16 +136,16 @@ class Bench:
             try:
                 decided = self._decide(job, effort)
                 self.ask(STEP_SECONDS, "pause")
-                compared = self._compare(job, effort.rounds)
+                compared = self._compare(job, effort, beside)
                 rows = self.ask(STEP_SECONDS, "replicated")[0]
             finally:
                 self.ask(60, "leave")
         return {"name": job.name, "rows_with_copies": rows, **decided, **compared}
 
-    def _topology(self, job: Job) -> Path:
+    def _topology(self, job: Job, effort: Effort) -> Path:
         if job.rate_mbit not in self._probed:
-            file = self._directory / f"probed-{job.rate_mbit:g}.yaml"
-            self.ask(150, "probe", file=str(file), max_bytes=4 * 2**20, budget_seconds=30.0)
+            file = self._directory / f"probed-{job.rate_mbit}.yaml"
+            self.ask(150, "probe", file=str(file), max_bytes=effort.probe_bytes, budget_seconds=effort.probe_seconds)
             self._probed[job.rate_mbit] = file
         return self._probed[job.rate_mbit]
 
@@ -145,7 +161,7 @@ class Bench:
             ],
             "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 2.0},
             "stream": {"source": {"kind": "tap"}},
-            "topology": {"file": str(self._topology(job))},
+            "topology": {"file": str(self._topology(job, effort))},
             "planner": {
                 "interval_seconds": 5.0, "drift_threshold": None,
                 "verify_budget_steps": effort.budget_steps,
@@ -180,7 +196,7 @@ class Bench:
         while time.monotonic() < deadline:
             seconds += self.train("daemon", job, TURN_STEPS)
             status = self.ask(STEP_SECONDS, "status")[0] or status
-            if has_settled(status) and len(seconds) >= job.default * CHOOSING_STEPS:
+            if has_settled(status) and len(seconds) >= job.default * effort.choosing_steps:
                 break
         verification = status["planning"]["verification"]["newest"]
         return {
@@ -193,20 +209,21 @@ class Bench:
             "deciding_over_before": float(np.mean(seconds) / np.mean(before[1:])),
         }
 
-    def _compare(self, job: Job, rounds: int) -> dict[str, float]:
+    def _compare(self, job: Job, effort: Effort, beside: Sequence[str]) -> dict[str, Any]:
         """In turns, so that what else the machine does falls on both alike; the first step of a turn is left out."""
         self._cluster.limit(job.rate_mbit)
-        names = ["chain", "daemon"]
+        names = ["chain", "daemon", *beside]
         for name in names:
-            self.train(name, job, CHOOSING_STEPS if job.default and name == "chain" else 3)
-        ratios, taken = [], []
-        for _ in range(rounds):
-            turn = {name: median(self.train(name, job, TURN_STEPS + 1)[1:]) for name in names}
-            ratios.append(turn["daemon"] / turn["chain"])
-            taken.append(turn["chain"])
+            self.train(name, job, effort.choosing_steps if job.default and name == "chain" else 3)
+        taken: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(effort.rounds):
+            for name in names:
+                taken[name].append(median(self.train(name, job, TURN_STEPS + 1)[1:]))
             names.reverse()
+        ratios = [with_it / without for with_it, without in zip(taken["daemon"], taken["chain"], strict=True)]
         low, high = interval(ratios)
-        return {"ratio": median(ratios), "ratio_low": low, "ratio_high": high, "chain_seconds": median(taken)}
+        seconds = {f"{name}_seconds": median(of_turns) for name, of_turns in taken.items()}
+        return {"ratio": median(ratios), "ratio_low": low, "ratio_high": high, **seconds}
 
 
 def has_settled(status: dict[str, Any]) -> bool:

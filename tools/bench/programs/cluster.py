@@ -323,11 +323,9 @@ class Rank:
             self._torchrec,
             self._own,
         )
-        default: dict[str, Any] = {"exchange": "auto", "prefetch": [None]}
         return {
-            "flexd": own(**default),
-            "flexd, copies": own(**default, target=plan.target),
             "planned exchange": own(exchange=exchange, target=plan.target),
+            "FlexShard's tiers": own(target=data.flexshard_tiers(self._setting)),
             "TorchRec row-wise": torchrec("row_wise", learning_rate=0.0),
             "TorchRec table-wise": torchrec("table_wise", learning_rate=0.0),
             "TorchRec row-wise, no gradients": torchrec("row_wise", gradients=False),
