@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.keyspace import KeySpace, homes_of
+from flexd.core.keyspace import HomeRun, KeySpace, homes_of
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.migration.row_carrier import ChangesHomeRows
@@ -121,6 +121,22 @@ class RankRows:
         after.migrator.list_as(self.migrator)
         return after
 
+    @torch.no_grad()
+    def begin_state(self, names: Sequence[str], states: Mapping[str, float]) -> None:
+        """Set the optimizer state of the home rows of trained tables to its initial value.
+
+        Args:
+            states: as of ``InitialRows``.
+
+        Raises:
+            SlowMemoryError: cold rows cannot be read or written.
+        """
+        for table in (self.keyspace.index[name] for name in names):
+            store, run = self.stores[int(self.keyspace.group_of_table[table])], self.homes.run(table, self.rank)
+            for slots in self._windows(run, store.row_bytes):
+                values = store.read_homes(slots)[:, : store.value_bytes]
+                store.write_homes(store.fitted(values, states[store.group.optimizer]), slots)
+
     def resize(self) -> None:
         """Give stores that were taken over their cache slots."""
         for store, cache_slots in zip(self.stores, self._cache_slots or (), strict=False):
@@ -161,14 +177,18 @@ class RankRows:
         return None if self._cache_slots is not None and self._cache_slots[number] < home_rows else old
 
     def _copy(self, table: int, source: GroupStore, after: RankRows, store: GroupStore, initial: InitialRows) -> None:
+        here, there = self.homes.run(table, self.rank), after.homes.run(table, self.rank)
+        for slots in self._windows(here, max(source.row_bytes, store.row_bytes)):
+            rows = store.fitted(source.read_homes(slots), initial.states[store.group.optimizer])
+            store.write_homes(rows, slots + (there.first_slot - here.first_slot))
+
+    def _windows(self, run: HomeRun, row_bytes: int) -> Iterator[torch.Tensor]:
+        """Yield int64 [n] slots of a table's home rows, a window's at a time."""
         from flexd.embedding.checkpoint.table_rows import MAX_WINDOW_BYTES
 
-        here, there = self.homes.run(table, self.rank), after.homes.run(table, self.rank)
-        each = max(1, MAX_WINDOW_BYTES // max(source.row_bytes, store.row_bytes))
-        for first in range(0, len(here.rows), each):
-            slots = torch.arange(first, min(first + each, len(here.rows)), device=self._settings.device)
-            rows = store.fitted(source.read_homes(slots + here.first_slot), initial.states[store.group.optimizer])
-            store.write_homes(rows, slots + there.first_slot)
+        each, end = max(1, MAX_WINDOW_BYTES // row_bytes), run.first_slot + len(run.rows)
+        for first in range(run.first_slot, end, each):
+            yield torch.arange(first, min(first + each, end), device=self._settings.device)
 
 
 def slots_of_whole_groups(keyspace: KeySpace, fraction: float, slots: Sequence[int] | None) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Tables that are frozen and unfrozen between two steps."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -161,3 +162,33 @@ def slow(rank: int) -> tuple[int, bool, list[bool]]:
 
 def test_cold_rows_of_frozen_tables_are_not_written(ranks: Ranks) -> None:
     assert ranks(2).run(slow) == [(0, True, [True] * 3)] * 2
+
+
+def series(rank: int, path: str) -> dict[str, Any]:
+    """Save before and after a freeze and an unfreeze; load each checkpoint with other read-only tables."""
+    collection, found = made(), {}
+    saving = flexd.CheckpointSeries(collection, path)
+    for number, change in enumerate((None, collection.freeze, collection.unfreeze)):
+        if change is not None:
+            change("texts")
+        step(collection, rank, number)
+        saving.save()
+        tables = {name: collection.gather_table(name) for name in ROWS}
+        for read_only in ((), ("texts",)):
+            loaded = made(*read_only, seed=5)
+            flexd.CheckpointSeries(loaded, path).load()
+            equal = all(torch.equal(loaded.gather_table(name), table) for name, table in tables.items())
+            store = loaded.engine.stores[int(loaded.keyspace.group_of_table[1])]
+            run = loaded.engine.homes.run(1, rank)
+            found[number, bool(read_only)] = equal, bool(store.state[run.slots].any())
+    return found
+
+
+def test_a_checkpoint_with_other_read_only_tables_loads_with_fresh_state(ranks: Ranks, tmp_path: Path) -> None:
+    trained = {0: True, 1: False, 2: True}
+    for found in ranks(2).run(series, str(tmp_path)):
+        assert found == {
+            (number, read_only): (True, trained[number] and not read_only)
+            for number in trained
+            for read_only in (False, True)
+        }

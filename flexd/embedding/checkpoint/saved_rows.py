@@ -439,20 +439,21 @@ class SavedTables:
             refused.append(f"changed_tables={changed_tables!r}, which is not 'init' or 'error'")
         if refused or (changes and changed_tables == "error"):
             raise CheckpointError("; ".join(refused + changes), remedy=_OTHER_TABLES + ("" if refused else _USE_INIT))
-        if differ := sorted((self._keyspace.read_only ^ self.saved.read_only) & here.keys() & there.keys()):
-            frozen = differ[0] in self._keyspace.read_only
-            raise CheckpointError(
-                f"tables {', '.join(differ)} "
-                + (
-                    "are read only and were trained in the checkpoint" if frozen else "were read only in the checkpoint"
-                ),
-                remedy=f"construct the collection with trainable={frozen} for them",
-            )
         return changes
 
+    @property
+    def left_out(self) -> list[str]:
+        """Tables that were trained in the save and are read only in this job: their optimizer state is left out."""
+        return sorted((self._keyspace.read_only - self.saved.read_only) & self.saved.index.keys())
+
+    @property
+    def begun(self) -> list[str]:
+        """Tables that were read only in the save and are trained in this job: their optimizer state begins anew."""
+        return sorted((self.saved.read_only - self._keyspace.read_only) & self._keyspace.index.keys())
+
     def groups(self, saved_group: int) -> list[int]:
-        """Return the dim-groups of this job that have the tables of one of the save: several if read-only tables stand
-        between them here, none if it has none of the tables."""
+        """Return the dim-groups of this job that have the tables of one of the save: several if other tables are read
+        only here, none if it has none of the tables."""
         names = [self.saved.tables[table].name for table in self.saved.groups[saved_group].tables]
         here = [self._keyspace.index[name] for name in names if name in self._keyspace.index]
         return sorted({int(self._keyspace.group_of_table[table]) for table in here})
@@ -469,7 +470,8 @@ class SavedTables:
 def load_rows_of(
     directory: Path, manifest: Manifest, tables: SavedTables, world: Peers, stores: Sequence[GroupStore]
 ) -> None:
-    """Collective. Write the rows of a save to their homes.
+    """Collective. Write the rows of a save to their homes. Optimizer state that the save or this job lacks is 0 or left
+    out.
 
     Raises:
         CheckpointError: a file cannot be read. Rows may have been replaced then.
@@ -502,7 +504,8 @@ def load_rows_of(
                 for group in groups:
                     store, own = stores[group], np.flatnonzero(of_row == group)
                     addresses = store.homes.addresses(torch.from_numpy(keys[own]).to(device))
-                    _send_home(world, store, addresses, packed[torch.from_numpy(own).to(device)])
+                    rows = store.fitted(packed[torch.from_numpy(own).to(device)], 0.0)
+                    _send_home(world, store, addresses, rows)
 
 
 def _send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:

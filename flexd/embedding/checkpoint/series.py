@@ -198,7 +198,9 @@ class CheckpointSeries:
     def load(self, number: int | None = None, *, changed_tables: ChangedTablesOption = "error") -> LoadedCheckpoint:
         """Collective. Replace all rows, their optimizer state and the number of steps by those of a checkpoint.
 
-        Any number of ranks can load it. What it builds on is loaded first, each file read by one rank.
+        Any number of ranks can load it. What it builds on is loaded first, each file read by one rank. Tables that are
+        read only here alone get their rows, those that were so there alone get rows and begin their optimizer state
+        anew; a warning names them.
 
         Args:
             number: of the checkpoint; None: the newest.
@@ -223,6 +225,7 @@ class CheckpointSeries:
                 for manifest in chain:
                     tables = SavedTables(manifest.tables, collection.keyspace)
                     load_rows_of(self._directory.path / manifest.name, manifest, tables, world, stores)
+            collection.engine.rows.begin_state(tables.begun, collection.optimizer.initial_states)
         except FlexdError as error:
             collection.engine.guard.publish(error)  # the other ranks wait for rows
             raise
@@ -231,9 +234,15 @@ class CheckpointSeries:
         if self._marks.active:
             self._marks.begin()
         # What changes later does not build on a checkpoint that has other tables.
-        self._newest, self._length = None if changes else newest, len(chain)
+        self._newest, self._length = None if changes or tables.begun else newest, len(chain)
         if changes and collection.rank == 0:
             logger.warning("%s is of other tables: %s", newest.name, "; ".join(changes))
+        for names, text in (
+            (tables.left_out, "were trained and are read only now: their optimizer state is left out"),
+            (tables.begun, "were read only and are trained now: their optimizer state begins anew"),
+        ):
+            if names and collection.rank == 0:
+                logger.warning("tables %s of %s %s", ", ".join(names), newest.name, text)
         interrupted = tuple(other for other in self._directory.interrupted() if other > newest.number)
         for other in interrupted if collection.rank == 0 else ():
             logger.warning(
