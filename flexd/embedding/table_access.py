@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -24,6 +25,7 @@ from flexd.embedding.store.quantized_rows import as_stored, looked_up, looked_up
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 if TYPE_CHECKING:
+    from flexd.embedding.checkpoint.table_file import StoredMatrix
     from flexd.embedding.checkpoint.table_rows import TableHomes
     from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
     from flexd.embedding.features import FeatureMap
@@ -103,14 +105,16 @@ class TableAccess(nn.Module):
     @torch.no_grad()
     def load_file(self, name: str, path: str | os.PathLike[str], *, tensor: str = "") -> None:
         """Collective. Set all rows of a table to those of a matrix in a file that every rank can read, npy or
-        safetensors, for instance one that is larger than a rank's memory.
+        safetensors, or in the directory of a checkpoint of ``torch.distributed.checkpoint``, of TorchRec's
+        ``DistributedModelParallel`` say; for instance one that is larger than a rank's memory.
 
         Rows of int8 come from int8 [rows, dim + 4], as ``flexd.int8_rows`` returns them, or from floats of any width.
         Each rank reads it for the rows that have their home there, once, or twice (for a check before) if rows of the
         table may have changed. Replicas are copied again before the next pass. The optimizer's state does not change.
 
         Args:
-            tensor: name of the matrix in a safetensors file that has several.
+            tensor: name of the matrix in a safetensors file that has several, or in a checkpoint where several modules
+                have the name of the table.
 
         Raises:
             EmbeddingError: there is no such table.
@@ -118,7 +122,6 @@ class TableAccess(nn.Module):
                 table, or a number that is not finite. Nothing is loaded.
         """
         from flexd.embedding.checkpoint.sharded_state import raise_if_any_rank_refuses
-        from flexd.embedding.checkpoint.table_file import TableFile
         from flexd.embedding.checkpoint.table_rows import MAX_WINDOW_BYTES
 
         store, homes = self._homes(self._table(name))
@@ -130,7 +133,7 @@ class TableAccess(nn.Module):
         faults: list[str] = []
         agree_on_reading(self.engine)
         try:
-            file = TableFile.of(path, tensor)
+            file = _stored(name, Path(path), tensor)
             faults = file.differences(spec) or ([] if initial else file.not_finite(mine.rows, MAX_WINDOW_BYTES))
         except CheckpointError as error:
             faults, remedy = [error.message], error.remedy
@@ -295,3 +298,13 @@ class TableAccess(nn.Module):
         from flexd.embedding.checkpoint.local_state import load_local
 
         load_local(cast("EmbeddingCollection", self), state_dict, prefix, *args[2:5])
+
+
+def _stored(table: str, path: Path, tensor: str) -> StoredMatrix:
+    if path.is_dir():
+        from flexd.embedding.checkpoint.dcp_table import DcpTable
+
+        return DcpTable.of(path, tensor, table)
+    from flexd.embedding.checkpoint.table_file import TableFile
+
+    return TableFile.of(path, tensor)

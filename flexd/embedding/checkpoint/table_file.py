@@ -11,6 +11,7 @@ import json
 import math
 import os
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +32,62 @@ _OF_SAFETENSORS = {
 }  # fmt: skip
 
 
+class StoredMatrix(ABC):
+    """A matrix that is stored row by row.
+
+    Attributes:
+        path: of the file or directory.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[1] * self.dtype.itemsize
+
+    def differences(self, spec: TableSpec) -> list[str]:
+        """Return in words why the matrix does not fit a table."""
+        dtype = TORCH_DTYPES[spec.dtype]
+        fits = self.shape == (spec.rows, row_width(spec.dtype, spec.dim)) and self.dtype == dtype
+        if fits or (spec.dtype == QUANTIZED and self.shape == (spec.rows, spec.dim) and self.dtype.is_floating_point):
+            return []
+        found = f"{' x '.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}"
+        also = f": int8 {spec.dim + SCALE_BYTES} wide, with scales, or floats" if spec.dtype == QUANTIZED else ""
+        return [f"{self.path} has {found}, the table {spec.rows} x {spec.dim} {spec.dtype}{also}"]
+
+    def not_finite(self, rows: range, window_bytes: int) -> list[str]:
+        """Return in words which of some rows has the first number that is not finite.
+
+        Args:
+            rows: every so many of consecutive ones.
+        """
+        return next((found for window in self.windows(rows, window_bytes) if (found := self.fault_of(*window))), [])
+
+    def fault_of(self, rows: range, part: torch.Tensor) -> list[str]:
+        """Return in words which of the rows of a window has the first number that is not finite."""
+        numbers = scales_of(part) if part.dtype == torch.int8 else part
+        if not (bad := numbers.isfinite().all(dim=1).logical_not_()).any():
+            return []
+        return [f"{self.path}: row {rows[int(bad.nonzero()[0])]} has a number that is not finite"]
+
+    @abstractmethod
+    def windows(self, rows: range, window_bytes: int) -> Iterator[tuple[range, torch.Tensor]]:
+        """Yield some rows in parts of which at most ``window_bytes`` of the file are read, at least a row: (range of n
+        rows, [n, dim], whose memory the next part uses again).
+
+        Args:
+            rows: every so many of consecutive ones; those between are read too.
+
+        Raises:
+            CheckpointError: the file cannot be read any more.
+        """
+
+
 @dataclass(frozen=True)
-class TableFile:
-    """A matrix in a file, row by row.
+class TableFile(StoredMatrix):
+    """A matrix in a file.
 
     Attributes:
         first_byte: of the first row.
@@ -70,45 +124,7 @@ class TableFile:
             raise CheckpointError(f"{path} is cut: it has {size} bytes", remedy="copy it again")
         return made
 
-    @property
-    def row_bytes(self) -> int:
-        return self.shape[1] * self.dtype.itemsize
-
-    def differences(self, spec: TableSpec) -> list[str]:
-        """Return in words why the matrix does not fit a table."""
-        dtype = TORCH_DTYPES[spec.dtype]
-        fits = self.shape == (spec.rows, row_width(spec.dtype, spec.dim)) and self.dtype == dtype
-        if fits or (spec.dtype == QUANTIZED and self.shape == (spec.rows, spec.dim) and self.dtype.is_floating_point):
-            return []
-        found = f"{' x '.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}"
-        also = f": int8 {spec.dim + SCALE_BYTES} wide, with scales, or floats" if spec.dtype == QUANTIZED else ""
-        return [f"{self.path} has {found}, the table {spec.rows} x {spec.dim} {spec.dtype}{also}"]
-
-    def not_finite(self, rows: range, window_bytes: int) -> list[str]:
-        """Return in words which of some rows has the first number that is not finite.
-
-        Args:
-            rows: every so many of consecutive ones.
-        """
-        return next((found for window in self.windows(rows, window_bytes) if (found := self.fault_of(*window))), [])
-
-    def fault_of(self, rows: range, part: torch.Tensor) -> list[str]:
-        """Return in words which of the rows of a window has the first number that is not finite."""
-        numbers = scales_of(part) if part.dtype == torch.int8 else part
-        if not (bad := numbers.isfinite().all(dim=1).logical_not_()).any():
-            return []
-        return [f"{self.path}: row {rows[int(bad.nonzero()[0])]} has a number that is not finite"]
-
     def windows(self, rows: range, window_bytes: int) -> Iterator[tuple[range, torch.Tensor]]:
-        """Yield some rows in parts of which at most ``window_bytes`` of the file are read, at least a row: (range of n
-        rows, [n, dim], whose memory the next part uses again).
-
-        Args:
-            rows: every so many of consecutive ones; those between are read too.
-
-        Raises:
-            CheckpointError: the file cannot be read any more.
-        """
         each = max(1, window_bytes // (self.row_bytes * rows.step))
         buffer = torch.empty(min(each, len(rows)) * rows.step * self.row_bytes, dtype=torch.uint8)
         try:

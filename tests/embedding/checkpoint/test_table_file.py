@@ -1,6 +1,7 @@
 """Tables from files of other programs: every row where it belongs, read in windows; others are refused by all ranks."""
 
 import json
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from flexd.core.errors import CheckpointError
 from flexd.core.placement import RankLayout
 from flexd.embedding.checkpoint import table_rows
+from flexd.embedding.checkpoint.dcp_table import DcpTable
 from flexd.embedding.checkpoint.table_file import TableFile
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.store.quantized_rows import int8_rows, looked_up
@@ -86,6 +92,69 @@ def test_rows_of_int8_come_from_files_of_their_own_kind_and_of_floats(ranks: Ran
     for found in ranks(2).run(loaded_int8, *(str(tmp_path / name) for name in names)):
         for table, rows in zip(found, expected, strict=True):
             assert torch.equal(table, looked_up(rows, torch.int8))
+
+
+def saved_by_dcp(rank: int, path: str, dim: int) -> None:
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    whole = distribute_tensor(torch.from_numpy(VALUES), mesh, [Shard(dim)])
+    other = {"items.weight": torch.zeros(3, DIM), "items.momentum1": torch.zeros(ROWS)}
+    dcp.save({"model": {"sparse.items.weight": whole}, "optimizer": other}, checkpoint_id=path)
+
+
+def loaded_from_dcp(rank: int, path: str, tensor: str) -> tuple[np.ndarray, int]:
+    items = EmbeddingTable("items", ROWS, DIM, trainable=False)
+    collection = EmbeddingCollection([items], layout=RankLayout(1, 2))
+    read = []
+
+    def counted(self: DcpTable, place: tuple[int, ...]) -> torch.Tensor:
+        read.append(place)
+        return read_chunk(self, place)
+
+    read_chunk = DcpTable._read_chunk
+    with (
+        mock.patch.object(table_rows, "MAX_WINDOW_BYTES", 10 * DIM * 4),
+        mock.patch.object(DcpTable, "_read_chunk", counted),
+    ):
+        collection.load_file("items", path, tensor=tensor)
+    return collection.gather_table("items").numpy(), len(read)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_checkpoint_of_other_ranks_is_read_by_its_chunks(ranks: Ranks, tmp_path: Path, dim: int) -> None:
+    ranks(4).run(saved_by_dcp, str(tmp_path / "save"), dim)
+    for values, read in ranks(2).run(loaded_from_dcp, str(tmp_path / "save"), "model.sparse.items.weight"):
+        np.testing.assert_array_equal(values, VALUES)
+        assert read == 4 - dim, "6 columns are in 3 chunks"
+
+
+def refused_checkpoints(rank: int, path: str) -> list[str]:
+    collection = EmbeddingCollection([EmbeddingTable("items", ROWS, DIM)], layout=RankLayout(1, 2))
+    before = collection.gather_table("items")
+    whole, cut, empty = (Path(path) / name for name in ("save", "cut", "empty"))
+    given = [(whole, ""), (whole, "model.items"), (whole, "optimizer.items.weight"), (empty, ""), (cut, WHOLE)]
+    found = [error_of(collection.load_file, "items", directory, tensor=tensor) for directory, tensor in given]
+    assert torch.equal(collection.gather_table("items"), before)
+    return found
+
+
+WHOLE = "model.sparse.items.weight"
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4).run(saved_by_dcp, str(tmp_path / "save"), 0)
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(tmp_path / "save", tmp_path / "cut")
+    (tmp_path / "cut" / "__3_0.distcp").unlink()
+    first, second = ranks(2).run(refused_checkpoints, str(tmp_path))
+    expected = [
+        "has 2 weight of 'items'", "no matrix 'model.items'", "has 3 x 6 float32, the table 101 x 6 float32",
+        "is no checkpoint of torch.distributed.checkpoint",
+    ]  # fmt: skip
+    for text, said in zip(expected, zip(first, second, strict=True), strict=False):
+        assert all("table 'items'" in one and text in one for one in said), said
+    assert "tensor= one of model.sparse.items.weight, optimizer.items.weight" in first[0]
+    assert "cannot be read" in first[-1]
+    assert "cannot be read" in second[-1]
 
 
 def refused(rank: int, path: str, dtype: str = "float32", loaded: bool = False) -> tuple[str, bool]:
