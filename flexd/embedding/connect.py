@@ -22,11 +22,13 @@ from flexd.control.protocol.report import (
     SlowMemoryReport,
     StepReport,
     TrainerSettings,
+    UsedExchange,
 )
 from flexd.core.errors import ConfigError
 from flexd.core.secrets import KeyFile
 from flexd.core.usage_warnings import USAGE_WARNINGS
 from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.rank_rows import RankRows
 from flexd.embedding.row_optimizers import RowUpdate
@@ -86,7 +88,7 @@ class Connection(StepMoments):
 
     def _report_usage_warning(self) -> None:
         """Report at once: the step of a mistake may not end."""
-        exchange = self._collection.engine.used_arm()
+        exchange = _used_arm(self._collection.engine)
         self.agent.report(
             StepReport(
                 self._collection.steps, 0, self._placement(), 0.0, 0.0, (0, 0, 0), exchange=exchange,
@@ -137,7 +139,7 @@ class Connection(StepMoments):
                 accesses_by_tier=(home, node, device),
                 sent=SentBytes(**{name: since[name] for name in _SENT}),
                 batches=BatchReport(**{name: since[name] for name in _BATCHES}),
-                exchange=collection.engine.used_arm(),
+                exchange=_used_arm(collection.engine),
                 phases=phases,
                 slow_memory=slow_memory,
                 usage_warnings=USAGE_WARNINGS.reports(),
@@ -226,6 +228,13 @@ def _trainer_settings(collection: EmbeddingCollection) -> TrainerSettings:
     only_read = "".join("r" if table.name in collection.keyspace.read_only else "-" for table in tables)
     wire = engine.arm.arms[0].wire or None
     return TrainerSettings(collection.given_exchange, wire, pooling, only_read if "r" in only_read else "")
+
+
+def _used_arm(engine: RowEngine) -> UsedExchange:
+    """Return what the rank reports of its arm."""
+    if engine.step_tuner is not None:
+        return engine.step_tuner.used()
+    return UsedExchange(engine.arm.exchange, engine.arm.reason or "", str(engine.arm.in_use))
 
 
 def _slow_memory_of(stores: Sequence[GroupStore]) -> Callable[[], SlowMemoryReport] | None:

@@ -39,7 +39,6 @@ from flexd.embedding.row_optimizers import OptimizersByGroup, RowUpdate
 from flexd.embedding.step import ForwardPass, RoutedInput, StepGradients, StepMoments
 
 if TYPE_CHECKING:
-    from flexd.control.protocol.report import UsedExchange
     from flexd.embedding.store.slow.tiered_storage import TieredStorage
     from flexd.embedding.tuning import StepTuner
 
@@ -190,14 +189,6 @@ class RowEngine:
             )  # fmt: skip
             self.joined.append(self.step_tuner)
         return self.step_tuner
-
-    def used_arm(self) -> UsedExchange:
-        """Return what the rank reports of its arm."""
-        if self.step_tuner is not None:
-            return self.step_tuner.used()
-        from flexd.control.protocol.report import UsedExchange  # for reports alone
-
-        return UsedExchange(self.arm.exchange, self.arm.reason or "", str(self.arm.in_use))
 
     def _rows_changed(self, parts: Sequence[tuple[int, torch.Tensor]], *, all_rows: bool = False) -> None:
         for each in self.joined:
