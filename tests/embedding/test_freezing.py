@@ -192,3 +192,24 @@ def test_a_checkpoint_with_other_read_only_tables_loads_with_fresh_state(ranks: 
             for number in trained
             for read_only in (False, True)
         }
+
+
+def whole_tables(rank: int) -> list[tuple[bool, bool, bool]]:
+    """Load the whole tables of a collection where other tables are read only, both ways."""
+    trained, frozen, found = made(full_state_dict=True), made("texts", full_state_dict=True), []
+    for source, target in ((trained, frozen), (frozen, trained)):
+        step(source, rank, 0)
+        step(target, rank, 1)
+        shared = [source.state_dict()]
+        torch.distributed.broadcast_object_list(shared, 0)
+        missing = target.load_state_dict(dict(shared[0])).missing_keys
+        equal = all(torch.equal(source.gather_table(name), target.gather_table(name)) for name in ROWS)
+        store = target.engine.stores[-1] if target is frozen else target.engine.stores[0]
+        texts = target.engine.homes.run(1, rank).slots
+        fresh = target is frozen or not bool(store.state[texts].any())
+        found.append((not missing, equal, fresh))
+    return found
+
+
+def test_whole_tables_load_where_other_tables_are_read_only(ranks: Ranks) -> None:
+    assert ranks(2).run(whole_tables) == [[(True, True, True)] * 2] * 2

@@ -7,18 +7,22 @@ Keys are those of a plain module (``embeddings.<table>.weight``) and of ``Sharde
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.keyspace import KeySpace
+from flexd.core.keyspace import KeySpace, state_columns
 from flexd.embedding.checkpoint import table_rows
-from flexd.embedding.checkpoint.sharded_state import CPU, saved_tables
+from flexd.embedding.checkpoint.sharded_state import CPU, SavedTable, saved_tables
 from flexd.embedding.checkpoint.table_rows import collect
 
 if TYPE_CHECKING:
     from flexd.embedding.collection import EmbeddingCollection
+
+logger = logging.getLogger(__name__)
 
 MAX_FULL_STATE_BYTES = 16 * 2**30
 """Of all tables with their optimizer state: rank 0 holds them at a save, and each rank at a load."""
@@ -68,8 +72,10 @@ def load_full(
     loaded."""
     tables = saved_tables(collection)
     known = {f"{prefix}{key}" for table in tables for key in table.columns} | {f"{prefix}step"}
-    unexpected.extend(key for key in state if key.startswith(prefix) and key not in known)
-    missing.extend(sorted(known - state.keys()))
+    dropped, begun = _other_state(tables, state, prefix)
+    of_others = {key for keys in (*dropped.values(), *begun.values()) for key in keys}
+    unexpected.extend(key for key in state if key.startswith(prefix) and key not in known | of_others)
+    missing.extend(sorted(known - state.keys() - of_others))
     for table in tables:
         for key, held in table.columns.items():
             value, shape = state.get(prefix + key), (table.spec.rows, held.shape[1])
@@ -77,6 +83,13 @@ def load_full(
                 errors.append(f"{prefix}{key}: shape {tuple(value.shape)}, the table has {shape}")
     if errors:
         return
+    collection.engine.rows.begin_state(sorted(begun), collection.optimizer.initial_states)
+    for names, text in (
+        (dropped, "were trained and are read only now: their optimizer state is left out"),
+        (begun, "were read only and are trained now: their optimizer state begins anew"),
+    ):
+        if names and collection.rank == 0:
+            logger.warning("tables %s of a state_dict %s", ", ".join(sorted(names)), text)
     for table in tables:
         for key, held in table.columns.items():
             if (value := state.get(prefix + key)) is None:
@@ -86,3 +99,23 @@ def load_full(
                 table.homes.write(held, first, value[first : first + each])
     if f"{prefix}step" in state:
         collection.engine.steps = int(state[f"{prefix}step"])
+
+
+def _other_state(
+    tables: Sequence[SavedTable], state: dict[str, Any], prefix: str
+) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Return the keys of optimizer state of tables that were trained and are read only, and the other way round."""
+    dropped: dict[str, set[str]] = {}
+    begun: dict[str, set[str]] = {}
+    for table in tables:
+        start = f"{prefix}optimizer.{table.spec.optimizer}.{table.spec.name}."
+        widths = state_columns(table.spec.optimizer, table.spec.dim)
+        keys = {f"{start}{name}" for name in widths}
+        if f"{prefix}embeddings.{table.spec.name}.weight" not in state or not keys:
+            continue
+        has, here = keys & state.keys(), len(table.columns) > 1
+        if has and not here:
+            dropped[table.spec.name] = keys
+        elif here and not has:
+            begun[table.spec.name] = keys
+    return dropped, begun
