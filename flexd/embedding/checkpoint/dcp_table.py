@@ -105,7 +105,7 @@ class DcpTable(StoredMatrix):
 
 
 class _Target:
-    """What ``FileSystemReader.read_data`` asks of a planner: where a tensor is read to."""
+    """The planner of one tensor, for ``FileSystemReader.read_data``: the place to which it is read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
