@@ -26,7 +26,7 @@ def main() -> None:
 
     model = Ranker()
     apply_optimizer_in_backward(RowWiseAdagrad, model.tables(), {"lr": 0.1})
-    tables = replace(model, replica_fraction=0.05)
+    tables = replace(model)
     model = DistributedDataParallel(model)
     state = {"model": ModelState(model, tables), "optimizer": FusedOptimizerState(tables)}
     dense = torch.optim.SGD(dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=0.5)

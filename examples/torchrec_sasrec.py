@@ -23,7 +23,7 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     table = EmbeddingConfig(num_embeddings=ITEMS, embedding_dim=DIM, name="items", feature_names=["items"])
-    items = FlexEmbeddingCollection([table], optimizer=flexd.Adagrad(lr=0.1), replica_fraction=0.05)
+    items = FlexEmbeddingCollection([table], optimizer=flexd.Adagrad(lr=0.1))
     items.load_rows("items", 0, initial_items())
     if "FLEXD_CONTROL" in os.environ:
         connection = flexd.connect(items, job="sasrec", tap=flexd.Tap(items))

@@ -150,7 +150,7 @@ def live(rank: int, directory: str) -> dict[str, list[str]]:
     collection = flexd.EmbeddingCollection(
         [flexd.EmbeddingTable("item", ROWS, 8)],
         layout=RankLayout(2, 2),
-        replica_fraction=0.05,
+        replica_slots=[ROWS // 20],
         exchange="chain",
     )
     connection = flexd.connect(collection, f"127.0.0.1:{port[0]}", job="ways", timeout_seconds=5.0)

@@ -12,6 +12,7 @@ from flexd.api.base import TIERS, RequestBody, RowsByTier, TierName
 from flexd.api.planning import TriggerName, rows_above_home
 from flexd.api.stream import PageRequest
 from flexd.control.daemon.migration import GateReport
+from flexd.core import units
 from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model, Show, gauge
 
 if TYPE_CHECKING:
@@ -145,6 +146,25 @@ class ExchangeReport(Model):
     recommended_exposed_seconds: FiniteOrNone = None
 
 
+class CopiesMemory(Model):
+    """Memory of a rank for copies: used, and the worth of more."""
+
+    used_bytes: int = 0
+    """Copies of the plan, on the rank that holds most."""
+    memory_bytes: int | None = None
+    """What every rank has for copies (``copies_memory_bytes``); null if the trainer gives a number of slots alone."""
+    twice_saves_seconds: FiniteOrNone = None
+    """Exposed seconds that a step would take less with as much memory again, by a plan for it."""
+
+    def __str__(self) -> str:
+        if self.memory_bytes is None:
+            return f"{units.size(self.used_bytes)} per rank"
+        more = units.size(self.memory_bytes)
+        used = f"{units.size(self.used_bytes)} of {more} per rank"
+        saved = units.seconds(self.twice_saves_seconds) if self.twice_saves_seconds else "nothing"
+        return f"{used}; {more} more would save {saved} per step"
+
+
 class PlanReport(Model):
     """A plan against the live placement: its changes, its cost, and the reasons."""
 
@@ -163,6 +183,8 @@ class PlanReport(Model):
     profile_generation: Annotated[int, HIDDEN] = 0
     cluster: Annotated[str, DETAIL] = ""
     replica_slots: Annotated[tuple[int, ...], DETAIL] = ()
+    """Replica slots of a rank by dim-group, of the memory for copies the part that each gets."""
+    copies: Annotated[CopiesMemory | None, Show("copies", str)] = None
     rows_before: RowsByTier = Field(default_factory=dict)
     """Rows above HOME in the live placement."""
     rows: RowsByTier = Field(default_factory=dict)

@@ -227,6 +227,22 @@ class KeySpace:
         return self.group_of(self.first_key)
 
     @cached_property
+    def copy_bytes(self) -> tuple[int, ...]:
+        """Bytes of one copy of a row of each dim-group: values, and optimizer state where it is trained."""
+        specs = [(group, self.tables[group.tables[0]]) for group in self.groups]
+        return tuple(spec.row_bytes + spec.state_bytes * group.trained for group, spec in specs)
+
+    def room_for_copies(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Return the replica slots of each dim-group of a rank: there is room for any rows that a plan may copy,
+        whichever tables are read only.
+
+        Args:
+            slots: of each dim-group of ``whole``, which is what a rank registers with.
+        """
+        of_whole = self.whole.group_of(np.array([group.first_key for group in self.groups]))
+        return tuple(min(slots[at], group.rows) for at, group in zip(of_whole.tolist(), self.groups, strict=True))
+
+    @cached_property
     def digest(self) -> str:
         """Hex digest of the table list, which must be equal on ranks and daemon."""
         return digest_of(self.tables)

@@ -59,7 +59,6 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         tables_of(setup, batches),
         optimizer=flexd.RowWiseAdagrad(lr=LEARNING_RATE, eps=ADAGRAD_EPS),
         layout=flexd.RankLayout(cluster.nodes, cluster.local_ranks),
-        replica_fraction=options.replica_budget if planned else 0.0,
         exchange=EXCHANGES.get(setup.strategy, "chain"),
         seed=options.seed,
     )
@@ -104,7 +103,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
                 for name, ids in features.items():
                     publisher.publish(name, ids.values, ids.lengths, event_time_seconds=batch.seconds, step=at)
             out = collection(features)
-            loss = loss_of(model, batch, [out[name].values for name in names if name in out])
+            loss = loss_of(model, batch, {name: rows.values for name, rows in out.items()}, names)
             (loss / micro_batches).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
         dense_optimizer.step()
@@ -130,7 +129,9 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     if connection is not None:
         connection.close(5.0)
     with _unlimited(link):
-        final = {f"table/{name}": collection.gather_table(name).numpy() for name in names}  # collective
+        final = {
+            f"table/{name}": collection.gather_table(name).numpy() for name in collection.keyspace.index
+        }  # collective
     final |= {f"dense/{name}": value.numpy() for name, value in dense.state_dict().items()}
     return {
         **{name: np.array(values) for name, values in record.items()},

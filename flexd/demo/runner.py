@@ -19,7 +19,7 @@ from flexd.core.errors import ConfigError, FlexdError
 from flexd.core.keyspace import DTYPE_BYTES
 from flexd.demo.link import link_cluster
 from flexd.demo.processes import DaemonProcess, Ranks, free_ports
-from flexd.demo.setup import DIM, HISTORY, JOB, LEAST_BATCH_SIZE, DemoOptions, ExchangeStrategy, RunSetup
+from flexd.demo.setup import CONTENT, DIM, HISTORY, JOB, LEAST_BATCH_SIZE, DemoOptions, ExchangeStrategy, RunSetup
 from flexd.demo.summary import DemoSummary, RunRecord, summarise
 from flexd.stream.batches import Batches
 from flexd.stream.trace import Trace, built_in_trace, load_trace
@@ -71,7 +71,7 @@ class Demo:
     def _write_config(self, batches: Batches, control_port: int, http_port: int) -> Path:
         setup, options, trace = self.setup, self.setup.options, batches.trace
         topology = setup.directory / "topology.yaml"
-        look_up_bytes = batches.batch_size * (HISTORY + 1) * DIM * DTYPE_BYTES[options.dtype]
+        look_up_bytes = batches.batch_size * (HISTORY + 1) * 2 * DIM * DTYPE_BYTES[options.dtype]
         cluster = scale_model(load_preset(PRESET), max(1.0, PRODUCTION_RANK_BYTES / look_up_bytes))
         if options.cluster.has_link:
             cluster = link_cluster(options.cluster)
@@ -88,8 +88,10 @@ class Demo:
             "job": JOB,
             "tables": [
                 {
-                    "name": name, "rows": int(rows), "dim": DIM, "dtype": options.dtype, "optimizer": "rowwise_adagrad",
+                    "name": f"{name}{suffix}", "rows": int(rows), "dim": DIM, "dtype": options.dtype,
+                    "optimizer": "rowwise_adagrad",
                 }
+                for suffix in ("", CONTENT)
                 for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
             ],
             "stream": {"source": source},
@@ -106,7 +108,7 @@ class Demo:
                 # Its own strategies are compared; a run is too short to measure plans in blocks as well.
                 "verify_budget_steps": 0,
                 # The first plan waits for a tenth of the run, so that there is a `before` to compare with.
-                "min_samples": setup.steps * batches.samples_per_step * HISTORY // 10,
+                "min_samples": 2 * setup.steps * batches.samples_per_step * HISTORY // 10,
             },
             "control": {"listen_port": control_port, "timeout_seconds": 15.0},
             "server": {"port": http_port},

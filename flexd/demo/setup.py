@@ -16,6 +16,8 @@ JOB = "flexd-demo"
 HISTORY = 32
 DIM = 16
 LEARNING_RATE = 0.05
+CONTENT = "_content"
+"""After the name of a trained table: the read-only table of its rows' content vectors."""
 LEAST_BATCH_SIZE = 2
 """The model tells a sample's next item from those of the others."""
 SamplesOption = Annotated[
@@ -119,9 +121,6 @@ class DemoOptions:
         bool,
         typer.Option("--tap", help="Use no log: ranks count their accesses and send the counts."),
     ] = False
-    replica_budget: Annotated[
-        float, typer.Option("--replica-budget", help="Replica slots of a rank, as a share of all rows.", min=0, max=1)
-    ] = 0.05
     dtype: Annotated[Literal["float64", "float32"], typer.Option("--dtype", help="Type of the rows.")] = "float64"
     seed: Annotated[int, typer.Option("--seed", help="Seed of data and initial rows.")] = 0
     out: Annotated[

@@ -62,10 +62,14 @@ class StepTimes(Model):
     """Milliseconds of the run's steps, and of those of its last tenth with each exchange.
 
     Attributes:
+        before_plan, after_plan: of the run with the daemon: in the median of the steps before its first plan, and of
+            the last tenth.
         measured: the table of ``collection.tuning()`` at the end of the run with default settings, line by line.
     """
 
     p50: _Milliseconds
+    before_plan: _Milliseconds
+    after_plan: _Milliseconds
     strategies: dict[str, Quartiles]
     measured: Annotated[tuple[str, ...], Show("what default settings measured")] = ()
 
@@ -91,7 +95,6 @@ class DemoSummary(Model):
     micro_batches: int
     samples: str
     touches: Annotated[dict[str, FiniteOrNone], Show(unit="{:,.4g}".format)]
-    replica_budget: Annotated[float, Show(unit=units.share)]
     link_mbit: float
     loss: dict[str, FiniteOrNone]
     replicas_bit_equal: bool
@@ -203,6 +206,12 @@ def _strategies(record: RunRecord, steps: slice) -> dict[str, Quartiles]:
     }
 
 
+def _median_ms(record: RunRecord, steps: slice) -> float:
+    """Return the median of the steps of the run with the daemon; the first step makes the connections of its ranks."""
+    begin = min(max(1, steps.start), steps.stop - 1)
+    return float(np.median([rank["seconds"][begin : steps.stop] for rank in record.ranks])) * 1e3
+
+
 def summarise(record: RunRecord) -> DemoSummary:
     """Return what ``flexd demo`` prints."""
     setup, options = record.setup, record.setup.options
@@ -241,7 +250,6 @@ def summarise(record: RunRecord) -> DemoSummary:
             for name, value in record.reference.items()
             if name.startswith("touches/")
         },
-        replica_budget=options.replica_budget,
         plans=sum(1 for plan in record.plans if plan.rows_applied),
         migrated_rows=sum(plan.rows_applied for plan in record.plans),
         last_plan=LastPlan.from_object(record.plans[-1]) if record.plans else None,
@@ -262,6 +270,8 @@ def summarise(record: RunRecord) -> DemoSummary:
         link_mbit=cluster.link_mbit if cluster.has_link else 0.0,
         step_ms=StepTimes(
             p50=float(np.median([rank["seconds"][1:] for rank in record.ranks])) * 1e3,
+            before_plan=_median_ms(record, before),
+            after_plan=_median_ms(record, after),
             strategies=_strategies(record, after),
             measured=tuple(str(record.peers["default"][0]["tuning"]).splitlines()) if record.peers else (),
         ),

@@ -1,5 +1,8 @@
 """The training that ranks and reference have in common: tables, the next-item model and its loss; and the reference:
-the same data in one plain process, with the bytes of row-wise sharding for the same batches."""
+the same data in one plain process, with the bytes of row-wise sharding for the same batches.
+
+An item is the sum of a trained row and a row of a read-only table, as of a model of its text or image.
+"""
 
 from typing import Any
 
@@ -10,7 +13,7 @@ from torch import nn
 import flexd
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import RankLayout
-from flexd.demo.setup import DIM, HISTORY, LEARNING_RATE, RunSetup
+from flexd.demo.setup import CONTENT, DIM, HISTORY, LEARNING_RATE, RunSetup
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.simulate.accesses import StepKeys, TouchCounter
 from flexd.stream.batches import Batch, Batches
@@ -67,7 +70,10 @@ def batches_of(setup: RunSetup) -> Batches:
 def tables_of(setup: RunSetup, batches: Batches) -> list[flexd.EmbeddingTable]:
     trace = batches.trace
     return [
-        flexd.EmbeddingTable(name, int(rows), DIM, dtype=setup.options.dtype, init_scale=DIM**-0.5)
+        flexd.EmbeddingTable(
+            f"{name}{suffix}", int(rows), DIM, dtype=setup.options.dtype, init_scale=DIM**-0.5, trainable=not suffix
+        )
+        for suffix in ("", CONTENT)
         for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
     ]
 
@@ -78,17 +84,24 @@ def dense_of(setup: RunSetup) -> nn.Module:
 
 
 def features_of(batch: Batch, names: tuple[str, ...]) -> dict[str, flexd.Jagged]:
+    """Return the ids by table; those of a trained table also for that of their content."""
     return {
-        name: flexd.Jagged(torch.from_numpy(ids), torch.from_numpy(lengths))
+        f"{name}{suffix}": flexd.Jagged(torch.from_numpy(ids), torch.from_numpy(lengths))
+        for suffix in ("", CONTENT)
         for name, ids, lengths in zip(names, batch.ids, batch.lengths, strict=True)
         if len(ids)
     }
 
 
-def loss_of(model: nn.Module, batch: Batch, rows: list[torch.Tensor]) -> torch.Tensor:
-    """Return the loss for each table's rows (in table order, tables without rows left out)."""
+def loss_of(model: nn.Module, batch: Batch, rows: dict[str, torch.Tensor], names: tuple[str, ...]) -> torch.Tensor:
+    """Return the loss for the rows by table.
+
+    Args:
+        names: of the trained tables, in order; those without rows are left out.
+    """
+    items = [rows[name] + rows[f"{name}{CONTENT}"] for name in names if name in rows]
     lengths = torch.from_numpy(batch.sequence_lengths)
-    sequences, mask = right_aligned(torch.cat(rows), torch.from_numpy(batch.order), lengths, HISTORY + 1)
+    sequences, mask = right_aligned(torch.cat(items), torch.from_numpy(batch.order), lengths, HISTORY + 1)
     loss: torch.Tensor = model(sequences, mask)
     return loss
 
@@ -98,12 +111,13 @@ ID_BYTES = 8
 
 def row_wise_bytes(keyspace: KeySpace, layout: RankLayout, batch: Batch, rank: int, *, dedup: bool) -> int:
     """Return the inter-node bytes of a pass if the rank requested every row from its home, and pushed its gradient:
-    those of id, row and gradient for every (distinct) id whose home is in another node."""
+    those of id, row and gradient for every (distinct) id whose home is in another node. Content has no gradient."""
     total = 0
-    for table, ids in enumerate(batch.ids):
+    for table, spec in enumerate(keyspace.tables):
+        ids = batch.ids[table % len(batch.ids)]
         keys = keyspace.keys(table, np.unique(ids) if dedup else ids)
         far = int((layout.home_node(keys) != layout.node_of(rank)).sum())
-        total += far * (ID_BYTES + 2 * keyspace.tables[table].row_bytes)
+        total += far * (ID_BYTES + (1 if spec.name in keyspace.read_only else 2) * spec.row_bytes)
     return total
 
 
@@ -116,7 +130,10 @@ class PlainTraining:
         start = EmbeddingCollection(specs, layout=RankLayout(1, 1), seed=setup.options.seed)
         self.keyspace = start.keyspace
         self.tables = {
-            spec.name: nn.Embedding(spec.rows, spec.dim, _weight=start.initial_table(spec.name)) for spec in specs
+            spec.name: nn.Embedding(spec.rows, spec.dim, _weight=start.initial_table(spec.name)).requires_grad_(
+                spec.trainable
+            )
+            for spec in specs
         }
         self._sums = {spec.name: torch.zeros(spec.rows, 1, dtype=self.tables[spec.name].weight.dtype) for spec in specs}
         self.dense = dense_of(setup)
@@ -130,8 +147,8 @@ class PlainTraining:
             total = 0.0
             for batch in of_rank:
                 features = features_of(batch, self._batches.trace.table_names)
-                rows = [table(features[name].values) for name, table in self.tables.items() if name in features]
-                loss = loss_of(self.dense, batch, rows) / len(of_rank)
+                rows = {name: table(features[name].values) for name, table in self.tables.items() if name in features}
+                loss = loss_of(self.dense, batch, rows, self._batches.trace.table_names) / len(of_rank)
                 (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
                 total += loss.item()
             losses.append(total)

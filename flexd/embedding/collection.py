@@ -16,7 +16,7 @@ from flexd.core.keyspace import QUANTIZED, KeySpace, TableSpec
 from flexd.core.placement import RankLayout
 from flexd.core.sharding_types import OWNER, REQUESTER, ROW_WISE, PooledTables
 from flexd.core.step_phases import StepPhase
-from flexd.embedding.devices import allocated_device
+from flexd.embedding.devices import allocated_device, memory_bytes
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.calls import PhaseMeter, in_phase
 from flexd.embedding.exchange.collectives import Traffic
@@ -32,7 +32,6 @@ from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.features import FeatureMap, Jagged, as_jagged
 from flexd.embedding.optimizer_handle import FusedOptimizer
 from flexd.embedding.pending_passes import make_room
-from flexd.embedding.rank_rows import slots_of_whole_groups
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.step import AnchorParameter, ForwardPass, LookupFunction, RoutedInput, clip_grad_norm_
 from flexd.embedding.store.store import TORCH_DTYPES
@@ -43,6 +42,9 @@ if TYPE_CHECKING:
     from flexd.embedding.store.slow.tiered_storage import TieredStorage
     from flexd.embedding.table_rules import TableRules
     from flexd.embedding.tuning import Tuning
+
+# Of a rank's memory, for copies.
+_COPIES_SHARE = 0.01
 
 JaggedLike = Jagged | torch.Tensor
 """Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, or a dense tensor."""
@@ -122,8 +124,12 @@ class EmbeddingCollection(TableAccess):
         tables: equal on all ranks, in the same order as in the daemon's configuration.
         optimizer: optimizer of all rows; ``self.optimizer.step()`` steps it.
         layout: nodes x local ranks; default from torchrun's ``LOCAL_WORLD_SIZE`` (one node without it).
-        replica_fraction: replica slots of each rank, as a fraction of all rows of the dim-group.
-        replica_slots: replica slots of each rank, one number per dim-group, instead of ``replica_fraction``.
+        copies_memory_bytes: memory of each rank for copies of other ranks' rows, with optimizer state where they are
+            trained: plans use no more. Default: 1 % of the device's memory (on a CPU of the rank's part of the host's).
+            Each dim-group, and the read-only tables in it by themselves, has room for as much, or for all its rows, so
+            that a plan may use the memory where a byte saves most time.
+        replica_slots: replica slots of each rank, one number per dim-group, instead of as many as
+            ``copies_memory_bytes`` holds.
         average_gradients: divide gradients by the world size, as ``DistributedDataParallel`` does.
         exchange: "auto" (the one of these whose steps take less time, measured from time to time, see ``tuning``; it
             changes between two steps and without any effect on the result), "chain" (two hops: node owner, then home)
@@ -147,8 +153,8 @@ class EmbeddingCollection(TableAccess):
 
     Raises:
         TopologyError: layout and process group or ``rules`` disagree, or ranks have different tables or settings.
-        EmbeddingError: two tables read the same feature, the replica budget is malformed, a table is pooled at the
-            owner, ``rules`` are not of these tables, the device is ``meta``, or whole tables are too large for
+        EmbeddingError: two tables read the same feature, memory or slots for copies are malformed, a table is pooled
+            at the owner, ``rules`` are not of these tables, the device is ``meta``, or whole tables are too large for
             ``full_state_dict``.
     """
 
@@ -161,7 +167,7 @@ class EmbeddingCollection(TableAccess):
         *,
         optimizer: RowOptimizer | None = None,
         layout: RankLayout | None = None,
-        replica_fraction: float = 0.0,
+        copies_memory_bytes: int | None = None,
         replica_slots: Sequence[int] | None = None,
         average_gradients: bool = True,
         exchange: str = "auto",
@@ -193,8 +199,6 @@ class EmbeddingCollection(TableAccess):
         )
         tiered_storage = _tiered_storage(fast_memory_bytes, slow_memory_dir, optimizers)
         self.given_exchange = exchange
-        self.replica_slots = slots_of_whole_groups(self.keyspace, replica_fraction, replica_slots)
-        """Of each dim-group, as if no table were read only."""
         self._outputs = {
             name: TORCH_DTYPES[table.output_dtype]
             for table in self.tables
@@ -220,6 +224,10 @@ class EmbeddingCollection(TableAccess):
             self.rank = self._groups.rank
             if planned is not None:
                 planned.check_layout(self.layout)
+            self.copies_memory_bytes = self._copies_memory(copies_memory_bytes, replica_slots)
+            """None: as much as the slots take."""
+            self.replica_slots = self._slots(replica_slots)
+            """Of each dim-group, as if no table were read only."""
             with self.traffic.uncounted():
                 compared = [
                     rows_of_tables([(table.name, table.rows) for table in self.tables]),
@@ -457,6 +465,26 @@ class EmbeddingCollection(TableAccess):
 
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and self.training
+
+    def _copies_memory(self, given: int | None, slots: Sequence[int] | None) -> int | None:
+        if given is not None and given < 0:
+            raise EmbeddingError(f"copies_memory_bytes: {given}", remedy="a number of bytes, or None for the default")
+        if given is None and slots is None:
+            return int(_COPIES_SHARE * memory_bytes(self.device, self.layout.local_ranks))
+        return given
+
+    def _slots(self, given: Sequence[int] | None) -> tuple[int, ...]:
+        groups = self.keyspace.whole.groups
+        if given is None:
+            memory = self.copies_memory_bytes or 0
+            specs = [(group, self.keyspace.tables[group.tables[0]]) for group in groups]
+            # With state, so that there is room for the same copies when a table is unfrozen.
+            return tuple(min(group.rows, memory // (spec.row_bytes + spec.state_bytes)) for group, spec in specs)
+        if len(given) != len(groups) or min(given) < 0:
+            raise EmbeddingError(
+                f"replica_slots: {list(given)} for {len(groups)} dim-groups", remedy="one number of slots per dim-group"
+            )
+        return tuple(map(int, given))
 
     @torch.no_grad()
     def clip_grad_norm_(

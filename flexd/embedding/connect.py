@@ -196,6 +196,7 @@ def connect(
         replica_slots=collection.replica_slots,
         table_digest=collection.keyspace.digest,
         trainer=_trainer_settings(collection),
+        copies_memory_bytes=collection.copies_memory_bytes,
     )
     secret_file = secret_file or os.environ.get(SECRET_VARIABLE)
     secret = KeyFile(secret_file, "secret file") if secret_file else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,13 @@ def allocated_device(device: torch.device | str | None) -> torch.device:
     """Return the device of a tensor that is allocated on ``device``: ``cuda`` becomes ``cuda:0`` or the current one,
     None the default one, ``with torch.device(...)`` included."""
     return torch.empty(0, device=device).device
+
+
+def memory_bytes(device: torch.device, local_ranks: int) -> int:
+    """Return the memory of a rank: its accelerator's, or its part of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_ranks
 
 
 def in_host_memory(tensor: RowColumn) -> bool:

@@ -42,7 +42,7 @@ class Embedding(nn.Module):
         name: of the table, in checkpoints and in the daemon's configuration.
         device: of the table; default: torch's default device.
         dtype: of the table; default: torch's default dtype.
-        settings: keyword arguments of ``EmbeddingCollection``: ``optimizer``, ``replica_fraction``, ``seed``, ...
+        settings: keyword arguments of ``EmbeddingCollection``: ``optimizer``, ``copies_memory_bytes``, ``seed``, ...
 
     Raises:
         EmbeddingError: ``padding_idx`` is no row, or the dtype is not supported.

@@ -71,7 +71,7 @@ class RankRows:
         self.homes = homes = homes_of(keyspace, groups.layout)
         self._groups, self._settings = groups, settings
         self.rank = groups.rank
-        self.replica_slots = _slots_of_groups(keyspace, settings.replica_slots)
+        self.replica_slots = keyspace.room_for_copies(settings.replica_slots)
         """Of each dim-group, for chunks."""
         storage = settings.tiered_storage
         self._cache_slots = None if storage is None else storage.cache_slots(homes.groups, groups.layout)
@@ -189,29 +189,3 @@ class RankRows:
         each, end = max(1, MAX_WINDOW_BYTES // row_bytes), run.first_slot + len(run.rows)
         for first in range(run.first_slot, end, each):
             yield torch.arange(first, min(first + each, end), device=self._settings.device)
-
-
-def slots_of_whole_groups(keyspace: KeySpace, fraction: float, slots: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the replica slots of each dim-group of ``KeySpace.whole``.
-
-    Args:
-        fraction: of all rows of a dim-group, without ``slots``.
-
-    Raises:
-        EmbeddingError: the fraction or the slots are malformed.
-    """
-    groups = keyspace.whole.groups
-    if not 0.0 <= fraction <= 1.0 or (slots is not None and (len(slots) != len(groups) or min(slots) < 0)):
-        raise EmbeddingError(
-            f"replica budget: fraction {fraction}, slots {slots if slots is None else list(slots)} for "
-            f"{len(groups)} dim-groups",
-            remedy="a fraction of 0 to 1, or one number of slots per dim-group",
-        )
-    return tuple(int(fraction * group.rows) for group in groups) if slots is None else tuple(map(int, slots))
-
-
-def _slots_of_groups(keyspace: KeySpace, slots: Sequence[int]) -> tuple[int, ...]:
-    """Return the replica slots of each dim-group of a rank: there is room for any rows that the daemon, which knows the
-    dim-groups without read-only tables, may plan."""
-    of_whole = keyspace.whole.group_of(np.array([group.first_key for group in keyspace.groups]))
-    return tuple(min(slots[at], group.rows) for at, group in zip(of_whole.tolist(), keyspace.groups, strict=True))

@@ -319,6 +319,7 @@ class PlanBasis:
     """The input of a plan: one look at ranks, placement, prices and accesses.
 
     Attributes:
+        keyspace: with the dim-groups of the ranks, which part the read-only tables from the others.
         live: the placement.
         per_step: accesses of the whole job per step.
         step_seconds: measured wall time of a step; None if it is not known.
@@ -337,6 +338,26 @@ class PlanBasis:
     @property
     def limits(self) -> PlanLimits:
         return plan_limits(self.settings, self.job)
+
+    @property
+    def room(self) -> tuple[int, ...]:
+        """Replica slots of a rank, by dim-group."""
+        return self.keyspace.room_for_copies(self.topology.replica_slots)
+
+    @property
+    def kept_for_moves(self) -> float:
+        """Share of slots and memory that is kept for rows that move."""
+        return self.settings.rehomed_slots_share if self.topology.layout.nodes > 1 else 0.0
+
+    @property
+    def room_for_moves(self) -> list[int]:
+        """Replica slots of each dim-group that are kept for rows that move: of the memory an equal part each."""
+        memory_bytes, groups = self.topology.copies_memory_bytes, len(self.keyspace.groups)
+        most = math.inf if memory_bytes is None else memory_bytes / groups
+        return [
+            int(self.kept_for_moves * min(slots, most / size))
+            for slots, size in zip(self.room, self.keyspace.copy_bytes, strict=True)
+        ]
 
     def plan(self, plan_id: str, parent_id: str = "", reason: str = "") -> Plan:
         """Return ``make_plan`` with the configured limits and shape of the training.
@@ -359,12 +380,13 @@ class PlanBasis:
         return replace(of_other, costs=replace(of_other.costs, before=plan.costs.before))
 
     def _plan(self, exchange: Exchange, origin: PlanOrigin) -> Plan:
-        kept = slots_of_moves(self.topology, self.settings)
-        of_copies = [slots - of_moves for slots, of_moves in zip(self.topology.replica_slots, kept, strict=True)]
+        of_copies = [slots - of_moves for slots, of_moves in zip(self.room, self.room_for_moves, strict=True)]
+        memory_bytes = self.topology.copies_memory_bytes
         return make_plan(
             self.profile, self.keyspace, self.topology.layout, self.cluster, of_copies, self.live, origin,
             horizon_steps=self.settings.horizon_steps, shape=self.job.shape, limits=self.limits, exchange=exchange,
             step_seconds=self.step_seconds,
+            copies_memory_bytes=None if memory_bytes is None else int((1 - self.kept_for_moves) * memory_bytes),
         )  # fmt: skip
 
     def drift(self, target: Placement, placement: Placement) -> Drift:
@@ -423,7 +445,8 @@ class PlanMaker:
             topology.trainer, self.keyspace.tables, training.passes_per_step(), training.measured_exchange()
         )
         return PlanBasis(
-            self.settings, self.keyspace, topology, job, self.prices.cluster, self._coordinator.placement(),
+            self.settings, KeySpace(self.keyspace.tables, job.read_only), topology, job,
+            self.prices.cluster, self._coordinator.placement(),
             self._profile(per_step, topology.layout), per_step, self._training.step_seconds(),
         )  # fmt: skip
 
@@ -443,7 +466,7 @@ def plan_moves(plan: Plan, basis: PlanBasis, affinity: AffinityMonitor | None) -
     layout = topology.layout
     if settings.rehomed_slots_share > 0 and layout.nodes > 1:
         excluded = basis.job.at_owner.union(settings.exclude_tables)
-        room = MoveRoom(keyspace, layout, slots_of_moves(topology, settings), plan.target, excluded)
+        room = MoveRoom(keyspace, layout, basis.room_for_moves, plan.target, excluded)
     outlook = wanted = None
     if affinity is not None:
         outlook, wanted = affinity.refresh(
@@ -456,13 +479,7 @@ def plan_moves(plan: Plan, basis: PlanBasis, affinity: AffinityMonitor | None) -
     if room is not None:
         moved = room.fit_placement(moved)
     made = with_moves(
-        plan, moved, live, keyspace, layout, topology.replica_slots, saved_seconds,
+        plan, moved, live, keyspace, layout, basis.room, saved_seconds,
         live_fits=len(stays) == len(live.rehomed),
     )  # fmt: skip
     return made, outlook
-
-
-def slots_of_moves(topology: LiveTopology, settings: PlannerConfig) -> list[int]:
-    """Return the replica slots of each dim-group that are kept for rows that move."""
-    share = settings.rehomed_slots_share if topology.layout.nodes > 1 else 0.0
-    return [int(share * slots) for slots in topology.replica_slots]

@@ -17,6 +17,7 @@ from flexd.planner.model.cost import CostBreakdown, canonical_tiers, joint_cost,
 from flexd.planner.model.prices import Exchange, TrafficPhase
 from flexd.planner.model.workload import GroupLoad, TrainingShape, make_loads
 from flexd.planner.solver.assign import FREE, GroupLimits, PlanLimits, slots_used
+from flexd.planner.solver.budget import CopyMemory
 from flexd.planner.solver.tiers import Optimum, choose_jointly
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import INTER, Cluster, Collective, Link
@@ -29,13 +30,7 @@ def moved_bytes(delta: Delta, keyspace: KeySpace, layout: RankLayout) -> Int64Ar
     """Return int64[n]: bytes of values and optimizer state that each change moves; 0 if it only drops copies. A row
     that leaves a node to which it moved goes by way of its home."""
     copies = np.array([1, layout.nodes, layout.world_size])
-    payload = np.array(
-        [
-            keyspace.tables[group.tables[0]].row_bytes + keyspace.tables[group.tables[0]].state_bytes
-            for group in keyspace.groups
-        ],
-        dtype=np.int64,
-    )
+    payload = np.array(keyspace.copy_bytes, dtype=np.int64)
     promoted = copies[without_moves(delta.new_tiers)] > copies[without_moves(delta.old_tiers)]
     times = promoted.astype(np.int64) + is_rehomed(delta.old_tiers) + is_rehomed(delta.new_tiers)
     return times * payload[keyspace.group_of(delta.keys)]
@@ -186,6 +181,21 @@ class PlanCosts:
 
 
 @dataclass(frozen=True)
+class MemoryOfCopies:
+    """Memory of a rank that the copies of a plan take, and the worth of more.
+
+    Attributes:
+        used_bytes: on the rank that holds most.
+        memory_bytes: that a rank has for copies; None: it has said a number of slots alone.
+        twice_saves_seconds: exposed seconds that a step would take less with as much memory again.
+    """
+
+    used_bytes: int
+    memory_bytes: int | None = None
+    twice_saves_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Plan:
     """One plan.
 
@@ -196,7 +206,8 @@ class Plan:
         row_bytes: int64[len(delta)], values and optimizer state that each change moves.
         migration_seconds: time to move them, bandwidth only.
         optimum: what the optimiser minimised, and what it may miss.
-        slots: replica slots of a rank, by dim-group.
+        slots: replica slots of a rank, by dim-group: with a limit of memory, the dim-group's part of it.
+        memory: that the copies take.
         live_fits: whether the live placement keeps to slots, pins and excluded tables. If not, the plan is needed
             whatever it saves.
         step_seconds: measured wall time of a step; None if it is not known.
@@ -215,6 +226,7 @@ class Plan:
     live_fits: bool
     step_seconds: float | None = None
     moves_save_seconds: float = 0.0
+    memory: MemoryOfCopies = MemoryOfCopies(0)
 
     @property
     def plan_id(self) -> str:
@@ -252,6 +264,7 @@ class Plan:
             **asdict(self.origin),
             "cluster": costs.cluster.name,
             "replica_slots": list(self.slots),
+            "copies": asdict(self.memory),
             "rows": {tier.name: int(np.count_nonzero(self.target.tiers == tier)) for tier in (Tier.NODE, Tier.DEVICE)},
             "rehomed_rows": len(self.target.rehomed),
             "moves_save_seconds": self.moves_save_seconds,
@@ -293,6 +306,7 @@ def make_plan(
     limits: PlanLimits | None = None,
     exchange: Exchange = Exchange.CHAIN,
     step_seconds: float | None = None,
+    copies_memory_bytes: int | None = None,
 ) -> Plan:
     """Choose the tier of every row. Deterministic; does not depend on the order in which rows are listed.
 
@@ -306,6 +320,7 @@ def make_plan(
         limits: pins, excluded tables.
         exchange: what the job runs, which cannot change while it runs.
         step_seconds: measured wall time of a step, of which the plan states its saving as a share.
+        copies_memory_bytes: of a rank, for the copies of all dim-groups together; None: the slots alone limit them.
 
     Raises:
         PlanError: the profile is empty, is of other tables or does not know the accesses of a step; the slots are not
@@ -326,7 +341,8 @@ def make_plan(
         for load, slots in zip(loads, replica_slots, strict=True)
     ]
     live_tiers = [live.tiers_of(load.keys) for load in loads]
-    choice = choose_jointly(loads, cluster, group_limits, live_tiers, horizon_steps, exchange)
+    memory = None if copies_memory_bytes is None else CopyMemory(copies_memory_bytes, keyspace.copy_bytes)
+    choice = choose_jointly(loads, cluster, group_limits, live_tiers, horizon_steps, exchange, memory)
     keys = np.concatenate([load.keys for load in loads])
     tiers = np.concatenate(choice.tiers)
     target = Placement.of(keys, tiers, live.version)
@@ -348,14 +364,30 @@ def make_plan(
         ),
         costs=PlanCosts(cluster, exchange, before, choice.cost, baselines),
         optimum=choice.optimum,
-        slots=tuple(replica_slots),
-        live_fits=_fits(live, limits, keyspace, layout, replica_slots),
+        slots=choice.slots,
+        live_fits=_fits(live, limits, keyspace, layout, replica_slots, copies_memory_bytes),
         step_seconds=step_seconds,
+        memory=MemoryOfCopies(copies_bytes(target, keyspace, layout), copies_memory_bytes, choice.twice_saves_seconds),
     )
 
 
-def _fits(live: Placement, limits: PlanLimits, keyspace: KeySpace, layout: RankLayout, slots: Sequence[int]) -> bool:
-    """Return whether a placement keeps to slots, pins and excluded tables."""
+def copies_bytes(placement: Placement, keyspace: KeySpace, layout: RankLayout) -> int:
+    """Return the bytes that copies of a placement take on the rank that holds most."""
+    used = slots_used(placement.keys, placement.tiers, keyspace, layout)
+    return int((np.array(keyspace.copy_bytes)[:, None] * used).sum(axis=0).max(initial=0))
+
+
+def _fits(
+    live: Placement,
+    limits: PlanLimits,
+    keyspace: KeySpace,
+    layout: RankLayout,
+    slots: Sequence[int],
+    memory_bytes: int | None,
+) -> bool:
+    """Return whether a placement keeps to slots, memory, pins and excluded tables."""
+    if memory_bytes is not None and copies_bytes(live, keyspace, layout) > memory_bytes:
+        return False
     if bool((slots_used(live.keys, live.tiers, keyspace, layout) > np.array(slots)[:, None]).any()):
         return False
     keys = np.union1d(live.keys, limits.replicated_keys(keyspace))

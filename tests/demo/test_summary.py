@@ -100,6 +100,7 @@ def test_step_times_by_strategy_over_the_last_tenth() -> None:
     record.ranks[0]["seconds"][36:] = 0.040
     found = summarise(record)
     assert found.link_mbit == 100.0
+    assert (found.step_ms.before_plan, found.step_ms.after_plan) == pytest.approx((20.0, 30.0))
     medians = {name: times.p50 for name, times in found.step_ms.strategies.items()}
     assert found.step_ms.measured == ("chain, trial", "  chain 10.0 ms")
     assert medians == pytest.approx({"row_wise": 80.0, "chain": 40.0, "default": 10.0, "plans": 30.0})

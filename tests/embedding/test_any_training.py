@@ -50,7 +50,7 @@ scenarios = st.builds(
     exchange=st.sampled_from(["chain", "direct", "auto"]),
     steps=st.just(10),
     seed=st.integers(0, 100_000),
-    replica_fraction=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+    slots_share=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
     migrate_every=st.sampled_from([1, 2, 5]),
     two_dims=st.booleans(),
     passes=st.sampled_from([1, 3]),
@@ -98,7 +98,7 @@ three_nodes = st.builds(
     turns=turns,
     loads=loads,
 )
-BAGS = Scenario(2, 2, pooling_at=("owner", "requester"), weighted=True, switch_every=3, replica_fraction=1.0, steps=8)
+BAGS = Scenario(2, 2, pooling_at=("owner", "requester"), weighted=True, switch_every=3, slots_share=1.0, steps=8)
 """Of bags with factors, which are drawn too."""
 LOOP = {"evaluate_every": 0, "loops": 1, "depth": 0, "restarts": False, "changes": ""}
 

@@ -33,7 +33,7 @@ TIMEOUT_SECONDS = 16.0
 
 layouts = st.sampled_from([RankLayout(1, 1), RankLayout(2, 1), RankLayout(1, 2), RankLayout(2, 2), RankLayout(3, 1)])
 collections = st.sampled_from(
-    [{}, {}, {"exchange": "direct"}, {"fast_memory_bytes": 1}, {"replica_fraction": 0.5}, {"comm_dtype": None}]
+    [{}, {}, {"exchange": "direct"}, {"fast_memory_bytes": 1}, {"copies_memory_bytes": 2000}, {"comm_dtype": None}]
 )
 calls = st.builds(Call, kind=st.sampled_from([*LEGAL, *REFUSED]), seed=st.integers(0, 1000), odd=st.integers(0, 3))
 sequences = st.lists(calls, min_size=3, max_size=10)

@@ -16,14 +16,9 @@ def test_invalid_arguments_are_refused() -> None:
     table = flexd.EmbeddingTable("item", 10, 4)
     with pytest.raises(TopologyError, match="layout of 2 nodes x 2 local ranks"):
         flexd.EmbeddingCollection([table], layout=RankLayout(2, 2))
-    for budget in (
-        {"replica_fraction": 1.5},
-        {"replica_fraction": -0.1},
-        {"replica_slots": [1, 2]},
-        {"replica_slots": [-1]},
-    ):
-        with pytest.raises(EmbeddingError, match="replica budget"):
-            flexd.EmbeddingCollection([table], layout=RankLayout(1, 1), **budget)
+    for name, value in (("copies_memory_bytes", -1), ("replica_slots", [1, 2]), ("replica_slots", [-1])):
+        with pytest.raises(EmbeddingError, match=name):
+            flexd.EmbeddingCollection([table], layout=RankLayout(1, 1), **{name: value})
     with pytest.raises(EmbeddingError, match="'ring'"):
         flexd.EmbeddingCollection([table], layout=RankLayout(1, 1), exchange="ring")
 

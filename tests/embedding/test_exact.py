@@ -26,7 +26,7 @@ ALL = [
     # Messages of many peers are made by an index; here all of them, with copies that migrate in the same messages.
     (Scenario(2, 2, "rowwise_adagrad", two_dims=True, seed=8), 1e-9, in_windows),
     (
-        Scenario(2, 2, "adam", exchange="direct", passes=2, two_dims=True, replica_fraction=0.8, seed=9),
+        Scenario(2, 2, "adam", exchange="direct", passes=2, two_dims=True, slots_share=0.8, seed=9),
         1e-9,
         in_windows,
     ),

@@ -77,7 +77,7 @@ def quantized() -> EmbeddingCollection:
         EmbeddingTable(name, rows, 4, **({"dtype": "int8", "trainable": False} if name == "items" else {}))
         for name, rows in ROWS.items()
     ]
-    return EmbeddingCollection(tables, layout=LAYOUT, replica_fraction=1.0, exchange="chain")
+    return EmbeddingCollection(tables, layout=LAYOUT, exchange="chain")
 
 
 def misuse(rank: int, what: str) -> tuple[str, list[str]]:

@@ -120,7 +120,7 @@ def train(
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("", {}), ("", {"fast_memory_bytes": 1}), ("", {"replica_fraction": 0.5}), ("requester", {}), ("owner", {})],
+    [("", {}), ("", {"fast_memory_bytes": 1}), ("", {"copies_memory_bytes": 2000}), ("requester", {}), ("owner", {})],
 )
 @pytest.mark.parametrize("work", [numbers_of_a_step, learning_rate, loaded, states])
 def test_what_is_changed_after_the_call_is_not_trained(

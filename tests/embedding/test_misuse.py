@@ -84,7 +84,7 @@ def evaluate_first(rank: int, inference: bool, ahead: bool, one_thread: bool, gi
     ("ahead", "one_thread", "given"),
     [
         (False, False, {}), (True, False, {}), (True, True, {}),
-        (True, False, {"fast_memory_bytes": 1}), (False, False, {"replica_fraction": 0.2}),
+        (True, False, {"fast_memory_bytes": 1}), (False, False, {"copies_memory_bytes": 2000}),
     ],
 )  # fmt: skip
 def test_training_after_inference_mode_is_as_without(

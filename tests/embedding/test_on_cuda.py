@@ -20,6 +20,7 @@ from flexd.embedding.checkpoint.sharded_state import ShardedState
 from flexd.embedding.row_optimizers import RowOptimizer
 from tests.support.collection_jobs import whole_state_dict
 from tests.support.pretended_cuda import DEVICE, LookupWithoutAutograd, PretendedCuda
+from tests.support.slots_of_share import slots_of_share
 from tools.bench.mirror_ranks import MirrorPeers, mirrored
 from tools.bench.sections.dispatch import MAX_WAITS, Case, batch, keyspace_of, placement, tables_of
 
@@ -64,7 +65,8 @@ def job(
     make = flexd.EmbeddingBagCollection if pooled else flexd.EmbeddingCollection
     with PretendedCuda().running() as cuda, mirrored([(g.first_key, g.end_key) for g in keyspace.groups]):
         collection = make(
-            tables_of(case), layout=layout, optimizer=optimizer or flexd.RowWiseAdagrad(), replica_fraction=0.2,
+            tables_of(case), layout=layout, optimizer=optimizer or flexd.RowWiseAdagrad(),
+            replica_slots=slots_of_share(tables_of(case), 0.2, optimizer),
             device="cuda", exchange=exchange, comm_dtype=comm_dtype,
         )  # fmt: skip
         made = Job(case, cuda, collection)

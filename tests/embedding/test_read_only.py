@@ -21,7 +21,7 @@ ROWS = {"items": 60, "texts": 50, "users": 40}
 
 def made(*read_only: str, names: tuple[str, ...] = tuple(ROWS), **settings: Any) -> EmbeddingCollection:
     tables = [EmbeddingTable(name, ROWS[name], 4, trainable=name not in read_only) for name in names]
-    given = {"layout": LAYOUT, "replica_fraction": 1.0, "exchange": "chain", "optimizer": Adam(0.1), "seed": 2}
+    given = {"layout": LAYOUT, "exchange": "chain", "optimizer": Adam(0.1), "seed": 2}
     return EmbeddingCollection(tables, **(given | settings))
 
 

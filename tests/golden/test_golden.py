@@ -35,7 +35,7 @@ def batch(step: int, rank: int) -> dict[str, flexd.Jagged]:
 
 
 def collection_of(strategy: str, layout: RankLayout) -> flexd.EmbeddingCollection:
-    given: dict[str, Any] = {"layout": layout, "optimizer": flexd.RowWiseAdagrad(lr=0.1), "replica_fraction": 0.2}
+    given: dict[str, Any] = {"layout": layout, "optimizer": flexd.RowWiseAdagrad(lr=0.1), "replica_slots": [800, 60]}
     if strategy in POOLED:
         tables = [
             flexd.EmbeddingBagTable(name, rows, dim, dtype="float64", pooling_at=strategy.removeprefix("pooled at "))

@@ -55,7 +55,8 @@ class Scenario:
     steps: int = 12
     seed: int = 0
     dtype: str = "float64"
-    replica_fraction: float = 0.4
+    slots_share: float = 0.4
+    """Replica slots as a share of the rows of each dim-group."""
     migrate_every: int = 2
     two_dims: bool = False
     passes: int = 1

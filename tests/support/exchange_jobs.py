@@ -18,7 +18,7 @@ def make(layout: RankLayout, dims: list[int], dtypes: list[str], moved: bool, **
         EmbeddingTable(f"t{i}", ROWS, d, dtype=t, init_scale=0.5)
         for i, (d, t) in enumerate(zip(dims, dtypes, strict=True))
     ]
-    collection = EmbeddingCollection(tables, layout=layout, optimizer=SGD(0.02), replica_fraction=1.0, **more)
+    collection = EmbeddingCollection(tables, layout=layout, optimizer=SGD(0.02), **more)
     if moved:
         keys = np.arange(ROWS * len(dims))
         collection.engine.inbox.offer(1, Delta(keys, np.zeros(len(keys), np.uint8), (keys % 3).astype(np.uint8)))

@@ -35,6 +35,7 @@ from tests.support.exactness import (
     tables_of,
     values_of,
 )
+from tests.support.slots_of_share import slots_of_share
 
 Features = dict[str, Jagged]
 ROWS = {"history": 61, "target": 61, "shop": 17}
@@ -173,7 +174,8 @@ def other_arm(collection: EmbeddingCollection, step: int) -> Arm:
 
 def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> EmbeddingCollection:
     given: dict[str, Any] = {
-        "layout": scenario.layout, "replica_fraction": scenario.replica_fraction, "exchange": scenario.exchange,
+        "layout": scenario.layout, "exchange": scenario.exchange,
+        "replica_slots": slots_of_share(tables_of(scenario), scenario.slots_share, row_optimizer(scenario)),
         "seed": scenario.seed, "max_migration_bytes_per_step": 2000, "average_gradients": scenario.average_gradients,
         "comm_dtype": scenario.comm_dtype,
     }  # fmt: skip

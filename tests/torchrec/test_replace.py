@@ -116,7 +116,7 @@ def test_training_on_two_ranks_equals_the_model_before(
 def test_names_values_and_modes_stay() -> None:
     model = make("adagrad")
     before = plain_tables(model)
-    tables = replace(model.eval(), replica_fraction=0.5)
+    tables = replace(model.eval(), replica_slots=[80, 40])
     assert {name: tuple(tables.gather_table(name).shape) for name in ROWS} == {
         name: tuple(table.shape) for name, table in before.items()
     }

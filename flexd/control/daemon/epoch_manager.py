@@ -87,6 +87,7 @@ class LiveTopology:
         ready: whether chunks can be pushed.
         reason: why no chunk can be pushed; empty if ``ready``.
         trainer: how the trainer constructed its collections; None if it does not say.
+        copies_memory_bytes: memory for copies that every rank has; None if none says.
     """
 
     generation: int
@@ -96,6 +97,7 @@ class LiveTopology:
     ready: bool
     reason: str
     trainer: TrainerSettings | None = None
+    copies_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -440,7 +442,7 @@ class EpochManager:
     def _publish_live(self, topology: Topology, ready: bool) -> None:
         self._live = LiveTopology(
             self._generation, topology.attempt, topology.layout, topology.replica_slots, ready, self.reason,
-            topology.trainer,
+            topology.trainer, topology.copies_memory_bytes,
         )  # fmt: skip
 
 

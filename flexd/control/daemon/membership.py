@@ -58,6 +58,12 @@ class Topology:
         return tuple(min(slots) for slots in zip(*(hello.identity.replica_slots for hello in self.hellos), strict=True))
 
     @property
+    def copies_memory_bytes(self) -> int | None:
+        """Memory for copies that every rank has (the minimum over ranks); None if none says."""
+        known = [hello.identity.copies_memory_bytes for hello in self.hellos]
+        return min((each for each in known if each is not None), default=None)
+
+    @property
     def trainer(self) -> TrainerSettings | None:
         """Return how the trainer constructed its collections; None if rank 0 does not say."""
         return self.hellos[0].identity.trainer

@@ -297,8 +297,11 @@ class ChunkPusher:
         else:
             # There is no plan, or an older migration has moved rows since.
             gains = np.ones(len(target)) if plan is None else plan.gains
-            delta = plan_delta(placement, target, gains, self._keyspace, layout, topology.replica_slots)
-            row_bytes = moved_bytes(delta, self._keyspace, layout)
+            read_only = topology.trainer.read_only_tables(self._keyspace.tables) if topology.trainer else ()
+            keyspace = KeySpace(self._keyspace.tables, read_only)
+            slots = keyspace.room_for_copies(topology.replica_slots)
+            delta = plan_delta(placement, target, gains, keyspace, layout, slots)
+            row_bytes = moved_bytes(delta, keyspace, layout)
         migration.set_delta(delta, np.concatenate([np.zeros(1, np.int64), np.cumsum(row_bytes)]))
 
     def _fail_active_by(self, error: Exception) -> None:

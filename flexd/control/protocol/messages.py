@@ -77,6 +77,8 @@ class RankIdentity:
         replica_slots: replica slots of this rank for each dim-group of the key space.
         table_digest: ``KeySpace.digest`` of the trainer's tables.
         trainer: how its collections were constructed; None: the daemon goes by its configuration.
+        copies_memory_bytes: memory of this rank for the copies of all dim-groups together; None: as much as the slots
+            take.
     """
 
     job: str
@@ -87,6 +89,7 @@ class RankIdentity:
     replica_slots: tuple[int, ...]
     table_digest: str
     trainer: TrainerSettings | None = None
+    copies_memory_bytes: int | None = None
 
     @property
     def world_size(self) -> int:

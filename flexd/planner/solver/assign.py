@@ -391,6 +391,19 @@ class _GainingRows:
             tiers[rows[fits]] = Tier.DEVICE
 
 
+def wanted_at(
+    node: Float64Array, device: Float64Array, node_slots: float, device_slots: float, price: float
+) -> tuple[float, float]:
+    """(sum of gain - price x slots, slots on all ranks together) of the rows if each takes its best tier at a price of
+    a slot. Arguments as of ``best_price``."""
+    at_node, at_device = node - price * node_slots, device - price * device_slots
+    best = np.maximum(at_node, at_device)
+    replicated = best > 0
+    devices = np.count_nonzero(replicated & (at_device > at_node))
+    nodes = np.count_nonzero(replicated) - devices
+    return float(best.sum(where=replicated)), node_slots * nodes + device_slots * devices
+
+
 def best_price(
     node: Float64Array, device: Float64Array, node_slots: float, device_slots: float, slots: float
 ) -> tuple[float, float]:
@@ -411,13 +424,8 @@ def best_price(
         return 0.0, 0.0
 
     def relaxed(price: float) -> tuple[float, float]:
-        at_node, at_device = node - price * node_slots, device - price * device_slots
-        best = np.maximum(at_node, at_device)
-        replicated = best > 0
-        devices = np.count_nonzero(replicated & (at_device > at_node))
-        nodes = np.count_nonzero(replicated) - devices
-        gain = float(best.sum(where=replicated)) + price * slots
-        return gain, node_slots * nodes + device_slots * devices
+        gain, used = wanted_at(node, device, node_slots, device_slots, price)
+        return gain + price * slots, used
 
     dual, used = relaxed(0.0)
     if used <= slots:

@@ -12,9 +12,10 @@ hold the same copies, and NODE is used.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
+from typing import Self
 
 import numpy as np
 
@@ -33,10 +34,13 @@ from flexd.planner.model.cost import (
 from flexd.planner.model.prices import Exchange, linear_exposure
 from flexd.planner.model.workload import GroupLoad
 from flexd.planner.solver.assign import FREE, Assignment, GroupLimits
+from flexd.planner.solver.budget import CopyMemory, Demand, Division, divide
 from flexd.topology.cluster import Cluster
 
 # At most: prices depend on the message sizes, which depend on the plan.
 _PRICE_ROUNDS = 4
+# Memory for copies of which a smaller share is used is enough.
+_FULL = 0.97
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,16 @@ class JointChoice:
         tiers: of each group uint8[h], of the load's listed rows.
         gains: of each group float64[h], exposed seconds a step that the row saves at its tier against HOME (0 at HOME).
         cost: of these tiers.
+        slots: of a rank for each group's copies: with memory, what is its part.
+        twice_saves_seconds: exposed seconds that a step would take less with as much memory for copies again.
     """
 
     tiers: tuple[UInt8Array, ...]
     gains: tuple[Float64Array, ...]
     cost: CostBreakdown
     optimum: Optimum
+    slots: tuple[int, ...]
+    twice_saves_seconds: float = 0.0
 
 
 def choose_jointly(
@@ -85,6 +93,7 @@ def choose_jointly(
     live_tiers: Sequence[UInt8Array],
     horizon_steps: float,
     exchange: Exchange = Exchange.CHAIN,
+    memory: CopyMemory | None = None,
 ) -> JointChoice:
     """The best tiers for all dim-groups within their limits.
 
@@ -95,6 +104,7 @@ def choose_jointly(
 
     Args:
         live_tiers: of each group uint8[h], tiers of the listed rows now.
+        memory: of a rank for the copies of all dim-groups; None: the slots alone are limits.
 
     Raises:
         PlanError: a horizon that is not above 0, or pinned rows that do not fit.
@@ -105,7 +115,7 @@ def choose_jointly(
     live = [canonical_tiers(tiers, layout) for tiers in live_tiers]
     home = joint_cost(loads, [np.zeros(len(load.keys), np.uint8) for load in loads], cluster, exchange)
     linear = linear_exposure(cluster, home.phase_seconds.sum(axis=1))
-    problem = _Problem(tuple(loads), cluster, linear, tuple(limits), tuple(live), horizon_steps, exchange)
+    problem = _Problem(tuple(loads), cluster, linear, tuple(limits), tuple(live), horizon_steps, exchange, memory)
     sent = problem.first_sizes(home)
     best: JointChoice | None = None
     for _ in range(1 if cluster.is_affine else _PRICE_ROUNDS):
@@ -117,7 +127,7 @@ def choose_jointly(
             break
         sent = np.where(sizes > 0, sizes, sent)
     assert best is not None  # noqa: S101
-    return best
+    return replace(best, twice_saves_seconds=problem.twice_saves(best, sent))
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,24 @@ class _Group:
                 closed = slice(None) if self.trained is None or tier not in usable else self.trained
                 decision[tier, closed] = -np.inf
         return decision
+
+    def demand(self, tiers: frozenset[Tier], copy_bytes: int) -> Demand:
+        """Return the rows that gain if only rows at these tiers are synchronised, beside the pinned ones."""
+        decision, limits = self.allowing(tiers), self.assignment.limits
+        rows = np.flatnonzero((np.maximum(decision[Tier.NODE], decision[Tier.DEVICE]) > 0) & (limits.fixed == FREE))
+        room = int(limits.slots.min()) - self.pinned_slots
+        return Demand(decision[Tier.NODE, rows], decision[Tier.DEVICE, rows], copy_bytes, max(room, 0))
+
+    @cached_property
+    def pinned_slots(self) -> int:
+        """Slots of the fullest rank that pinned rows take."""
+        return int(self.load.layout.replica_slots_used(self.load.keys, self.assignment.base).max(initial=0))
+
+    def with_slots(self, slots: int) -> Self:
+        """Return the same with so many slots of each rank for rows that are not pinned."""
+        limits = self.assignment.limits
+        given = GroupLimits(np.full_like(limits.slots, self.pinned_slots + slots), limits.fixed)
+        return replace(self, assignment=replace(self.assignment, limits=given))
 
     def total(self, gains: Float64Array, tiers: UInt8Array) -> float:
         """Gains of the rows that are not pinned."""
@@ -185,6 +213,7 @@ class _Problem:
     live: tuple[UInt8Array, ...]
     horizon_steps: float
     exchange: Exchange
+    memory: CopyMemory | None
 
     @property
     def layout(self) -> RankLayout:
@@ -229,6 +258,42 @@ class _Problem:
             result.append(_Group(load, Assignment(self.layout, load.keys, decision, limits, usable), plain, live))
         return result
 
+    def divided(self, groups: Sequence[_Group], tiers: frozenset[Tier], times: int = 1) -> Division | None:
+        """Return the slots of each dim-group within ``times`` the memory; None without a limit of memory."""
+        if self.memory is None:
+            return None
+        sizes = self.memory.copy_bytes
+        left = times * self.memory.memory_bytes - sum(
+            group.pinned_slots * size for group, size in zip(groups, sizes, strict=True)
+        )
+        if left < 0:
+            raise PlanError(
+                "the pinned rows take more memory than there is for copies",
+                remedy="pin fewer rows, or raise copies_memory_bytes of the collection",
+            )
+        demands = [group.demand(tiers, size) for group, size in zip(groups, sizes, strict=True)]
+        if times > 1:
+            demands = [replace(demand, room=len(demand.node)) for demand in demands]
+        return divide(demands, self.layout, left)
+
+    def twice_saves(self, choice: JointChoice, sent: Float64Array) -> float:
+        """Return the exposed seconds that a step would take less with twice the memory, and with slots for it."""
+        if self.memory is None:
+            return 0.0
+        used = sum(
+            size * int(self.layout.replica_slots_used(load.keys, tiers).max(initial=0))
+            for load, tiers, size in zip(self.loads, choice.tiers, self.memory.copy_bytes, strict=True)
+        )
+        if used < _FULL * self.memory.memory_bytes:
+            return 0.0
+        groups = self.groups(sent)
+        synced = (group.synced(tiers) for group, tiers in zip(groups, choice.tiers, strict=True))
+        open_tiers = frozenset[Tier]().union(*synced) or frozenset(usable_tiers(self.layout, self.exchange))
+        more = self.divided(groups, open_tiers, times=2)
+        assert more is not None  # noqa: S101
+        tiers = [group.with_slots(n).solve(open_tiers)[0] for group, n in zip(groups, more.slots, strict=True)]
+        return max(0.0, choice.cost.exposed_seconds - self.cost(tiers).exposed_seconds)
+
     def solve(self, sent: Float64Array) -> JointChoice:
         groups = self.groups(sent)
         home_tiers = [group.assignment.base for group in groups]
@@ -236,13 +301,19 @@ class _Problem:
         pinned = frozenset[Tier]().union(*(group.synced(group.assignment.base) for group in groups))
         pinned_seconds = self.fixed_seconds(pinned)
         best_tiers, best_cost, best_objective, best_value = home_tiers, home, home.exposed_seconds, 0.0
+        best_within: Sequence[_Group] | None = None
         bound = 0.0
         for tiers_open in self.sets_of_tiers(pinned, any(group.trained is not None for group in groups)):
-            solved = [group.solve(tiers_open) for group in groups]
+            division, within = self.divided(groups, tiers_open), groups
+            if division is not None:
+                within = [group.with_slots(slots) for group, slots in zip(groups, division.slots, strict=True)]
+            best_within = best_within or within
+            solved = [group.solve(tiers_open) for group in within]
             tiers = [chosen for chosen, _ in solved]
             fixed = self.fixed_seconds(tiers_open) - pinned_seconds
-            bound = max(bound, sum(most for _, most in solved) - fixed)
-            if all(chosen is base for chosen, base in zip(tiers, home_tiers, strict=True)):
+            most = sum(of_group for _, of_group in solved)
+            bound = max(bound, (most if division is None or division.bound is None else division.bound) - fixed)
+            if all(chosen is group.assignment.base for chosen, group in zip(tiers, within, strict=True)):
                 continue
             cost = self.cost(tiers)
             decided = sum(g.total(g.assignment.decision, t) for g, t in zip(groups, tiers, strict=True))
@@ -251,7 +322,7 @@ class _Problem:
             if objective < best_objective and cost.exposed_seconds < home.exposed_seconds:
                 synced = frozenset[Tier]().union(*(g.synced(t) for g, t in zip(groups, tiers, strict=True)))
                 best_value = decided - (self.fixed_seconds(synced | pinned) - pinned_seconds)
-                best_tiers, best_cost, best_objective = tiers, cost, objective
+                best_tiers, best_cost, best_objective, best_within = tiers, cost, objective, within
         if not math.isinf(self.cluster.exposed.cover_seconds):
             best_value = home.exposed_seconds - best_objective  # at most the sum of the gains
         gains = (
@@ -259,4 +330,5 @@ class _Problem:
             for group, chosen in zip(groups, best_tiers, strict=True)
         )
         optimum = Optimum(best_objective, best_objective - max(bound - best_value, 0.0), home.exposed_seconds)
-        return JointChoice(tuple(best_tiers), tuple(gains), best_cost, optimum)
+        slots = tuple(int(group.assignment.limits.slots.min()) for group in best_within or groups)
+        return JointChoice(tuple(best_tiers), tuple(gains), best_cost, optimum, slots)

@@ -42,7 +42,7 @@ CHECKPOINT_STEPS = 100
 _STEPS_A_PHASE = 30
 """After so many steps other rows are popular."""
 _LEARNING_RATE, _EPSILON = 0.05, 1e-4
-_REPLICA_FRACTION = 0.05
+_REPLICA_SLOTS = (200, 25)
 
 
 def specs() -> list[flexd.EmbeddingTable]:
@@ -136,7 +136,7 @@ def rank(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=RANK_SECONDS))
     collection = flexd.EmbeddingBagCollection(
         specs(), optimizer=flexd.RowWiseAdagrad(lr=_LEARNING_RATE, eps=_EPSILON), layout=LAYOUT,
-        replica_fraction=_REPLICA_FRACTION, seed=seed,
+        replica_slots=_REPLICA_SLOTS, seed=seed,
     )  # fmt: skip
     first = 0
     if checkpoint is not None:

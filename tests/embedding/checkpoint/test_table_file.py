@@ -50,7 +50,7 @@ def loaded(rank: int, layout: RankLayout, npy: str, safetensors: str, sharding: 
         EmbeddingTable("items", ROWS, DIM, sharding=sharding, trainable=False),
         EmbeddingTable("halves", ROWS, DIM, dtype="bfloat16", sharding=sharding),
     ]
-    collection = EmbeddingCollection(tables, layout=layout, replica_fraction=1.0)
+    collection = EmbeddingCollection(tables, layout=layout)
     with mock.patch.object(table_rows, "MAX_WINDOW_BYTES", 10 * DIM * 4):
         collection.load_file("items", npy)
         collection.load_file("halves", safetensors, tensor="texts")

@@ -85,7 +85,7 @@ def check(scenario: Scenario, ranks: Ranks, loop: Loop) -> list[dict]:
         losses, tables = train_alone(scenario)
         expected = [(part, tables) for part in losses]
     else:
-        still = replace(scenario, moved=False, replica_fraction=0.0)
+        still = replace(scenario, moved=False, slots_share=0.0)
         plain = pool.run(train, still, replace(loop, ahead=False, loops=1, break_at=-1))
         assert [result["errors"] for result in plain] == [result["errors"] for result in results]
         expected = [(result["losses"], result["tables"]) for result in plain]
@@ -177,7 +177,7 @@ scenarios = st.builds(
     exchange=st.sampled_from(["chain", "auto", "direct"]),
     seed=st.integers(0, 10_000),
     steps=st.just(10),
-    replica_fraction=st.sampled_from([0.0, 0.3, 1.0]),
+    slots_share=st.sampled_from([0.0, 0.3, 1.0]),
     migrate_every=st.sampled_from([1, 3, 100]),
     passes=st.integers(1, 2),
     two_dims=st.booleans(),

@@ -33,7 +33,7 @@ def summed_gradients(
         tier: tier of all rows; None: rows at all tiers.
     """
     collection = EmbeddingCollection(
-        [EmbeddingTable("t0", ROWS, 16, dtype=dtype)], layout=layout, optimizer=SGD(1.0), replica_fraction=1.0,
+        [EmbeddingTable("t0", ROWS, 16, dtype=dtype)], layout=layout, optimizer=SGD(1.0),
         comm_dtype=comm_dtype, average_gradients=False,
     )  # fmt: skip
     collection.load_rows("t0", 0, torch.zeros(ROWS, 16))

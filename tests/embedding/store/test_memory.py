@@ -15,6 +15,7 @@ from flexd.embedding import devices
 from flexd.embedding.store.directory import max_listed_rows
 from flexd.embedding.store.memory import RankMemory, rank_memory
 from flexd.embedding.store.store import make_stores
+from tests.support.slots_of_share import slots_of_share
 from tools.bench.mirror_ranks import mirrored
 from tools.bench.sections.dispatch import Case, batch, keyspace_of, placement, tables_of
 
@@ -80,7 +81,9 @@ def test_directories_and_lists_of_several_dim_groups_stay_within_their_bound(hos
         mirrored([(group.first_key, group.end_key) for group in keyspace.groups]),
         mock.patch.object(devices, "in_host_memory", return_value=host),
     ):
-        collection = flexd.EmbeddingCollection(tables_of(case), layout=case.layout, replica_fraction=0.35)
+        collection = flexd.EmbeddingCollection(
+            tables_of(case), layout=case.layout, replica_slots=slots_of_share(tables_of(case), 0.35)
+        )
         before = collection.memory()
         engine = collection.engine
         engine.migrator.apply([engine.migrator.prepare(placement(case, keyspace), None)])

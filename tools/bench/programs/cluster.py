@@ -162,7 +162,7 @@ class FlexdTrainer:
             tables,
             optimizer=RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS),
             layout=setting.layout,
-            replica_fraction=setting.replica_fraction if target is not None else 0.0,
+            replica_slots=[0 if target is None else int(setting.replica_fraction * setting.rows)],
             average_gradients=False,
             exchange=exchange,
             max_migration_bytes_per_step=2**30,

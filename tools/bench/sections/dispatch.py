@@ -186,7 +186,7 @@ def measure(case: Case, steps: int) -> dict[str, float]:
         make = flexd.EmbeddingBagCollection if case.pooled else flexd.EmbeddingCollection
         collection = make(
             tables_of(case), layout=case.layout, optimizer=flexd.RowWiseAdagrad(), exchange=case.exchange,
-            replica_fraction=min(1.0, 2 * case.copies + 0.01),
+            replica_slots=[int(min(1.0, 2 * case.copies + 0.01) * group.rows) for group in keyspace.groups],
         )  # fmt: skip
         if case.copies and case.layout.world_size > 1:
             engine = collection.engine
