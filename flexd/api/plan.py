@@ -152,7 +152,7 @@ class CopiesMemory(Model):
     used_bytes: int = 0
     """Copies of the plan, on the rank that holds most."""
     memory_bytes: int | None = None
-    """What every rank has for copies (``copies_memory_bytes``); null if the trainer gives a number of slots alone."""
+    """Memory of every rank for copies (``copies_memory_bytes``); null if the trainer gives a number of slots alone."""
     twice_saves_seconds: FiniteOrNone = None
     """Exposed seconds that a step would take less with as much memory again, by a plan for it."""
 

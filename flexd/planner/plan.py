@@ -19,6 +19,7 @@ from flexd.planner.model.workload import GroupLoad, TrainingShape, make_loads
 from flexd.planner.solver.assign import FREE, GroupLimits, PlanLimits, slots_used
 from flexd.planner.solver.budget import CopyMemory
 from flexd.planner.solver.tiers import Optimum, choose_jointly
+from flexd.planner.whole_tables import whole_tables, with_copies
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import INTER, Cluster, Collective, Link
 
@@ -346,7 +347,15 @@ def make_plan(
     keys = np.concatenate([load.keys for load in loads])
     tiers = np.concatenate(choice.tiers)
     target = Placement.of(keys, tiers, live.version)
-    gains = np.concatenate(choice.gains)[tiers != Tier.HOME]
+    gains, cost = np.concatenate(choice.gains)[tiers != Tier.HOME], choice.cost
+    more = whole_tables(target, profile, keyspace, layout, limits, replica_slots, copies_memory_bytes)
+    if len(more):
+        whole = with_copies(target, more, layout)
+        of_whole = placement_cost(loads, whole, keyspace, cluster, exchange)
+        if of_whole.exposed_seconds <= cost.exposed_seconds:
+            of_rows = np.zeros(len(whole))
+            of_rows[np.searchsorted(whole.keys, target.keys)] = gains
+            target, cost, gains = whole, of_whole, of_rows
     delta = plan_delta(live, target, gains, keyspace, layout, replica_slots)
     row_bytes, group = moved_bytes(delta, keyspace, layout), keyspace.group_of(delta.keys)
     at_home = [np.zeros(len(load.keys), np.uint8) for load in loads]
@@ -362,13 +371,18 @@ def make_plan(
             float(migration_seconds(load, cluster)[delta.new_tiers[(row_bytes > 0) & (group == load.group)]].sum())
             for load in loads
         ),
-        costs=PlanCosts(cluster, exchange, before, choice.cost, baselines),
+        costs=PlanCosts(cluster, exchange, before, cost, baselines),
         optimum=choice.optimum,
-        slots=choice.slots,
+        slots=tuple(np.maximum(choice.slots, _fullest(target, keyspace, layout)).tolist()),
         live_fits=_fits(live, limits, keyspace, layout, replica_slots, copies_memory_bytes),
         step_seconds=step_seconds,
         memory=MemoryOfCopies(copies_bytes(target, keyspace, layout), copies_memory_bytes, choice.twice_saves_seconds),
     )
+
+
+def _fullest(placement: Placement, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
+    fullest: Int64Array = slots_used(placement.keys, placement.tiers, keyspace, layout).max(axis=1)
+    return fullest
 
 
 def copies_bytes(placement: Placement, keyspace: KeySpace, layout: RankLayout) -> int:

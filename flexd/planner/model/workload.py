@@ -325,11 +325,14 @@ class GroupLoad:
 
     @property
     def _tail_statistics(self) -> Float64Array:
-        """float64[STATISTICS] of a trained row about which nothing else is known."""
+        """float64[STATISTICS] of a row about which nothing else is known."""
         touches, rows = self.bins.touches, float(self.bin_rows.sum())
         if touches is not None:
             touches = (touches @ self.bin_rows / rows if rows > 0 else np.zeros(3))[:, None]
-        return self.statistics_of(RowLoads(np.array([self.tail_accesses]), touches=touches))[:, 0]
+        trained = self.bins.trained
+        if trained is not None:
+            trained = np.array([trained @ self.bin_rows / rows if rows > 0 else 1.0])
+        return self.statistics_of(RowLoads(np.array([self.tail_accesses]), trained, touches))[:, 0]
 
 
 def _in_any_pass(touches: Float64Array, passes: int) -> Float64Array:

@@ -102,3 +102,29 @@ def test_a_read_only_row_takes_no_memory_of_optimizer_state() -> None:
     assert enough.memory.used_bytes < 10**6
     assert enough.memory.twice_saves_seconds == 0
     assert len(planned(0).target) == 0
+
+
+def test_a_hot_read_only_table_is_whole_on_every_rank_where_it_fits() -> None:
+    """Rows that the profile does not list are copied too, so that no look-up of the table sends an id."""
+
+    def planned(memory: int) -> Plan:
+        return make_plan(
+            profile(KEYSPACE, 20_000.0, hot=3000), KEYSPACE, LAYOUT, cluster(),
+            KEYSPACE.room_for_copies([4000], LAYOUT.world_size, memory), Placement.empty(), ORIGIN, horizon_steps=1e9,
+            shape=TrainingShape(frozen_tables=frozenset({"content"})), copies_memory_bytes=memory,
+        )  # fmt: skip
+
+    made, content = planned(10**6), KEYSPACE.keys(1, np.arange(4000))
+    assert (made.target.tiers_of(content) == Tier.DEVICE).all()
+    assert made.memory.used_bytes == copies_bytes(made.target, KEYSPACE, LAYOUT) <= 10**6
+    # It costs nothing per step: neither ids nor rows of it are on the way, and no copy of it is synchronised.
+    assert made.costs.after.exposed_seconds < made.costs.home.exposed_seconds / 1.5
+    assert len(made.gains) == len(made.target)
+    less = planned(150_000)
+    assert less.memory.used_bytes <= 150_000
+    assert not (less.target.tiers_of(content) == Tier.DEVICE).all()
+    assert len(make_plan(
+        profile(KEYSPACE, 20_000.0, hot=3000), KEYSPACE, LAYOUT, cluster(),
+        KEYSPACE.room_for_copies([4000], LAYOUT.world_size, 10**6), made.target, ORIGIN, horizon_steps=1e9,
+        shape=TrainingShape(frozen_tables=frozenset({"content"})), copies_memory_bytes=10**6,
+    ).delta) == 0  # fmt: skip
