@@ -7,10 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import HomeRun, KeySpace, homes_of
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.migration.migrator import Migrator
