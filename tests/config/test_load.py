@@ -61,7 +61,7 @@ def test_minimal_file_and_defaults(tmp_path):
         ("tables.0.rows", 0, "tables[0].rows: Input should be greater than or equal to 1 (got 0)"),
         ("tables.0.rows", "1e6", "tables[0].rows: Input should be a valid integer"),
         ("tables.0.rows", True, "tables[0].rows: must be a number, not a truth value (got True)"),
-        ("tables.0.dtype", "int8", "tables[0].dtype: Input should be 'float64', 'float32', "),
+        ("tables.0.dtype", "int4", "tables[0].dtype: Input should be 'float64', 'float32', "),
         (
             "tables.0.optimizer",
             "lamb",

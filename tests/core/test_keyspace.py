@@ -59,7 +59,7 @@ def test_bytes_of_a_row_and_its_state() -> None:
     [
         (("", 1, 1), "no name"),
         (("a", 0, 1), "rows=0"),
-        (("a", 1, 1, "int8"), "dtype 'int8'"),
+        (("a", 1, 1, "int4"), "dtype 'int4'"),
         (("a", 1, 1, "float32", "lion"), "optimizer 'lion'"),
     ],
 )

@@ -14,6 +14,7 @@ from flexd.core.placement import RankLayout
 from flexd.embedding import row_hashes
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
+from flexd.embedding.rank_rows import InitialRows
 from flexd.embedding.row_hashes import fill_initial_rows, round_stochastically
 
 
@@ -69,7 +70,7 @@ def test_every_layout_starts_from_the_same_tables(sizes: list[int], nodes: int, 
             keyspace, groups, Traffic(), replica_slots=[0] * len(keyspace.groups), exchange="chain",
             gradient_scale=1.0, max_migration_bytes_per_step=1, device=torch.device("cpu"),
         )  # fmt: skip
-        engine.initialise([table.scale for table in tables], 5, {"sgd": 0.0, "adagrad": 0.0})
+        engine.rows.initialise(InitialRows([table.scale for table in tables], 5, {"sgd": 0.0, "adagrad": 0.0}))
         for store in engine.stores:
             of_tables, rows = keyspace.table_rows(
                 store.first_home_address + store.world_size * np.arange(store.home_rows)

@@ -14,16 +14,17 @@ from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
 from flexd.planner.model.prices import EXCHANGE_PHASES, SYNC_PHASES, Exchange, TrafficPhase
 from flexd.simulate.accesses import StepPasses
-from flexd.simulate.byte_counter import MIGRATION, BitWords, StepByteCounter, sent_bytes
+from flexd.simulate.byte_counter import AGREEMENT_NUMBERS, MIGRATION, BitWords, StepByteCounter, sent_bytes
 from flexd.topology.cluster import INTER, INTRA
 from tests.support.planner_cases import bytes_of_bags
 from tests.support.rank_pool import Ranks
 
 
 def bytes_of_sizes(keyspace: KeySpace, layout: RankLayout, exchange: Exchange) -> np.ndarray:
-    """Return int64[2] bytes that a rank sends in the sizes exchanges of a pass, by link."""
+    """Return int64[2] bytes that a rank sends in the sizes exchanges of bags of a pass, by link; an agreement is in
+    them."""
     between = layout.nodes - 1 if exchange is Exchange.CHAIN else layout.world_size - layout.local_ranks
-    return 2 * len(keyspace.groups) * 8 * np.array([layout.local_ranks - 1, between])
+    return (2 * len(keyspace.groups) + AGREEMENT_NUMBERS) * 8 * np.array([layout.local_ranks - 1, between])
 
 
 TABLES = {

@@ -97,7 +97,7 @@ def collect(
     first = 0
     for window in homes.windows(row_bytes, wanted):
         order, received = homes.by_home(window[homes.rank], columns[0].device)
-        parts = {rows: packed(*(column[homes.run(rows).slots] for column in columns)) for rows in window}
+        parts = {rows: packed(*(column[homes.run(rows).slots] for column in columns)) for rows in dict.fromkeys(window)}
         counts = [len(parts[rows]) for rows in window]
         sent = torch.cat([parts[rows] for rows in window])
         # Of what is as large as a window no more than two are in memory at once.

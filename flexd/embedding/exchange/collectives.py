@@ -164,6 +164,16 @@ _DOING = {
 }
 
 
+def _cause_of(error: RuntimeError) -> str:
+    """Return in words why a collective failed. Gloo's texts name files of its source."""
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    if "imed out" in text or "timeout" in text:
+        return "no answer within the timeout of the process group"
+    if any(word in text for word in ("losed by peer", "reset by peer", "Broken pipe", "Read error")):
+        return "a connection was closed"
+    return text.rpartition("] ")[2] if text.startswith("[") else text
+
+
 def _referenced(group: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | None:
     found = None if group is None else group()
     if found is None and group is not None:
@@ -311,7 +321,7 @@ class Peers:
             raise
         except RuntimeError as error:
             notice = self._notices.find()  # why the collective fails or does not return
-            cause = notice or str(error).strip().partition("\n")[0] or type(error).__name__
+            cause = notice or _cause_of(error)
             raise CollectiveError(
                 f"rank {self.rank}: {collective} with ranks {self._named_others()}: {cause}",
                 remedy="one of them has died, hangs, or makes other calls than this one: see its log, then restart the "

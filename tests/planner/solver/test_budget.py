@@ -110,7 +110,7 @@ def test_a_hot_read_only_table_is_whole_on_every_rank_where_it_fits() -> None:
     def planned(memory: int) -> Plan:
         return make_plan(
             profile(KEYSPACE, 20_000.0, hot=3000), KEYSPACE, LAYOUT, cluster(),
-            KEYSPACE.room_for_copies([4000], LAYOUT.world_size, memory), Placement.empty(), ORIGIN, horizon_steps=1e9,
+            KEYSPACE.room_for_copies([4000]), Placement.empty(), ORIGIN, horizon_steps=1e9,
             shape=TrainingShape(frozen_tables=frozenset({"content"})), copies_memory_bytes=memory,
         )  # fmt: skip
 
@@ -125,6 +125,6 @@ def test_a_hot_read_only_table_is_whole_on_every_rank_where_it_fits() -> None:
     assert not (less.target.tiers_of(content) == Tier.DEVICE).all()
     assert len(make_plan(
         profile(KEYSPACE, 20_000.0, hot=3000), KEYSPACE, LAYOUT, cluster(),
-        KEYSPACE.room_for_copies([4000], LAYOUT.world_size, 10**6), made.target, ORIGIN, horizon_steps=1e9,
+        KEYSPACE.room_for_copies([4000]), made.target, ORIGIN, horizon_steps=1e9,
         shape=TrainingShape(frozen_tables=frozenset({"content"})), copies_memory_bytes=10**6,
     ).delta) == 0  # fmt: skip
