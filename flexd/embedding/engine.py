@@ -30,8 +30,7 @@ from flexd.embedding.exchange.hop import (
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.exchange.router import Router
-from flexd.embedding.meetings import agree_on_sending
-from flexd.embedding.pending_passes import warn_of_idle
+from flexd.embedding.pending_passes import agree_on_sending, warn_of_idle
 from flexd.embedding.rank_rows import RankRows, RowSettings
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows

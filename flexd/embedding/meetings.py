@@ -13,9 +13,7 @@ from flexd.embedding.exchange.hop import (
     CONTINUES_LOOP,
     ENDS_LOOP,
     READS_TABLES,
-    Agreement,
     AgreementFlags,
-    CallSignature,
     NextBatch,
     digest_of_settings,
 )
@@ -35,25 +33,6 @@ def agree_on_end(engine: RowEngine, *, failed: bool) -> None:
         EmbeddingError: on every rank, if another one has a further batch or its loader failed.
     """
     engine.meet(ENDS_LOOP, engine.settings_digest, flag=failed)
-
-
-def agree_on_sending(engine: RowEngine, call: int) -> None:
-    """Collective on gloo, which ends a process that receives more than it waits for: before gradients are sent, meet
-    the other ranks by the first messages of a look-up. On an accelerator it would be one more wait of the host, and
-    does nothing: ranks in different calls are named there by the next wait.
-
-    Args:
-        call: ``STEPS``, ``CLIPS`` or ``SETTLES``.
-
-    Raises:
-        EmbeddingError: on every rank, if ranks make different calls.
-    """
-    if not engine.groups.on_host or engine.stores[0].world_size == 1:
-        return
-    mine = CallSignature.of(engine.groups.rank, steps=engine.steps, passes=call)
-    with engine.router.traffic.uncounted():
-        version, digest = engine.inbox.agreed_version, engine.settings_digest
-        engine.router.meet(Agreement(version, 0, mine, mine, (digest,) * 2)).check_calls(engine.keyspace.tables)
 
 
 def agree_on_reading(engine: RowEngine) -> None:

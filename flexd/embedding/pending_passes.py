@@ -1,4 +1,5 @@
-"""Forward passes whose gradients are not pushed yet: those of which none can come any more, and those that had none."""
+"""Forward passes whose gradients are not pushed yet: those of which none can come any more, those that had none, and
+the agreement before they are."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
+from flexd.embedding.exchange.hop import Agreement, CallSignature
 
 if TYPE_CHECKING:
     from flexd.embedding.engine import RowEngine
@@ -65,3 +67,22 @@ def warn_of_idle(engine: RowEngine, *, warns: bool) -> bool:
             engine.groups.rank, text,
         )  # fmt: skip
     return True
+
+
+def agree_on_sending(engine: RowEngine, call: int) -> None:
+    """Collective on gloo, which ends a process that receives more than it waits for: before gradients are sent, meet
+    the other ranks by the first messages of a look-up. On an accelerator it would be one more wait of the host, and
+    does nothing: ranks in different calls are named there by the next wait.
+
+    Args:
+        call: ``STEPS``, ``CLIPS`` or ``SETTLES``.
+
+    Raises:
+        EmbeddingError: on every rank, if ranks make different calls.
+    """
+    if not engine.groups.on_host or engine.stores[0].world_size == 1:
+        return
+    mine = CallSignature.of(engine.groups.rank, steps=engine.steps, passes=call)
+    with engine.router.traffic.uncounted():
+        version, digest = engine.inbox.agreed_version, engine.settings_digest
+        engine.router.meet(Agreement(version, 0, mine, mine, (digest,) * 2)).check_calls(engine.keyspace.tables)

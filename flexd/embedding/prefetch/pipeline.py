@@ -57,7 +57,8 @@ from flexd.embedding.exchange.calls import PhaseMeter
 from flexd.embedding.exchange.collectives import Peers, Traffic
 from flexd.embedding.exchange.hop import SETTLES, AgreementFlags, NextBatch
 from flexd.embedding.exchange.process_groups import ChainGroups
-from flexd.embedding.meetings import agree_on_loop, agree_on_next, agree_on_sending
+from flexd.embedding.meetings import agree_on_loop, agree_on_next
+from flexd.embedding.pending_passes import agree_on_sending
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, ChangeNotice, LoaderEnd, may_be_input
 from flexd.embedding.prefetch.pipeline_job import (
     DeferredGradients,
