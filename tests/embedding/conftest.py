@@ -1,4 +1,4 @@
-"""What tests of a rank's own process change is undone."""
+"""Undo changes that jobs of one rank make in the process of the tests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Schemas of a registry over HTTP: asked for once, and a registry that fails is neither waited for nor asked again and
+"""Schemas of a registry over HTTP: fetched once, and one that fails is neither waited for nor tried again and
 again."""
 
 import contextlib
@@ -31,14 +31,14 @@ class Registry(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[str] = []
+        self.paths: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_port}/"
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         assert isinstance(self.server, Registry)
-        self.server.asked.append(self.path)
+        self.server.paths.append(self.path)
         number = int(self.path.rpartition("/")[2])
         if number != DRIPS and number not in ANSWERS:
             self.send_error(404)
@@ -84,7 +84,7 @@ def test_a_schema_is_asked_for_once(registry: Registry) -> None:
     of = AvroSchemas(registry.url)
     found = [of.of(framed(3)) for _ in range(5)]
     assert (found[0][0]["name"], found[0][1]) == ("E", 5)
-    assert registry.asked == ["/schemas/ids/3"]
+    assert registry.paths == ["/schemas/ids/3"]
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_what_is_no_schema_is_named_and_asked_for_again_later(registry: Registry
     of = AvroSchemas(registry.url, clock)
     for _ in range(3):
         assert any(part in refusal(of, number) for part in text.split("|"))
-    assert len(registry.asked) == 1
+    assert len(registry.paths) == 1
     assert of.of(framed(3)), "other schemas are not affected"
     clock.sleep(RETRY_SECONDS)
     refusal(of, number)
-    assert len(registry.asked) == 3
+    assert len(registry.paths) == 3
 
 
 def test_a_registry_that_does_not_end_its_answer_holds_the_stream_up_once(
@@ -114,7 +114,7 @@ def test_a_registry_that_does_not_end_its_answer_holds_the_stream_up_once(
     of = AvroSchemas(registry.url, clock)
     assert "nothing whole within 0.2 s" in refusal(of, DRIPS)
     assert "nothing whole" in refusal(of, 3)
-    assert registry.asked == [f"/schemas/ids/{DRIPS}"]
+    assert registry.paths == [f"/schemas/ids/{DRIPS}"]
     clock.sleep(RETRY_SECONDS)
     assert of.of(framed(3))
 
