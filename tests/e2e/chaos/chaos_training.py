@@ -42,7 +42,7 @@ CHECKPOINT_STEPS = 100
 _STEPS_A_PHASE = 30
 """After so many steps other rows are popular."""
 _LEARNING_RATE, _EPSILON = 0.05, 1e-4
-_REPLICA_SLOTS = (200, 25)
+_REPLICA_SLOTS = 200, 25, 15
 
 
 def specs() -> list[flexd.EmbeddingTable]:
