@@ -125,7 +125,8 @@ class EmbeddingCollection(TableAccess):
         optimizer: optimizer of all rows; ``self.optimizer.step()`` steps it.
         layout: nodes x local ranks; default from torchrun's ``LOCAL_WORLD_SIZE`` (one node without it).
         copies_memory_bytes: memory of each rank for copies of other ranks' rows, with optimizer state where they are
-            trained: plans use no more. Default: 1 % of the device's memory (on a CPU of the rank's part of the host's).
+            trained: plans use no more. Default: 1 % of the device's memory (on a CPU of the rank's part of the host's,
+            or of what its container may use).
             Each dim-group, and the read-only tables in it by themselves, has room for as much, or for all its rows, so
             that a plan may use the memory where a byte saves most time.
         replica_slots: replica slots of each rank, one number per dim-group, instead of as many as

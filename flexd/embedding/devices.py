@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,11 +25,18 @@ def allocated_device(device: torch.device | str | None) -> torch.device:
     return torch.empty(0, device=device).device
 
 
+_CONTAINER_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+
+
 def memory_bytes(device: torch.device, local_ranks: int) -> int:
-    """Return the memory of a rank: its accelerator's, or its part of the host's."""
+    """Return the memory of a rank: its accelerator's, or its part of the host's or of what its container may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_ranks
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # another version of cgroups, or "max"
+            most = min(most, int(Path(path).read_text()))
+    return most // local_ranks
 
 
 def in_host_memory(tensor: RowColumn) -> bool:

@@ -182,7 +182,7 @@ def test_every_panel_finds_data(job: Monitored) -> None:
         }
 
     # Drift, for one, is looked at later than anything else.
-    until(lambda: not without_data(), 300, without_data)
+    until(lambda: not without_data(), 200, without_data)
 
 
 def test_what_is_shown_is_what_happens(job: Monitored) -> None:

@@ -92,7 +92,7 @@ def test_the_ranks_decide_whether_a_plan_stays(
         "topology": {"file": str(tmp_path / "topology.yaml")},
         "planner": {
             # One plan, as the ranks are there: after a verdict one of another kind would be made, and measured too.
-            "interval_seconds": 150.0, "drift_threshold": None, "min_samples": 20_000,
+            "interval_seconds": 600.0, "drift_threshold": None, "min_samples": 20_000,
             "min_coverage": 0.1, "horizon_steps": 1e9,
         },
     }  # fmt: skip

@@ -1,6 +1,7 @@
 """The collection in one process against plain torch: gradients in every order that torch allows, evaluation, limits."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 import flexd
 from flexd.core.errors import EmbeddingError, TopologyError
 from flexd.core.placement import Delta, RankLayout
+from flexd.embedding import devices
 from tests.support.collection_jobs import close, ids, pair
 
 
@@ -21,6 +23,20 @@ def test_invalid_arguments_are_refused() -> None:
             flexd.EmbeddingCollection([table], layout=RankLayout(1, 1), **{name: value})
     with pytest.raises(EmbeddingError, match="'ring'"):
         flexd.EmbeddingCollection([table], layout=RankLayout(1, 1), exchange="ring")
+
+
+def test_memory_for_copies_is_a_share_of_what_the_container_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = tmp_path / "memory.max", tmp_path / "limit_in_bytes"
+    monkeypatch.setattr(devices, "_CONTAINER_LIMITS", tuple(map(str, limits)))
+    table, layout = flexd.EmbeddingTable("item", 10**6, 4), RankLayout(1, 1)
+    of_host = flexd.EmbeddingCollection([table], layout=layout).copies_memory_bytes
+    limits[0].write_text("max\n")
+    assert flexd.EmbeddingCollection([table], layout=layout).copies_memory_bytes == of_host
+    limits[1].write_text("1600000\n")
+    small = flexd.EmbeddingCollection([table], layout=layout)
+    assert (small.copies_memory_bytes, small.replica_slots) == (16_000, (1_000,))
 
 
 def test_tables_are_made_on_the_device_that_is_given_and_stay_there() -> None:
