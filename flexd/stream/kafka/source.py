@@ -239,9 +239,10 @@ class KafkaSource(Source):
             time.sleep(max(0.0, min(0.1, deadline - time.monotonic())))
             return []
         if self._is_another_topic(consumer):
-            # These messages may have been read at positions of the old one.
-            lost = [TopicPartition(self._config.topic, int(key.rpartition("/")[2])) for key in self._positions.next]
-            self._lose_positions(consumer, lost, "recreated", "the topic was deleted and created anew")
+            # These messages may have been read at positions of the old one. Those of a partition that the old one lacked
+            # are fetched again too.
+            self._positions.lose(list(self._positions.next), "recreated", "the topic was deleted and created anew")
+            self._seek(consumer, consumer.assignment())
             return []
         messages = [message for part, got in records.items() for message in self._accept(consumer, part, got)]
         if records:
