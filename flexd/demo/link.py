@@ -120,18 +120,18 @@ def limit_collectives(link: EmulatedLink) -> None:
         setattr(Peers, name, function)
 
 
-def link_cluster(emulated: EmulatedCluster) -> Cluster:
-    """Return the emulated cluster for pricing plans, without latencies.
+LATENCY_SECONDS = 1e-3
+"""Of a collective of ranks that share a machine's cores, roughly."""
 
-    With them the planner replicates nothing at messages this small: what one more collective a step costs is more than
-    copies of rows of a few hundred bytes save.
-    """
+
+def link_cluster(emulated: EmulatedCluster) -> Cluster:
+    """Return the emulated cluster for pricing plans."""
 
     def link(bytes_per_second: float) -> LinkModel:
-        curve = CollectiveCurve(0.0, ((1.0, bytes_per_second),))
+        curve = CollectiveCurve(LATENCY_SECONDS, ((1.0, bytes_per_second),))
         return LinkModel(bytes_per_second, curve, curve, curve)
 
-    source = f"given: {emulated.link_mbit:g} Mbit/s per node and direction, shared by its ranks; no latencies"
+    source = f"given: {emulated.link_mbit:g} Mbit/s per node and direction, shared by its ranks"
     # Processes on one machine exchange bytes of this order.
     return Cluster("emulated", source, link(1e9), link(rank_bytes_per_second(emulated)))
 

@@ -19,7 +19,7 @@ from flexd.core.errors import ConfigError, FlexdError
 from flexd.core.keyspace import DTYPE_BYTES
 from flexd.demo.link import link_cluster
 from flexd.demo.processes import DaemonProcess, Ranks, free_ports
-from flexd.demo.setup import CONTENT, DIM, HISTORY, JOB, LEAST_BATCH_SIZE, DemoOptions, ExchangeStrategy, RunSetup
+from flexd.demo.setup import CONTENT, CONTENT_DIM, DIM, HISTORY, JOB, LEAST_BATCH_SIZE, DemoOptions, ExchangeStrategy, RunSetup
 from flexd.demo.summary import DemoSummary, RunRecord, summarise
 from flexd.stream.batches import Batches
 from flexd.stream.trace import Trace, built_in_trace, load_trace
@@ -88,10 +88,10 @@ class Demo:
             "job": JOB,
             "tables": [
                 {
-                    "name": f"{name}{suffix}", "rows": int(rows), "dim": DIM, "dtype": options.dtype,
+                    "name": f"{name}{suffix}", "rows": int(rows), "dim": dim, "dtype": dtype,
                     "optimizer": "rowwise_adagrad",
                 }
-                for suffix in ("", CONTENT)
+                for suffix, dim, dtype in (("", DIM, options.dtype), (CONTENT, CONTENT_DIM, "float32"))
                 for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
             ],
             "stream": {"source": source},
@@ -103,8 +103,8 @@ class Demo:
             "topology": {"file": str(topology)},
             "planner": {
                 "interval_seconds": 2.0, "min_spacing_seconds": 0.5, "horizon_steps": setup.steps,
-                # The prices leave latencies out or scale them down, so that there are plans to see.
-                "min_saving": {"seconds": 0.0, "share": 0.0},
+                # A scale model's prices are far below the step of this machine.
+                **({} if options.cluster.has_link else {"min_saving": {"seconds": 0.0, "share": 0.0}}),
                 # Its own strategies are compared; a run is too short to measure plans in blocks as well.
                 "verify_budget_steps": 0,
                 # The first plan waits for a tenth of the run, so that there is a `before` to compare with.

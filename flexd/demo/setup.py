@@ -18,6 +18,8 @@ DIM = 16
 LEARNING_RATE = 0.05
 CONTENT = "_content"
 """After the name of a trained table: the read-only table of its rows' content vectors."""
+CONTENT_DIM = 64
+"""Of content vectors, float32: encoders of texts and images give more numbers than a table trains."""
 LEAST_BATCH_SIZE = 2
 """The model tells a sample's next item from those of the others."""
 SamplesOption = Annotated[

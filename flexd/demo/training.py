@@ -1,7 +1,7 @@
 """The training that ranks and reference have in common: tables, the next-item model and its loss; and the reference:
 the same data in one plain process, with the bytes of row-wise sharding for the same batches.
 
-An item is the sum of a trained row and a row of a read-only table, as of a model of its text or image.
+An item is the sum of a trained row and the projection of a row of a read-only table, as of a model of its text or image.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 import flexd
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import RankLayout
-from flexd.demo.setup import CONTENT, DIM, HISTORY, LEARNING_RATE, RunSetup
+from flexd.demo.setup import CONTENT, CONTENT_DIM, DIM, HISTORY, LEARNING_RATE, RunSetup
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.simulate.accesses import StepKeys, TouchCounter
 from flexd.stream.batches import Batch, Batches
@@ -27,8 +27,9 @@ a full step. This eps keeps the noise small, so that runs can be compared."""
 class NextItem(nn.Module):
     """Scores the last element of each sequence against the other samples' last elements."""
 
-    def __init__(self, dim: int, history: int) -> None:
+    def __init__(self, dim: int, content_dim: int, history: int) -> None:
         super().__init__()
+        self.content = nn.Linear(content_dim, dim, bias=False)
         self.position = nn.Parameter(torch.zeros(history, dim))
         self.query = nn.Linear(dim, dim, bias=False)
         self.key = nn.Linear(dim, dim, bias=False)
@@ -37,7 +38,9 @@ class NextItem(nn.Module):
         self.feed_forward = nn.Sequential(nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim))
 
     def forward(self, sequences: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """[batch, history + 1, dim] right-aligned sequences and their bool mask -> scalar loss."""
+        """[batch, history + 1, dim + content_dim] right-aligned sequences and their bool mask -> scalar loss."""
+        dim = self.content.out_features
+        sequences = sequences[:, :, :dim] + self.content(sequences[:, :, dim:])
         context, target = sequences[:, :-1], sequences[:, -1]
         seen = mask[:, :-1]
         x = context + self.position
@@ -71,16 +74,16 @@ def tables_of(setup: RunSetup, batches: Batches) -> list[flexd.EmbeddingTable]:
     trace = batches.trace
     return [
         flexd.EmbeddingTable(
-            f"{name}{suffix}", int(rows), DIM, dtype=setup.options.dtype, init_scale=DIM**-0.5, trainable=not suffix
+            f"{name}{suffix}", int(rows), dim, dtype=dtype, init_scale=dim**-0.5, trainable=not suffix
         )
-        for suffix in ("", CONTENT)
+        for suffix, dim, dtype in (("", DIM, setup.options.dtype), (CONTENT, CONTENT_DIM, "float32"))
         for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
     ]
 
 
 def dense_of(setup: RunSetup) -> nn.Module:
     torch.manual_seed(setup.options.seed)
-    return NextItem(DIM, HISTORY).to(getattr(torch, setup.options.dtype))
+    return NextItem(DIM, CONTENT_DIM, HISTORY).to(getattr(torch, setup.options.dtype))
 
 
 def features_of(batch: Batch, names: tuple[str, ...]) -> dict[str, flexd.Jagged]:
@@ -99,7 +102,7 @@ def loss_of(model: nn.Module, batch: Batch, rows: dict[str, torch.Tensor], names
     Args:
         names: of the trained tables, in order; those without rows are left out.
     """
-    items = [rows[name] + rows[f"{name}{CONTENT}"] for name in names if name in rows]
+    items = [torch.cat([rows[name], rows[f"{name}{CONTENT}"].to(rows[name].dtype)], 1) for name in names if name in rows]
     lengths = torch.from_numpy(batch.sequence_lengths)
     sequences, mask = right_aligned(torch.cat(items), torch.from_numpy(batch.order), lengths, HISTORY + 1)
     loss: torch.Tensor = model(sequences, mask)

@@ -134,7 +134,7 @@ class EventMapping:
         at = {name: path.stars for name, path in paths.items()}
         # Of samples without an id.
         self._names_samples = "sample" not in paths
-        convert = {"time": self._seconds, "table": self._checked_table, "sample": self._id, "user": self._id}
+        convert = {"time": self._seconds, "table": self._checked_table, "sample": self._id, "user": self._user}
         # By the level of a field's innermost list.
         self._attributes = [
             [
@@ -209,6 +209,10 @@ class EventMapping:
         if value is None:
             raise KeyError("value: null")
         return value if type(value) is int and -(2**63) <= value < 2**63 else self._hash(value)
+
+    def _user(self, value: Any) -> int | None:
+        """Visitors without an account are events like others."""
+        return None if value is None else self._id(value)
 
     def _seconds(self, value: Any) -> float:
         kind, per_second = type(value), self._per_second

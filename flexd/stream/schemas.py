@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import json
+import netrc
+import os
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -180,9 +184,27 @@ def _bounded(raw: bytes | bytearray) -> bytes | bytearray:
     return raw
 
 
+def _login(url: str) -> str | None:
+    """Return the name and password that ``NETRC``, or else ``~/.netrc``, has for the host, as a header's value."""
+    path = os.environ.get("NETRC")
+    try:
+        # Read again each time: secrets are rotated.
+        known = netrc.netrc(path).authenticators(urllib.parse.urlsplit(url).hostname or "")
+    except FileNotFoundError:
+        if path is not None:
+            raise
+        return None
+    except netrc.NetrcParseError as error:
+        raise ValueError(f"{error.filename} line {error.lineno}: {error.msg}") from error
+    return known and "Basic " + base64.b64encode(f"{known[0]}:{known[2]}".encode()).decode()
+
+
 def _of_registry(url: str, number: int) -> bytes:
     deadline = time.monotonic() + REGISTRY_SECONDS
     request = urllib.request.Request(f"{url}/schemas/ids/{number}", headers={"Accept": "application/json"})
+    if login := _login(url):
+        # Not for the host that a redirection names.
+        request.add_unredirected_header("Authorization", login)
     with urllib.request.urlopen(request, timeout=REGISTRY_SECONDS) as answer:
         raw = bytearray()
         while part := answer.read1(2**16):

@@ -35,8 +35,8 @@ def test_row_wise_baseline_counts_as_a_loop_over_requests_does(layout: RankLayou
 
 def test_padding_has_no_part_in_loss_or_gradient() -> None:
     torch.manual_seed(0)
-    model = NextItem(4, 3).double()
-    rows = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    model = NextItem(4, 2, 3).double()
+    rows = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     sequences, mask = right_aligned(rows, torch.arange(5), torch.tensor([2, 3]), width=4)
     loss = model(sequences, mask)
     assert torch.equal(model(sequences + torch.randn_like(sequences) * ~mask.unsqueeze(2), mask), loss)

@@ -265,6 +265,13 @@ def test_tables_of_one_event_are_one_sample_and_other_events_are_others():
     assert len(set(items.sample_ids.tolist())) == 3
 
 
+def test_a_visitor_without_an_account_is_no_user_and_nothing_is_counted_as_unread():
+    decoder = mapping(user="$.user")
+    batches = read(decoder, b'[{"ids": [1], "user": null}, {"ids": [2], "user": 4}]')
+    assert sequences(batches) == {("items", (1,), 50, None): 1, ("items", (2,), 50, 4): 1}
+    assert not decoder.unread
+
+
 def test_a_hostile_schema_or_column_is_refused_before_a_message_can_use_it(tmp_path):
     loop = {"type": "record", "name": "N", "namespace": "a", "fields": [{"name": "next", "type": ["null", "a.N"]}]}
     nothing = {"type": "array", "items": {"type": "record", "name": "Z", "fields": [{"name": "z", "type": "null"}]}}

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -24,6 +25,7 @@ ANSWERS = {
     8: json.dumps({"schema": json.dumps(SCHEMA | {"fields": [{"name": "it", "type": "E"}]})}),
 }
 DRIPS = 9
+MOVED = 10
 
 
 class Registry(ThreadingHTTPServer):
@@ -32,6 +34,7 @@ class Registry(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.paths: list[str] = []
+        self.logins: list[str | None] = []
         self.url = f"http://127.0.0.1:{self.server_port}/"
 
 
@@ -39,7 +42,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         assert isinstance(self.server, Registry)
         self.server.paths.append(self.path)
+        self.server.logins.append(self.headers["Authorization"])
         number = int(self.path.rpartition("/")[2])
+        if number == MOVED:
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{self.server.server_port}/schemas/ids/3")
+            self.end_headers()
+            return
         if number != DRIPS and number not in ANSWERS:
             self.send_error(404)
             return
@@ -123,3 +132,17 @@ def test_a_registry_that_is_not_there_is_named(registry: Registry) -> None:
     registry.shutdown()
     registry.server_close()
     assert "refused" in refusal(AvroSchemas(registry.url), 3)
+
+
+def test_a_login_is_that_of_the_host_in_netrc_and_of_no_other(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert AvroSchemas(registry.url).of(framed(3))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert "netrc" in refusal(AvroSchemas(registry.url), 3)
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 pasword s3")
+    assert "line" in refusal(AvroSchemas(registry.url), 3)
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login key password s3\n")
+    assert AvroSchemas(registry.url).of(framed(MOVED))
+    assert registry.logins == [None, "Basic a2V5OnMz", None]
