@@ -19,7 +19,17 @@ from flexd.core.errors import ConfigError, FlexdError
 from flexd.core.keyspace import DTYPE_BYTES
 from flexd.demo.link import link_cluster
 from flexd.demo.processes import DaemonProcess, Ranks, free_ports
-from flexd.demo.setup import CONTENT, CONTENT_DIM, DIM, HISTORY, JOB, LEAST_BATCH_SIZE, DemoOptions, ExchangeStrategy, RunSetup
+from flexd.demo.setup import (
+    CONTENT,
+    CONTENT_DIM,
+    DIM,
+    HISTORY,
+    JOB,
+    LEAST_BATCH_SIZE,
+    DemoOptions,
+    ExchangeStrategy,
+    RunSetup,
+)
 from flexd.demo.summary import DemoSummary, RunRecord, summarise
 from flexd.stream.batches import Batches
 from flexd.stream.trace import Trace, built_in_trace, load_trace

@@ -1,7 +1,8 @@
 """The training that ranks and reference have in common: tables, the next-item model and its loss; and the reference:
 the same data in one plain process, with the bytes of row-wise sharding for the same batches.
 
-An item is the sum of a trained row and the projection of a row of a read-only table, as of a model of its text or image.
+An item is the sum of a trained row and the projection of a row of a read-only table, as of a model of its text or
+image.
 """
 
 from typing import Any
@@ -73,9 +74,7 @@ def batches_of(setup: RunSetup) -> Batches:
 def tables_of(setup: RunSetup, batches: Batches) -> list[flexd.EmbeddingTable]:
     trace = batches.trace
     return [
-        flexd.EmbeddingTable(
-            f"{name}{suffix}", int(rows), dim, dtype=dtype, init_scale=dim**-0.5, trainable=not suffix
-        )
+        flexd.EmbeddingTable(f"{name}{suffix}", int(rows), dim, dtype=dtype, init_scale=dim**-0.5, trainable=not suffix)
         for suffix, dim, dtype in (("", DIM, setup.options.dtype), (CONTENT, CONTENT_DIM, "float32"))
         for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
     ]
@@ -102,7 +101,8 @@ def loss_of(model: nn.Module, batch: Batch, rows: dict[str, torch.Tensor], names
     Args:
         names: of the trained tables, in order; those without rows are left out.
     """
-    items = [torch.cat([rows[name], rows[f"{name}{CONTENT}"].to(rows[name].dtype)], 1) for name in names if name in rows]
+    looked_up = [name for name in names if name in rows]
+    items = [torch.cat([rows[name], rows[f"{name}{CONTENT}"].to(rows[name].dtype)], 1) for name in looked_up]
     lengths = torch.from_numpy(batch.sequence_lengths)
     sequences, mask = right_aligned(torch.cat(items), torch.from_numpy(batch.order), lengths, HISTORY + 1)
     loss: torch.Tensor = model(sequences, mask)

@@ -239,8 +239,8 @@ class KafkaSource(Source):
             time.sleep(max(0.0, min(0.1, deadline - time.monotonic())))
             return []
         if self._is_another_topic(consumer):
-            # These messages may have been read at positions of the old one. Those of a partition that the old one lacked
-            # are fetched again too.
+            # These messages may have been read at positions of the old one. Also those of a partition that the old one
+            # lacked are fetched again.
             self._positions.lose(list(self._positions.next), "recreated", "the topic was deleted and created anew")
             self._seek(consumer, consumer.assignment())
             return []
