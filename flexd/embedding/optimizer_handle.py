@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._rows = rows
         plain: list[str] = []
+        by_name = {table.name: table for table in tables}
         own: dict[tuple[RowOptimizer, float], list[str]] = {}
         for table in tables:
             if table.lr is None and table.optimizer is None:
@@ -50,6 +52,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             else:
                 rule = table.optimizer or optimizer
                 own.setdefault((rule, rule.lr if table.lr is None else table.lr), []).append(table.name)
+        idle = [name for names in own.values() for name in names if not by_name[name].trainable]
+        if idle:
+            warnings.warn(
+                f"flexd: tables {', '.join(map(repr, idle))} have an optimizer or a learning rate of their own and are "
+                "read only: these are not used before collection.unfreeze; otherwise leave them out",
+                stacklevel=2,
+            )
         first: dict[str, Any] = {"params": [anchor]} | ({"tables": plain} if own else {})
         others: list[dict[str, Any]] = [
             {"params": [], **_settings_of(rule), "lr": lr, "tables": of_rate} for (rule, lr), of_rate in own.items()

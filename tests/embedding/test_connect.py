@@ -29,6 +29,7 @@ from flexd.embedding.row_optimizers import RowWiseAdagrad
 from flexd.operations.training_monitor import TrainingMonitor
 from tests.support.collection_jobs import ROWS, ids, pair, random_placement, some, tables, train_step
 from tests.support.rank_pool import Ranks
+from tests.support.until import until
 
 
 def connected(rank: int, layout: RankLayout, port: int, digest: int, limit: int) -> dict[str, Any]:
@@ -201,3 +202,27 @@ def test_the_daemon_sees_what_slow_memory_did(monkeypatch: pytest.MonkeyPatch) -
         if sample.name == "flexd_slow_memory_rows_missed_total"
     }  # fmt: skip
     assert by_table == {"item": 6, "shop": 3}
+
+
+def test_the_daemon_hears_at_once_which_tables_are_read_only_now(tmp_path: Path) -> None:
+    specs = [TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in tables()]
+    journal = PlacementJournal(tmp_path)
+    coordinator = Coordinator(ControlOptions("job", timeout_seconds=5.0), KeySpace(specs), journal)
+    coordinator.start()
+    collection = EmbeddingCollection(tables(), optimizer=RowWiseAdagrad(lr=0.1))
+    connection = flexd.connect(collection, f"127.0.0.1:{coordinator.port}", job="job", timeout_seconds=5.0)
+
+    def known() -> str | None:
+        live = coordinator.live()
+        return None if live is None or live.trainer is None else live.trainer.read_only
+
+    try:
+        until(lambda: known() == "")
+        collection.freeze(specs[1].name)
+        until(lambda: known() == "-r-", what=known)
+        collection.unfreeze(specs[1].name)
+        until(lambda: known() == "", what=known)
+    finally:
+        connection.close(5.0)
+        coordinator.stop(15)
+        journal.close()

@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +80,19 @@ def test_groups_name_their_tables_and_schedulers_reach_them() -> None:
     other.optimizer.load_state_dict(saved)
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.25]
     assert other.steps == 1
+
+
+def test_settings_of_a_read_only_table_are_named_as_unused() -> None:
+    def made(**given: Any) -> None:
+        frozen = flexd.EmbeddingTable("b", 8, 4, trainable=False, **given)
+        flexd.EmbeddingCollection([flexd.EmbeddingTable("a", 8, 4), frozen])
+
+    for given in ({"lr": 0.5}, {"optimizer": Adam(0.1)}):
+        with pytest.warns(UserWarning, match=r"tables 'b' have .* read only: .* collection\.unfreeze"):
+            made(**given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made()
 
 
 def test_other_settings_by_table_are_refused() -> None:
