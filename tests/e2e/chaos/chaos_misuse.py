@@ -104,7 +104,7 @@ class MisusingTrainer:
 
     def _overwrites(self, step: int) -> bool:
         """Return whether the batch of a step is in the memory of the one before, if both are of one loop."""
-        return self._misuse(step)[0] == ONE_BUFFER and self._misuse(step - 1)[0] not in (MASKED, REPLACED)
+        return step > 0 and self._misuse(step)[0] == ONE_BUFFER and self._misuse(step - 1)[0] not in (MASKED, REPLACED)
 
     def _step(self, step: int, features: Features) -> float:
         (misuse, is_odd), collection, right = self._misuse(step), self._collection, self._features_of(step)
