@@ -60,8 +60,7 @@ def test_the_mapping_of_each_shape_is_found_and_counts_all_of_it(name, flexd_com
     users = 0 if isinstance(TABLES[name], str) or len(TABLES[name]) == 1 or name == "impressions" else 1
     known = sum(user is not None for *_, user in shape.accesses)
     assert found["accesses"] == sum(len(rows) for _, rows, *_ in shape.accesses) + users * known
-    wanted = ["of 200 messages: values that are not read: '$.customer (missing_field)' 50"] * (name == "baskets")
-    assert [each["text"] for each in found["findings"]] == wanted
+    assert found["findings"] == []
     assert all(table.rows >= 1024 for table in config.tables)
 
 
