@@ -33,7 +33,7 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15, 64)
 _ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9, 64)), (27, _signed(0x94D049BB133111EB, 64)), (31, 1))
 
 
-def _splitmix64(x: torch.Tensor) -> torch.Tensor:
+def splitmix64(x: torch.Tensor) -> torch.Tensor:
     """Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (OOPSLA 2014), finaliser. In place."""
     x.add_(_GOLDEN)
     shifted = torch.empty_like(x)
@@ -56,7 +56,7 @@ def fill_initial_rows(out: torch.Tensor, table: str, rows: range | torch.Tensor,
         out.zero_()
         return
     # Without mixing, the tables of two consecutive seeds would be the same rows shifted by one.
-    salt = int(_splitmix64(torch.tensor([_signed(zlib.crc32(table.encode()) << 32 | (seed & 0xFFFFFFFF), 64)])))
+    salt = int(splitmix64(torch.tensor([_signed(zlib.crc32(table.encode()) << 32 | (seed & 0xFFFFFFFF), 64)])))
     dim, device = out.shape[1] - (SCALE_BYTES if out.dtype == torch.int8 else 0), out.device
     step = devices.block_rows(out, _BLOCK_NUMBERS, _BLOCK_NUMBERS_OF_ACCELERATOR)
     columns = torch.arange(dim, device=device)
@@ -64,7 +64,7 @@ def fill_initial_rows(out: torch.Tensor, table: str, rows: range | torch.Tensor,
         part = rows[start : start + step]
         if isinstance(part, range):
             part = torch.arange(part.start, part.stop, part.step, device=device)
-        bits = _splitmix64(_splitmix64(part + salt).unsqueeze(1) + columns)
+        bits = splitmix64(splitmix64(part + salt).unsqueeze(1) + columns)
         bits.bitwise_right_shift_(11).bitwise_and_(2**53 - 1)
         out[start : start + len(part)] = as_stored(
             bits.to(torch.float64).mul_(2.0**-52).sub_(1.0).mul_(scale), out.dtype
@@ -97,7 +97,7 @@ def round_stochastically(values: torch.Tensor, dtype: torch.dtype, keys: torch.T
 
 def random_bits(keys: torch.Tensor, step: int, columns: int) -> torch.Tensor:
     """Return int32 [n, columns] of 16 random bits: a hash of int64 [n] keys, the step and the column."""
-    seeds = _splitmix64(keys + _signed((step - 1) * _GOLDEN, 64)).view(torch.int32).view(-1, 2)
+    seeds = splitmix64(keys + _signed((step - 1) * _GOLDEN, 64)).view(torch.int32).view(-1, 2)
     # One hash of 32 bits serves two columns.
     pairs = torch.arange(-(-columns // 2), dtype=torch.int32, device=keys.device).mul_(_signed(0x9E3779B9, 32))
     mixed = seeds[:, :1] + pairs

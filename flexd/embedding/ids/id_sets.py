@@ -1,0 +1,101 @@
+"""The sets of slots of all tables of unbounded ids, and the set of each id.
+
+A hash of the id picks a set of at most 64 slots, and each slot is a row of the table. The number of sets depends on the
+rows alone, so that who shares a set with whom, and every decision, is the same on any number of ranks. Sets are dealt
+to the ranks one after another: the *home* of a set decides about its slots alone.
+
+Row ``r`` of a table with ``s`` sets is slot ``r // s`` of its set ``r % s``; the last row of the table is no slot but
+the row that all ids without one share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from flexd.core.errors import EmbeddingError
+from flexd.embedding.row_hashes import splitmix64
+
+SLOTS = 64
+"""Most slots of a set."""
+
+
+@dataclass(frozen=True)
+class UnboundedTable:
+    """A table of unbounded ids.
+
+    Attributes:
+        table: its index in the key space.
+        rows: with the shared one.
+        first_key: key of row 0.
+        admit_after: look-ups after which an id gets a row of its own, 1 or 2.
+    """
+
+    name: str
+    table: int
+    rows: int
+    first_key: int
+    admit_after: int
+
+    def __post_init__(self) -> None:
+        if self.rows < 2 or self.admit_after not in (1, 2):
+            raise EmbeddingError(
+                f"table {self.name!r} of unbounded ids: rows={self.rows}, admit_after={self.admit_after}",
+                remedy="at least 2 rows, of which ids without a row of their own share the last; admit_after 1 or 2",
+            )
+
+    @property
+    def slots(self) -> int:
+        return self.rows - 1
+
+    @property
+    def sets(self) -> int:
+        return -(-self.slots // SLOTS)
+
+
+class IdSets:
+    """Numbers the sets of several tables, those first whose ids are admitted at the second look-up.
+
+    Attributes:
+        tables: in the order of their sets.
+        total: number of sets.
+        gated: number of sets of tables with ``admit_after`` 2.
+    """
+
+    def __init__(self, tables: Sequence[UnboundedTable], device: torch.device) -> None:
+        self.tables = tuple(sorted(tables, key=lambda table: -table.admit_after))
+        firsts = list(accumulate((table.sets for table in self.tables), initial=0))
+        self.total = firsts[-1]
+        self.gated = sum(table.sets for table in self.tables if table.admit_after > 1)
+        columns = [(first, t.sets, t.slots, t.first_key) for first, t in zip(firsts, self.tables, strict=False)]
+        self._first, self._sets, self._slots, self._first_key = torch.tensor(columns, device=device).T.contiguous()
+
+    def of_ids(self, ids: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Return int64 [n], the sets of int64 [n] ids of the tables of int64 [n] ``numbers`` in ``tables``."""
+        positive = (splitmix64(ids.clone()) >> 1).bitwise_and_(2**63 - 1)
+        return positive.remainder_(self._sets[numbers]).add_(self._first[numbers])
+
+    def numbers(self, sets: torch.Tensor) -> torch.Tensor:
+        """Return int64 [n], the table of each of int64 [n] sets."""
+        return torch.searchsorted(self._first, sets, right=True) - 1
+
+    def slots(self, sets: torch.Tensor) -> torch.Tensor:
+        """Return int64 [n], the number of slots of each of int64 [n] sets."""
+        number = self.numbers(sets)
+        count, place = self._sets[number], sets - self._first[number]
+        return torch.div(self._slots[number] - place + count - 1, count, rounding_mode="floor")
+
+    def keys(self, sets: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Return int64 [n] keys of the rows of int64 [n] slots in int64 [n] sets; of -1 the key of the shared row."""
+        number = self.numbers(sets)
+        row = torch.where(slots < 0, self._slots[number], slots * self._sets[number] + sets - self._first[number])
+        return row + self._first_key[number]
+
+    def places(self, rows: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (int64 [n] sets, int64 [n] slots) of int64 [n] rows of a table, none of them the shared one."""
+        count = self.tables[number].sets
+        slots = torch.div(rows, count, rounding_mode="floor")
+        return rows - slots * count + self._first[number], slots

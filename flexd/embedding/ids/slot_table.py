@@ -1,0 +1,195 @@
+"""The slots of the sets that a rank is home of: which id has which, and who gets one that another loses.
+
+A step's decisions are a function of the slots and of the step's distinct ids with their counts over all ranks, in
+integers and in ascending order of the ids of a set: first the ids that have slots are counted, then those without
+are admitted. An id takes the lowest free slot, else that of the id with the lowest
+
+    step of its last use + bonus * floor(log2(uses since it was admitted))
+
+and among equals the lowest slot. Slots that were used in this step or the one before are pinned: their gradients may
+still be on the way. With none left the id goes on reading the shared row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flexd.embedding.ids.id_sets import SLOTS, IdSets
+from flexd.embedding.ids.refused_ids import FilterChange, RefusedIds
+
+COUNTS = ("admitted", "evicted", "refused", "pinned")
+"""Counts of a rank: ids that were given slots; of these by taking one from another id; ids that were refused as seen
+the first time, and those for which all slots of the set were pinned, each once per step."""
+
+_NEVER = 2**63 - 1
+_MOST_USES = 2**31 - 1
+# Of float64.
+_MANTISSA_BITS, _EXPONENT_BIAS = 52, 1023
+
+
+@dataclass(frozen=True)
+class SlotDecisions:
+    """The slots of a step's ids. Making it changes nothing; ``SlotTable.apply`` does.
+
+    Attributes:
+        slots: int64 [n] slot of each id; -1: the shared row.
+        fresh: bool [n]: it was admitted in this step, so that its first look-ups read the shared row.
+        places: int64 [n] place of the slot in the table, or of no slot.
+        ids, uses: int64 [n] and int32 [n] values there.
+        step: of the decisions.
+        filters: None: no table has filters.
+        counts: int64 [4], of ``COUNTS``.
+    """
+
+    slots: torch.Tensor
+    fresh: torch.Tensor
+    places: torch.Tensor
+    ids: torch.Tensor
+    uses: torch.Tensor
+    step: int
+    filters: FilterChange | None
+    counts: torch.Tensor
+
+
+class SlotTable:
+    """Slots of a rank's sets, 16 bytes each; set ``s`` of all is its set ``s // world_size``.
+
+    Attributes:
+        ids: int64 [sets + 1, 64] id of each slot; the last set is none, as in the other columns.
+        last: int32 [sets + 1, 64] step of the last use.
+        uses: int32 [sets + 1, 64] look-ups since the id was admitted; 0: the slot is free; negative: in the step
+            ``last``, so that the row has not been trained.
+        refused: None where all ids are admitted at their first look-up.
+        counts: int64 [4], of ``COUNTS``.
+    """
+
+    def __init__(self, sets: IdSets, rank: int, world_size: int, device: torch.device) -> None:
+        self._all, self._rank, self._world_size = sets, rank, world_size
+        self.sets = len(range(rank, sets.total, world_size))
+        shape = (self.sets + 1, SLOTS)
+        self.ids = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.last, self.uses = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(2))
+        gated = len(range(rank, sets.gated, world_size))
+        self.refused = RefusedIds(gated, self._slots_of, device) if sets.gated else None
+        self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
+        self._slots = torch.arange(SLOTS, device=device)
+
+    def global_sets(self, sets: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of this rank's int64 [n] sets among all."""
+        return sets * self._world_size + self._rank
+
+    def _slots_of(self, sets: torch.Tensor) -> torch.Tensor:
+        return self._all.slots(self.global_sets(sets))
+
+    def find(self, sets: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return int64 [n], the slot of each id in its set, -1 if it has none."""
+        equal = (self.ids.index_select(0, sets) == ids.unsqueeze(1)) & (self.uses.index_select(0, sets) != 0)
+        known, slots = equal.to(torch.uint8).max(dim=1)
+        return torch.where(known > 0, slots, -1)
+
+    def decide(
+        self, sets: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, step: int, bonus: torch.Tensor
+    ) -> SlotDecisions:
+        """Decide about the distinct ids of a step.
+
+        Args:
+            sets: int64 [n] of this rank, ascending.
+            ids: int64 [n], in each set ascending.
+            counts: int64 [n] look-ups over all ranks; 0: it is only read, and neither counted nor admitted.
+            step: not below that of earlier decisions that were applied.
+            bonus: int64 [n] steps by which twice as many uses outweigh a later last use.
+        """
+        slots = self.find(sets, ids)
+        known, counted = slots >= 0, counts > 0
+        before = sets * SLOTS + slots.clamp(min=0)
+        uses = self.uses.view(-1)[before].to(torch.int64)
+        fresh = known & (uses < 0) & (self.last.view(-1)[before] == step)
+        total = (uses.abs() + counts).clamp_(max=_MOST_USES)
+        wanted = ~known & counted
+        refused, filters = torch.zeros_like(wanted), None
+        if self.refused is not None:
+            refused = wanted & (counts < 2) & ~self.refused.admits(sets, ids)
+            wanted = wanted & ~refused
+            filters = self.refused.change(sets, ids, refused)
+        at = wanted.nonzero().view(-1)
+        chosen, evicts = self._choose(sets, slots, at, counted & known, step, bonus)
+        slots = slots.index_copy(0, at, chosen)
+        admitted = wanted & (slots >= 0)
+        uses = torch.where(known, torch.where(fresh, -total, total), -counts.clamp(max=_MOST_USES))
+        changes = counted & (slots >= 0)
+        places = torch.where(changes, sets * SLOTS + slots, self.sets * SLOTS)
+        counters = torch.stack([admitted.sum(), evicts.sum(), refused.sum(), (wanted & (slots < 0)).sum()])
+        return SlotDecisions(slots, fresh | admitted, places, ids, uses.to(torch.int32), step, filters, counters)
+
+    def _choose(
+        self,
+        sets: torch.Tensor,
+        slots: torch.Tensor,
+        at: torch.Tensor,
+        used: torch.Tensor,
+        step: int,
+        bonus: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose slots for the ids at int64 [m] ascending places ``at``.
+
+        Args:
+            used: bool [n]: ids whose ``slots`` are used in this step.
+
+        Returns:
+            (int64 [m] slots, -1 where all are pinned; bool [m]: the slot is another id's now).
+        """
+        if not len(at):
+            return at, torch.zeros_like(at, dtype=torch.bool)
+        mine = sets.index_select(0, at)
+        within, row = torch.unique_consecutive(mine, return_inverse=True)
+        number = torch.arange(len(mine), device=mine.device) - torch.searchsorted(mine, mine)
+        last, uses = (column.index_select(0, within).to(torch.int64) for column in (self.last, self.uses))
+        uses = uses.abs_()
+        bonuses = torch.zeros_like(within).index_copy_(0, row, bonus.index_select(0, at))
+        order = (last + bonuses.unsqueeze(1) * floor_log2(uses)).mul_(SLOTS).add_(self._slots)
+        order.masked_fill_(last >= step - 1, _NEVER)
+        # The table does not know yet which slots this step uses.
+        place = torch.searchsorted(within, sets).clamp_(max=len(within) - 1)
+        inside = used & (within.index_select(0, place) == sets)
+        order = torch.nn.functional.pad(order, (0, 0, 0, 1)).view(-1)
+        order.index_fill_(0, torch.where(inside, place * SLOTS + slots, len(within) * SLOTS), _NEVER)
+        order = torch.where(uses == 0, self._slots - SLOTS, order.view(-1, SLOTS)[:-1])
+        order.masked_fill_(self._slots >= self._slots_of(within).unsqueeze(1), _NEVER)
+        best, by_order = order.sort(dim=1)
+        number_here = number.clamp(max=SLOTS - 1)
+        free = (best[row, number_here] != _NEVER) & (number < SLOTS)
+        chosen = torch.where(free, by_order[row, number_here], -1)
+        return chosen, free & (uses[row, chosen] > 0)
+
+    def apply(self, decisions: SlotDecisions) -> None:
+        """Make decisions, the last that were made, those of the table."""
+        self.ids.view(-1).index_copy_(0, decisions.places, decisions.ids)
+        self.uses.view(-1).index_copy_(0, decisions.places, decisions.uses)
+        self.last.view(-1).index_fill_(0, decisions.places, decisions.step)
+        if self.refused is not None and decisions.filters is not None:
+            self.refused.apply(decisions.filters)
+        self.counts += decisions.counts
+
+
+def floor_log2(numbers: torch.Tensor) -> torch.Tensor:
+    """Return int64: of int64 numbers from 1 to 2**31 the floor of the logarithm to base 2, exactly; of 0 undefined."""
+    bits = numbers.clamp(min=1).to(torch.float64).view(torch.int64)
+    return (bits >> _MANTISSA_BITS) - _EXPONENT_BIAS
+
+
+def distinct_ids(sets: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Order int64 [n] ids by set, and in each set by id.
+
+    Returns:
+        (int64 [n] order; bool [n]: in this order, it is the first of its set and id; int64 [n]: for each given id the
+        number of its distinct one).
+    """
+    by_id = torch.sort(ids, stable=True).indices
+    order = by_id.index_select(0, torch.sort(sets.index_select(0, by_id), stable=True).indices)
+    first = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    of_set, of_id = sets.index_select(0, order), ids.index_select(0, order)
+    first[1:] = (of_set[1:] != of_set[:-1]) | (of_id[1:] != of_id[:-1])
+    number = torch.empty_like(order).index_copy_(0, order, first.to(torch.int64).cumsum(0) - 1)
+    return order, first, number

@@ -1,0 +1,123 @@
+"""Decisions about unbounded ids, on any number of ranks, against a reference that decides id after id."""
+
+from collections import Counter
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.embedding.ids.id_sets import SLOTS, IdSets, UnboundedTable
+from flexd.embedding.ids.slot_table import COUNTS, SlotTable, distinct_ids, floor_log2
+from tests.support.plain_ids import PlainIds
+
+CPU = torch.device("cpu")
+
+
+def home_rows(
+    tables: list[SlotTable], sets: IdSets, numbers: np.ndarray, ids: np.ndarray, step: int, bonus: list[int]
+) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], bool]]:
+    """Decide at every home, and return keys and whether they begin by (table, id)."""
+    rows: dict[tuple[int, int], int] = {}
+    begun: dict[tuple[int, int], bool] = {}
+    all_sets = sets.of_ids(torch.from_numpy(ids), torch.from_numpy(numbers))
+    for rank, table in enumerate(tables):
+        mine = all_sets % len(tables) == rank
+        order, first, place = distinct_ids(all_sets[mine] // len(tables), torch.from_numpy(ids)[mine.numpy()])
+        counts = torch.bincount(place, minlength=int(first.sum()))
+        chosen = order[first]
+        local = (all_sets[mine] // len(tables))[chosen]
+        own, number = torch.from_numpy(ids)[mine.numpy()][chosen], torch.from_numpy(numbers)[mine.numpy()][chosen]
+        decisions = table.decide(local, own, counts, step, torch.tensor(bonus)[number])
+        before = table.ids.clone(), table.uses.clone()
+        again = table.decide(local, own, counts, step, torch.tensor(bonus)[number])
+        assert torch.equal(decisions.slots, again.slots), "deciding changes nothing"
+        assert torch.equal(before[0], table.ids)
+        assert torch.equal(before[1], table.uses)
+        table.apply(decisions)
+        keys = sets.keys(table.global_sets(local), decisions.slots)
+        for at, (n, i) in enumerate(zip(number.tolist(), own.tolist(), strict=True)):
+            rows[n, i], begun[n, i] = int(keys[at]), bool(decisions.fresh[at])
+    return rows, begun
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.tuples(st.integers(2, 200), st.integers(2, 40)),
+    admit=st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 2])),
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from([1, 3, 40]),
+    batch=st.sampled_from([8, 60, 300]),
+    passes=st.sampled_from([1, 2]),
+    skewed=st.booleans(),
+)
+def test_decisions_are_those_of_one_id_after_another_on_any_number_of_ranks(
+    rows: tuple[int, int],
+    admit: tuple[int, int],
+    seed: int,
+    spread: int,
+    batch: int,
+    passes: int,
+    skewed: bool,
+) -> None:
+    tables = [UnboundedTable(f"t{n}", n, rows[n], 1000 * n, admit[n]) for n in range(2)]
+    sets = IdSets(tables, CPU)
+    plain = [PlainIds(t.rows, t.admit_after) for t in sets.tables]
+    worlds = [[SlotTable(sets, rank, world, CPU) for rank in range(world)] for world in (1, 2, 4)]
+    rng = np.random.default_rng(seed)
+    most = max(2, spread * max(rows) // 4)
+    for index in range(12):
+        numbers = rng.integers(0, 2, batch)
+        drawn = rng.zipf(1.4, batch) if skewed else rng.integers(0, most, batch)
+        ids = (drawn % most - most // 2) * 0x1234567_89ABCDEF
+        step, new_step = index // passes + 1, index % passes == 0
+        bonus, begun = [], {}
+        for number, one in enumerate(plain):
+            one.look_up(Counter(ids[numbers == number].tolist()), new_step=new_step)
+            bonus.append(max(1, 2 * one.shared * one.steps // max(1, one.look_ups)))
+        expected = {
+            (n, i): sets.tables[n].first_key + (plain[n].shared if (row := plain[n].find(i)) is None else row)
+            for n, i in zip(numbers.tolist(), ids.tolist(), strict=True)
+        }
+        begun = {(n, i): plain[n].is_fresh(i) for n, i in expected}
+        for world in worlds:
+            assert home_rows(world, sets, numbers, ids, step, bonus) == (expected, begun)
+    counts = [sum(getattr(one, name) for one in plain) for name in COUNTS]
+    for world in worlds:
+        assert sum(table.counts for table in world).tolist() == counts
+    for table in worlds[0]:  # rows and slots are inverse maps
+        for number, one in enumerate(sets.tables):
+            own = torch.arange(one.slots)
+            places = sets.places(own, number)
+            assert torch.equal(sets.keys(*places) - one.first_key, own)
+            assert int(places[1].max()) < SLOTS
+            assert bool((places[1] < table._slots_of(places[0])).all())
+
+
+def test_ids_that_are_only_read_change_nothing_and_are_not_admitted() -> None:
+    sets = IdSets([UnboundedTable("t", 0, 20, 0, 1)], CPU)
+    table = SlotTable(sets, 0, 1, CPU)
+    ids, none, bonus = torch.arange(5), torch.zeros(5, dtype=torch.int64), torch.ones(5, dtype=torch.int64)
+    table.apply(table.decide(none, ids, torch.tensor([1, 1, 0, 0, 1]), 1, bonus))
+    before = table.ids.clone(), table.uses.clone(), table.last.clone(), table.counts.clone()
+    read = table.decide(none, ids, none, 5, bonus)
+    table.apply(read)
+    assert read.slots.tolist() == [0, 1, -1, -1, 2]
+    assert not read.fresh.any()
+    for now, then in zip((table.ids, table.uses, table.last, table.counts), before, strict=True):
+        assert torch.equal(now[:-1] if now.dim() > 1 else now, then[:-1] if now.dim() > 1 else then)
+
+
+def test_the_logarithm_of_uses_is_exact_at_every_power() -> None:
+    powers = 2 ** torch.arange(32)
+    assert torch.equal(floor_log2(powers), torch.arange(32))
+    assert torch.equal(floor_log2(powers[1:] - 1), torch.arange(31))
+
+
+def test_a_row_has_16_bytes_and_8_in_filters() -> None:
+    sets = IdSets([UnboundedTable("t", 0, 64 * 1000 + 1, 0, 2)], CPU)
+    table = SlotTable(sets, 0, 1, CPU)
+    assert table.refused is not None
+    of_slots = sum(column[:-1].nbytes for column in (table.ids, table.last, table.uses))
+    assert of_slots == 16 * 64_000
+    assert table.refused.words[:-1].nbytes == 8 * 64_000
