@@ -146,8 +146,8 @@ class EmbeddingBagCollection(EmbeddingCollection):
                 self._features.by_group(routed.order), of_rows, routed.places, strict=True
             ):
                 sizes = [routed.features[name].values.numel() for name in names]
-                # The requests after them are those of bags of any rank that are added up here.
-                own = indices[: sum(sizes)] if of_bags else indices
+                # Requests may follow: of bags of any rank that are added up here, of rows that unbounded ids share.
+                own = indices if len(indices) == sum(sizes) else indices[: sum(sizes)]
                 index_of = dict(zip(names, own.split_with_sizes(sizes), strict=True))
                 kinds: dict[tuple[str, bool], list[str]] = {}
                 for name in names:

@@ -38,11 +38,13 @@ from flexd.embedding.store.store import TORCH_DTYPES
 from flexd.embedding.table_access import TableAccess
 
 if TYPE_CHECKING:
+    from flexd.embedding.ids.unbounded_ids import UnboundedIds
     from flexd.embedding.prefetch.announced_input import InputValues
     from flexd.embedding.store.slow.tiered_storage import TieredStorage
     from flexd.embedding.table_rules import TableRules
     from flexd.embedding.tuning import Tuning
 
+BOUNDED, UNBOUNDED = "rows", "unbounded"
 # Of a rank's memory, for copies.
 _COPIES_SHARE = 0.01
 
@@ -68,9 +70,13 @@ class EmbeddingTable:
             there is no optimizer state.
         dtype: of the stored rows; "int8", for read-only rows alone, has a scale a row (``flexd.int8_rows``).
         output_dtype: of what is looked up; default: ``dtype``, of int8 rows "float32".
+        ids: "rows" (an id is the number of a row) or "unbounded" (any int64 number). Of unbounded ids those have rows
+            of their own that are used most and latest; the others share the last row.
+        admit_after: look-ups after which an unbounded id gets a row of its own: 1, or 2 where most ids come once.
 
     Raises:
-        EmbeddingError: rows of int8 that are trained, or an unknown ``output_dtype``.
+        EmbeddingError: rows of int8 that are trained, an unknown ``output_dtype`` or ``ids``, or ``admit_after``
+            without unbounded ids.
     """
 
     name: str
@@ -84,6 +90,8 @@ class EmbeddingTable:
     optimizer: RowOptimizer | None = None
     trainable: bool = True
     output_dtype: str | None = None
+    ids: str = BOUNDED
+    admit_after: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(self.features))  # a list may change later
@@ -96,6 +104,12 @@ class EmbeddingTable:
             raise EmbeddingError(
                 f"table {self.name!r}: output_dtype {self.output_dtype!r}",
                 remedy=f"one of {', '.join(name for name in TORCH_DTYPES if name != QUANTIZED)}",
+            )
+
+        if self.ids not in (BOUNDED, UNBOUNDED) or (self.ids == BOUNDED and self.admit_after != 1):
+            raise EmbeddingError(
+                f"table {self.name!r}: ids={self.ids!r}, admit_after={self.admit_after}",
+                remedy=f'ids="{UNBOUNDED}" for any numbers, with admit_after=1 or 2; ids="{BOUNDED}" without it',
             )
 
     @property
@@ -208,6 +222,7 @@ class EmbeddingCollection(TableAccess):
         }
         self.full_state_dict = full_state_dict
         if full_state_dict:
+            self.refuse_unbounded("full_state_dict=True")
             from flexd.embedding.checkpoint.full_state import check_full_size
 
             check_full_size(self.keyspace)
@@ -263,6 +278,7 @@ class EmbeddingCollection(TableAccess):
                     frozenset(self.keyspace.index[table.name] for table in at_owner),
                 ),
             )
+            self.engine.ids = self._unbounded_ids()
             self._features = self._feature_map()
             self.table_of_feature = self._features.table_of
             """Index in ``tables`` of the table that each feature reads."""
@@ -276,8 +292,24 @@ class EmbeddingCollection(TableAccess):
 
     def _feature_map(self) -> FeatureMap:
         names = [table.feature_names for table in self.tables]
-        homes = self.engine.stores[0].homes
-        return FeatureMap(self.keyspace, names, self.rank, self.device, self.engine.pooling_at, homes)
+        homes, ids = self.engine.stores[0].homes, self.engine.ids
+        return FeatureMap(
+            self.keyspace, names, self.rank, self.device, self.engine.pooling_at, homes,
+            None if ids is None else ids.numbers,
+        )  # fmt: skip
+
+    def _unbounded_ids(self) -> UnboundedIds | None:
+        found = [(at, table) for at, table in enumerate(self.tables) if table.ids == UNBOUNDED]
+        if not found:
+            return None
+        from flexd.embedding.ids.id_sets import UnboundedTable  # loaded where a job has unbounded ids
+        from flexd.embedding.ids.unbounded_ids import UnboundedIds
+
+        tables = [
+            UnboundedTable(table.name, at, table.rows, int(self.keyspace.first_key[at]), table.admit_after)
+            for at, table in found
+        ]
+        return UnboundedIds(self.engine, tables, lambda: self.optimizer.initial_states)
 
     def pooling_at(self, table: str) -> str:
         """Return "requester" or "owner": how look-ups of a table are answered.
@@ -363,7 +395,7 @@ class EmbeddingCollection(TableAccess):
         """
         if self._trains():
             make_room(self.engine)
-        located = self.engine.claim(given, usable=keys is None)
+        located = self.engine.claim(given, usable=keys is None, trains=self._trains())
         if located is None:
             return self._locate(given, keys)
         self._check_agreed(located.forward_pass.route, None, None)

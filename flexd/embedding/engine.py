@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,7 +28,7 @@ from flexd.embedding.exchange.hop import (
     digest_of_settings,
 )
 from flexd.embedding.exchange.process_groups import ChainGroups
-from flexd.embedding.exchange.route import FeatureKeys, Route
+from flexd.embedding.exchange.route import FeatureKeys
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.pending_passes import agree_on_sending, warn_of_idle
 from flexd.embedding.rank_rows import RankRows, RowSettings
@@ -38,6 +38,7 @@ from flexd.embedding.row_optimizers import OptimizersByGroup, RowUpdate
 from flexd.embedding.step import ForwardPass, RoutedInput, StepGradients, StepMoments
 
 if TYPE_CHECKING:
+    from flexd.embedding.ids.unbounded_ids import Resolution, UnboundedIds
     from flexd.embedding.store.slow.tiered_storage import TieredStorage
     from flexd.embedding.tuning import StepTuner
 
@@ -96,6 +97,8 @@ class RowEngine:
         self.look_ups = self.prefetched_batches = self.unused_batches = 0
         """Look-ups; batches given to be located ahead; those of them that were located twice, because what was
         announced was not what was looked up."""
+        self.ids: UnboundedIds | None = None
+        """Set where tables have unbounded ids."""
         self.loads = 0
         """Times that any rows may have been replaced from outside."""
         automatic = exchange == "auto"
@@ -193,9 +196,9 @@ class RowEngine:
         for each in self.joined:
             each.changed(parts, all_rows=all_rows)
 
-    def claim(self, given: object, *, usable: bool) -> RoutedInput | None:
-        """Return the input of a forward pass if it was located before; not if it is not ``usable``."""
-        return _first(each.claim(given, usable=usable) for each in self.joined)
+    def claim(self, given: object, *, usable: bool, trains: bool) -> RoutedInput | None:
+        """Return the input of a forward pass if it was located before, as ``StepMoments.claim``."""
+        return _first(each.claim(given, usable=usable, trains=trains) for each in self.joined)
 
     def prepare(self) -> None:
         """Collective. Refresh replicas if home rows were loaded, and apply the chunks that all ranks agreed on.
@@ -246,8 +249,15 @@ class RowEngine:
         call = CallSignature.of(self.groups.rank, steps=self.steps, passes=len(self.passes), flag=trains)
         with self.calling():
             touched = self.sync.new_touched() if trains else None
-            route = self._find(found, call, self.settings_digest, fault, touched)
-            return ForwardPass(route, touched, self.trained)
+            forward_pass = self._find(found, call, self.settings_digest, fault, touched, trains=trains)
+            if self.ids is not None and forward_pass.resolution is not None:
+                self.ids.apply(forward_pass.resolution)
+            return forward_pass
+
+    def begin_rows(self, addresses: torch.Tensor, states: Mapping[str, float]) -> None:
+        """Begin int64 [n] rows anew, as ``RankRows.begin_rows``. On all ranks."""
+        self._rows_changed(self.rows.begin_rows(addresses, states))
+        self.row_changes += 1
 
     def _find(
         self,
@@ -256,13 +266,19 @@ class RowEngine:
         settings_digest: int,
         fault: int = 0,
         touched: TouchedRows | None = None,
-    ) -> Route:
+        *,
+        trains: bool = False,
+    ) -> ForwardPass:
         version, proposed = self.inbox.begin_exchange(), self.arm.proposed
         loop = self.loops[-1] if self.loops else None
         flags = NO_FLAGS if loop is None else loop.mine
         agreement = Agreement(version, fault, call, call, (settings_digest,) * 2, proposed, flags)
         self.look_ups += 1
         look_up = self.look_ups
+        resolution: Resolution | None = None
+        if self.ids is not None:
+            resolution = self.ids.resolve(found, agreement, self.groups.world, trains=trains)
+            found = resolution.found
         route = self.router.find(found, agreement, touched)
         for each in self.joined:
             each.located(look_up)
@@ -270,7 +286,7 @@ class RowEngine:
         self.arm.agreed(route.agreement.arm)
         if loop is not None:
             loop.agreed = route.agreement.flags
-        return route
+        return ForwardPass(route, touched, self.trained, resolution)
 
     def meet(self, passes: int, digest: int, *, flag: bool = False, fault: int = 0) -> Agreement:
         """Collective. Exchange the messages of a look-up without keys, and raise EmbeddingError if ranks make different
@@ -284,7 +300,7 @@ class RowEngine:
         no_keys = torch.empty(0, dtype=torch.int64, device=self.stores[0].rows.device)
         with self.calling(), self.router.traffic.uncounted():
             keys = FeatureKeys([], no_keys, None, [0] * len(self.stores))
-            agreement = self._find(keys, call, digest, fault).agreement
+            agreement = self._find(keys, call, digest, fault).route.agreement
         agreement.check_calls(self.keyspace.tables)
         return agreement
 
@@ -301,12 +317,15 @@ class RowEngine:
         """Collective. Return per dim-group [requests of this rank, dim]; without ``expand`` the distinct rows of the
         route's first station, [rows, dim], and after them, if some features are pooled at the owner, [bags, dim]."""
         with self.calling():
-            rows = _first(each.fetch_ahead(forward_pass, expand=expand) for each in self.joined)
+            at_once = expand and not forward_pass.sources
+            rows = _first(each.fetch_ahead(forward_pass, expand=at_once) for each in self.joined)
             if rows is None:
                 rows = self.router.fetch(
-                    forward_pass.route, forward_pass.touched, expand=expand, chunk=self.migrator.carrier
+                    forward_pass.route, forward_pass.touched, expand=at_once, chunk=self.migrator.carrier
                 )
                 self.migrator.carrier = None
+            if forward_pass.sources:
+                rows = forward_pass.with_sources(rows, expand=expand)
             rows = [*rows, *self.router.sums(forward_pass.route, rows)]
             for each in self.joined:
                 each.fetched()
@@ -408,9 +427,8 @@ class RowEngine:
                     self.stores, forward_pass.pushed.stations[0], self.router.wide, strict=True
                 )
             ]
-        if self._scale == 1.0:
-            return forward_pass.grads
-        return list(torch._foreach_mul(forward_pass.grads, self._scale))
+        grads = forward_pass.grads_of_sources()
+        return grads if self._scale == 1.0 else list(torch._foreach_mul(grads, self._scale))
 
     def before_rows_load(self, rows: tuple[int, torch.Tensor] | None = None) -> None:
         """Collective with the prefetch pipeline or re-homed rows. Call it before home rows or their state are replaced

@@ -13,7 +13,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
 from flexd.core.sharding_types import NO_POOLED, PooledTables
 from flexd.embedding import devices
-from flexd.embedding.exchange.route import BagIds, FeatureKeys
+from flexd.embedding.exchange.route import BagIds, FeatureKeys, UnresolvedIds
 from flexd.embedding.store.store import DeviceHomes
 
 
@@ -144,6 +144,8 @@ class _Order:
         groups: the features of each dim-group whose rows are fetched.
         ends: place in ``order`` at which each dim-group begins, and the number of those features.
         summed, summed_ends: the same of those that are pooled at the owner.
+        unbounded: int64 [features] number of the table of unbounded ids of each, -1 of one of another
+            table; None: there is none of such tables.
     """
 
     order: list[str]
@@ -152,6 +154,7 @@ class _Order:
     ends: list[int]
     summed: list[list[str]]
     summed_ends: list[int]
+    unbounded: torch.Tensor | None
 
 
 class FeatureMap:
@@ -161,6 +164,7 @@ class FeatureMap:
         features: the feature names of each table, in the order of ``keyspace.tables``.
         pooling_at: of the tables.
         homes: map of keys to addresses; None: addresses are keys.
+        unbounded: of tables of unbounded ids, by their index in ``keyspace.tables``: their number in ``IdSets.tables``.
 
     Raises:
         EmbeddingError: two tables read the same feature.
@@ -174,8 +178,10 @@ class FeatureMap:
         device: torch.device,
         pooling_at: PooledTables = NO_POOLED,
         homes: DeviceHomes | None = None,
+        unbounded: Mapping[int, int] | None = None,
     ) -> None:
         self._keyspace = keyspace
+        self._unbounded = unbounded or {}
         self._homes = homes
         self._rank = rank
         self._device = device
@@ -211,6 +217,14 @@ class FeatureMap:
         ids = self._joined_ids(features, values)
         sizes = _sizes(values)
         on_device = devices.uploaded(sizes, self._device)
+        unresolved: UnresolvedIds | None = None
+        if known.unbounded is not None:
+            numbers_of = known.unbounded.repeat_interleave(on_device, output_size=ids.shape[0])
+            ours = numbers_of >= 0
+            unbounded = sum(size for size, name in zip(sizes, known.order, strict=True) if self._is_unbounded(name))
+            places = torch.nonzero_static(ours, size=unbounded).view(-1)
+            unresolved = UnresolvedIds(ids.index_select(0, places), numbers_of.index_select(0, places), places)
+            ids = ids.masked_fill(ours, 0)
         if isinstance(known.bounds, torch.Tensor):
             firsts, rows = known.bounds.repeat_interleave(on_device, dim=1, output_size=ids.shape[0])
             inside = ids.clamp(self._zero, rows)
@@ -226,7 +240,9 @@ class FeatureMap:
         numbers, of_bags = (
             [ends[end] - ends[first] for first, end in pairwise(places)] for places in (known.ends, known.summed_ends)
         )
-        found = FeatureKeys(known.order[: known.ends[-1]], keys, torch.cat(faults).any(), numbers)
+        found = FeatureKeys(
+            known.order[: known.ends[-1]], keys, torch.cat(faults).any(), numbers, unresolved=unresolved
+        )
         if not sum(map(len, known.summed)):
             return found
         rows = ends[known.ends[-1]]
@@ -305,6 +321,14 @@ class FeatureMap:
             tables = [self.table_of[name] for name in order]
             firsts = [int(self._keyspace.first_key[table]) for table in tables]
             last_rows = [self._keyspace.tables[table].rows - 1 for table in tables]
+            # Until they have rows of their own, ids are those of the shared row.
+            firsts = [
+                first + last * (table in self._unbounded)
+                for first, last, table in zip(firsts, last_rows, tables, strict=True)
+            ]
+            unbounded: torch.Tensor | None = None
+            if not self._unbounded.keys().isdisjoint(tables):
+                unbounded = torch.tensor([self._unbounded.get(t, -1) for t in tables], device=self._device)
             bounds: torch.Tensor | tuple[int, int]
             if len(set(tables)) == 1:
                 bounds = firsts[0], last_rows[0]
@@ -313,7 +337,8 @@ class FeatureMap:
             groups = self.by_group([name for name in order if name not in summed])
             of_bags = self.by_group([name for name in order if name in summed])
             ends = [0, *accumulate(map(len, groups))]
-            known = _Order(order, bounds, groups, ends, of_bags, list(accumulate(map(len, of_bags), initial=ends[-1])))
+            summed_ends = list(accumulate(map(len, of_bags), initial=ends[-1]))
+            known = _Order(order, bounds, groups, ends, of_bags, summed_ends, unbounded)
             if len(self._orders) >= _KEPT_ORDERS:
                 self._orders.clear()
             self._orders[names, summed] = known
@@ -339,6 +364,9 @@ class FeatureMap:
         faults.append(sums != ids)
         return faults
 
+    def _is_unbounded(self, name: str) -> bool:
+        return self.table_of[name] in self._unbounded
+
     def raise_fault(self, features: Mapping[str, Jagged]) -> None:
         """Read the numbers of features whose keys were ``faulty``. Waits for the device.
 
@@ -348,7 +376,7 @@ class FeatureMap:
         for name, jagged in features.items():
             spec = self._keyspace.tables[self.table_of[name]]
             where, ids, lengths = f"rank {self._rank}, feature {name!r}", jagged.values, jagged.lengths
-            if ids.numel():
+            if ids.numel() and not self._is_unbounded(name):
                 lowest, highest = (int(bound) for bound in torch.aminmax(ids))
                 if lowest < 0 or highest >= spec.rows:
                     raise EmbeddingError(

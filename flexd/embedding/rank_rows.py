@@ -135,6 +135,34 @@ class RankRows:
                 values = store.read_homes(slots)[:, : store.value_bytes]
                 store.write_homes(store.fitted(values, states[store.group.optimizer]), slots)
 
+    @torch.no_grad()
+    def begin_rows(self, addresses: torch.Tensor, states: Mapping[str, float]) -> list[tuple[int, torch.Tensor]]:
+        """Set int64 [n] distinct rows to zero and their state to its initial value, wherever this rank holds them.
+
+        Args:
+            states: as of ``InitialRows``.
+
+        Returns:
+            Of each dim-group that has any, (its number, int64 [m] slots).
+
+        Raises:
+            SlowMemoryError: cold rows cannot be read or written.
+        """
+        changed = []
+        for number, store in enumerate(self.stores):
+            mine = addresses[(addresses >= store.group.first_key) & (addresses < store.group.end_key)]
+            if not len(mine):
+                continue
+            held, slots, _ = store.locate(mine)
+            slots = slots[held]
+            zeros = torch.zeros((len(slots), store.value_bytes), dtype=torch.uint8, device=store.rows.device)
+            begun = store.fitted(zeros, states[store.group.optimizer])
+            at_home = slots < store.home_rows
+            store.write_homes(begun[at_home], slots[at_home])
+            store.unpack(begun[~at_home], slots[~at_home])
+            changed.append((number, slots))
+        return changed
+
     def resize(self) -> None:
         """Give stores that were taken over their cache slots."""
         for store, cache_slots in zip(self.stores, self._cache_slots or (), strict=False):

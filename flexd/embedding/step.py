@@ -26,6 +26,7 @@ from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.store.store import GroupStore
 
 if TYPE_CHECKING:
+    from flexd.embedding.ids.unbounded_ids import Resolution
     from flexd.embedding.prefetch.pipeline_job import DeferredGradients
     from flexd.embedding.rank_rows import RankRows
 
@@ -48,9 +49,21 @@ class ForwardPass:
         grads: per dim-group [rows of the route's first station, dim]; None before its backward pass.
         bag_grads: per dim-group [bags, dim] of the bags that are pooled at the owner; None before its backward pass.
         recomputes: whether a backward pass looks the rows up once more, for activation checkpointing.
+        resolution: of its unbounded ids; None: there are none.
+        sources: by dim-group int64 [rows], for each row of the route's first station the row whose value it has, as
+            ``Resolution.sources``.
     """
 
-    def __init__(self, route: Route, touched: TouchedRows | None, trained: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        route: Route,
+        touched: TouchedRows | None,
+        trained: Sequence[bool],
+        resolution: Resolution | None = None,
+    ) -> None:
+        self.resolution = resolution
+        agreed = not route.agreement.fault and not route.agreement.diverged
+        self.sources = resolution.sources(route) if resolution is not None and agreed else {}
         self.recomputes = in_backward_pass()
         self.route = route
         self._trained = trained
@@ -63,6 +76,30 @@ class ForwardPass:
     def pushed(self) -> Route:
         """The route of the rows that are trained."""
         return self.route.only(self._trained)
+
+    def with_sources(self, rows: Sequence[torch.Tensor], *, expand: bool) -> list[torch.Tensor]:
+        """Return per dim-group [requests, dim], or without ``expand`` [rows of the first station, dim], of such rows
+        as they are stored."""
+        found = [
+            part.index_select(0, self.sources[group]) if group in self.sources else part
+            for group, part in enumerate(rows)
+        ]
+        if not expand:
+            return found
+        return [
+            part if first.expand is None else part.index_select(0, first.expand)
+            for part, first in zip(found, self.route.stations[0], strict=True)
+        ]
+
+    def grads_of_sources(self) -> list[torch.Tensor]:
+        """Return ``grads``, those of rows that have the value of another one also as that one's."""
+        grads = list(self.grads or ())
+        for group, sources in self.sources.items():
+            if self._trained[group]:
+                other = sources != torch.arange(len(sources), device=sources.device)
+                moved = grads[group].masked_fill(~other.unsqueeze(1), 0)
+                grads[group] = grads[group].index_add(0, sources, moved)
+        return grads
 
     @property
     def is_lost(self) -> bool:
@@ -171,9 +208,13 @@ class StepMoments:
     deferred: object = None
     exchanges: tuple[tuple[ChainGroups, Router], ...] = ()
 
-    def claim(self, given: object, *, usable: bool) -> RoutedInput | None:
-        """Return the input of a forward pass if it was located before; not if it is not ``usable``."""
-        del given, usable
+    def claim(self, given: object, *, usable: bool, trains: bool) -> RoutedInput | None:
+        """Return the input of a forward pass if it was located before; not if it is not ``usable``.
+
+        Args:
+            trains: the pass is for training; equal on all ranks.
+        """
+        del given, usable, trains
         return None
 
     def check_given(self, given: object) -> None:

@@ -218,6 +218,8 @@ class TableAccess(nn.Module):
         It communicates only to finish a running ``flexd.prefetch`` exchange.
         """
         self.engine.before_rows_load()
+        if self.engine.ids is not None:
+            self.engine.ids.reset()
         with torch.device("cpu"):
             self._fill_initial_values()
         self.engine.steps = 0
@@ -267,6 +269,38 @@ class TableAccess(nn.Module):
         with self.traffic.uncounted():
             found = collect(self._groups.world, homes, [store.rows], everything, there)[0]
         return looked_up(found, store.dtype)
+
+    def refuse_unbounded(self, purpose: str) -> None:
+        """Raise EmbeddingError if any table has unbounded ids, for a purpose that cannot have them."""
+        unbounded = [table.name for table in self.tables if table.ids == "unbounded"]
+        if unbounded:
+            raise EmbeddingError(
+                f"{purpose} cannot have tables of unbounded ids: {', '.join(unbounded)}",
+                remedy="state_dict() of every rank saves which ids have rows, for an equally large job; or give the "
+                "tables ids that are rows",
+            )
+
+    def rows_of(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Collective. Return int64 [n], the rows of int64 [n] ids of a table of unbounded ids; -1 of an id without a
+        row of its own, which reads the last row of the table. Every rank may give other ids.
+
+        Raises:
+            EmbeddingError: there is no such table, or its ids are its rows.
+        """
+        from flexd.embedding.ids.queries import rows_of  # loaded where a job has unbounded ids
+
+        return rows_of(self.engine, self._table(name), ids)
+
+    def ids_of(self, name: str, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Collective. Return int64 [n], the ids that have int64 [n] rows of a table of unbounded ids, and bool [n],
+        False where a row is no id's: its id is 0 then. Every rank may give other rows.
+
+        Raises:
+            EmbeddingError: there is no such table, or its ids are its rows.
+        """
+        from flexd.embedding.ids.queries import ids_of
+
+        return ids_of(self.engine, self._table(name), rows)
 
     def _homes(self, table: int) -> tuple[GroupStore, TableHomes]:
         from flexd.embedding.checkpoint.table_rows import TableHomes

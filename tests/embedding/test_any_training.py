@@ -41,6 +41,7 @@ loads = st.lists(
     ),
     max_size=2,
 ).map(tuple)
+unbounded = st.sampled_from([(), (), (("item", 1),), (("shop", 2),), (("item", 2), ("shop", 1))])
 homes = st.one_of(st.just(("row_wise", "row_wise")), st.tuples(sharding_types, sharding_types))
 scenarios = st.builds(
     Scenario,
@@ -76,6 +77,7 @@ scenarios = st.builds(
     quantized=st.booleans(),
     turns=turns,
     loads=loads,
+    unbounded=unbounded,
 )
 three_nodes = st.builds(
     Scenario,
@@ -97,9 +99,11 @@ three_nodes = st.builds(
     quantized=st.booleans(),
     turns=turns,
     loads=loads,
+    unbounded=unbounded,
 )
 BAGS = Scenario(2, 2, pooling_at=("owner", "requester"), weighted=True, switch_every=3, slots_share=1.0, steps=8)
 """Of bags with factors, which are drawn too."""
+UNBOUNDED = Scenario(2, 2, unbounded=(("item", 1), ("shop", 2)), passes=3, slots_share=0.3, migrate_every=1, moved=True)
 LOOP = {"evaluate_every": 0, "loops": 1, "depth": 0, "restarts": False, "changes": ""}
 
 
@@ -124,6 +128,13 @@ EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "8"))
 )
 @example(scenario=BAGS, ahead=True, accelerator=False, **LOOP)
 @example(scenario=replace(BAGS, exchange="direct"), ahead=False, accelerator=True, **LOOP)
+@example(scenario=UNBOUNDED, ahead=True, accelerator=False, **LOOP)
+@example(scenario=replace(UNBOUNDED, passes=1), ahead=True, accelerator=True, **LOOP | {"changes": "any"})
+@example(scenario=replace(UNBOUNDED, passes=1), ahead=True, accelerator=False, **LOOP | {"changes": "any", "depth": 1})
+@example(
+    scenario=replace(BAGS, unbounded=UNBOUNDED.unbounded, optimizer="adagrad", fast_memory_bytes=1500),
+    ahead=True, accelerator=False, **LOOP | {"loops": 2, "restarts": True},
+)  # fmt: skip
 def test_any_training_equals_one_process(
     ranks: Ranks,
     scenario: Scenario,

@@ -1,6 +1,7 @@
 """Training on ranks with random migrations, and the same training in one process with nn.Embedding."""
 
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from flexd.embedding.prefetch.empty_batch import empty_batch
 from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, DenseAdam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
 from flexd.embedding.store.quantized_rows import int8_rows, looked_up
 from flexd.embedding.store.store import TORCH_DTYPES
+from tests.support.plain_ids import PlainIds
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Scenario:
         turns: tables that are frozen, or unfrozen if they are, before each of some steps: (step, their names), or after
             the step before, of odd steps.
         loads: values that are loaded before each of some steps: (step, table, first row, rows).
+        unbounded: tables of unbounded ids: (name, look-ups after which an id has a row of its own).
     """
 
     nodes: int
@@ -82,6 +85,7 @@ class Scenario:
     turns: tuple[tuple[int, tuple[str, ...]], ...] = ()
     loads: tuple[tuple[int, str, int, int], ...] = ()
     uneven: bool = False
+    unbounded: tuple[tuple[str, int], ...] = ()
 
     def frozen_at(self, step: int) -> frozenset[str]:
         """Return the tables that are read only in a step."""
@@ -159,6 +163,9 @@ def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
         "optimizer": second_rule(scenario) if scenario.second_optimizer else None,
         "trainable": "shop" not in scenario.read_only,
     }  # fmt: skip
+    for table in (item, shop):
+        if table["name"] in dict(scenario.unbounded):
+            table |= {"ids": "unbounded", "admit_after": dict(scenario.unbounded)[table["name"]]}
     if scenario.quantized:
         for table in (item, shop):
             if not table["trainable"]:
@@ -194,6 +201,10 @@ class PlainOptimizer:
         self.name = name
         self.mean = torch.zeros(rows, dim, dtype=torch.float64)
         self.square = torch.full((rows, dim), 0.1 if name == "adagrad" else 0.0, dtype=torch.float64)
+
+    def begin(self, rows: list[int]) -> None:
+        """Set the state of rows to its initial value."""
+        self.mean[rows], self.square[rows] = 0.0, 0.1 if self.name == "adagrad" else 0.0
 
     def step(self, weight: torch.Tensor, grad: torch.Tensor, seen: torch.Tensor, slower: float, step: int) -> None:
         if self.name == "dense_adam":
@@ -234,8 +245,11 @@ def batch(scenario: Scenario, step: int, rank: int) -> dict[str, Jagged]:
             continue
         lengths = rng.integers(0, 6, size=samples)
         count = int(lengths.sum())
+        unbounded = ("shop" if name == "shop" else "item") in dict(scenario.unbounded)
+        rows *= 3 if unbounded else 1
         ids = rng.permutation(rows)[:count] if rng.random() < 0.2 else (rng.zipf(1.3, count) - 1) % rows
         lengths = lengths if len(ids) == count else np.array([len(ids)])
+        ids = ids * 1_000_003 - 10_000_000 if unbounded else ids
         out[name] = Jagged(
             torch.from_numpy(ids.astype(np.int32 if rng.random() < 0.5 else np.int64)), torch.from_numpy(lengths)
         )
@@ -318,9 +332,11 @@ def random_chunks(scenario: Scenario, collection: EmbeddingCollection) -> list[D
     return chunks
 
 
-def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.ndarray]]:
-    """Return losses by rank, with checksums of the gradients of factors, and the final tables, of plain nn.Embedding
-    in this process."""
+def train_alone(
+    scenario: Scenario,
+) -> tuple[list[list[float]], dict[str, np.ndarray], dict[str, dict[int, int]]]:
+    """Return losses by rank, with checksums of the gradients of factors, the final tables, and of those of unbounded
+    ids the id of each row that has one, of plain nn.Embedding in this process."""
     specs = {table.name: table for table in tables_of(scenario)}
     # Of initial values alone: rows without homes of their own and without a pooling place.
     plain_tables = [
@@ -336,6 +352,7 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
     shares = world if scenario.average_gradients else 1
     kinds = {"item": scenario.optimizer, "shop": scenario.second_optimizer or scenario.optimizer}
     plain = {name: PlainOptimizer(kinds[name], spec.rows, spec.dim) for name, spec in specs.items()}
+    homes = {name: PlainIds(specs[name].rows, admit_after) for name, admit_after in scenario.unbounded}
     losses: list[list[float]] = [[] for _ in range(world)]
     for step in range(scenario.steps):
         frozen, before = scenario.frozen_at(step), scenario.frozen_at(step - 1)
@@ -352,10 +369,33 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
             if table.weight.requires_grad:
                 table.weight.grad = torch.zeros_like(table.weight)
         seen = {name: torch.zeros(spec.rows, dtype=torch.bool) for name, spec in specs.items()}
-        for rank in range(world):
-            for index in range(scenario.passes):
-                features = batch(scenario, step * scenario.passes + index, rank)
-                rows = {name: tables[table_of[name]](jagged.values) for name, jagged in features.items()}
+        for index in range(scenario.passes):
+            batches = [batch(scenario, step * scenario.passes + index, rank) for rank in range(world)]
+            for name, home in homes.items():
+                given = [
+                    number
+                    for of_rank in batches
+                    for feature, jagged in of_rank.items()
+                    if table_of[feature] == name and name not in frozen
+                    for number in jagged.values.tolist()
+                ]
+                # Where no table is trained every look-up is a step.
+                begun = home.look_up(Counter(given), new_step=index == 0 or len(frozen) == len(specs))
+                with torch.no_grad():
+                    tables[name].weight[begun] = 0.0
+                plain[name].begin(begun)
+            for rank, features in enumerate(batches):
+                rows, places = {}, {}
+                for name, jagged in features.items():
+                    table, home = table_of[name], homes.get(table_of[name])
+                    places[name] = jagged.values.long() if home is None else home.rows(jagged.values)
+                    rows[name] = tables[table](places[name])
+                    seen[table][places[name]] = True
+                    if home is not None and len(places[name]) and bool((fresh := home.fresh(jagged.values)).any()):
+                        shared = tables[table].weight[home.shared]
+                        own_gradient = rows[name] - rows[name].detach()
+                        rows[name] = torch.where(fresh.unsqueeze(1), shared + own_gradient, rows[name])
+                        seen[table][home.shared] = True
                 factors = factors_of(scenario, step * scenario.passes + index, rank, features) or {}
                 rows |= {name: rows[name] * each.unsqueeze(1) for name, each in factors.items()}
                 rows |= {
@@ -363,8 +403,6 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
                     for name, part in rows.items()
                     if name in scenario.pooled
                 }
-                for name, jagged in features.items():
-                    seen[table_of[name]][jagged.values.long()] = True
                 loss = loss_of(rows)
                 if loss.requires_grad:
                     (loss / shares).backward()
@@ -376,14 +414,16 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
                     continue
                 rate = slower * (scenario.second_rate if name == "shop" else 1.0)
                 plain[name].step(table.weight, table.weight.grad, seen[name], rate, step + 1)
-    return losses, {name: table.weight.detach().double().numpy() for name, table in tables.items()}
+    ids = {name: home.ids() for name, home in homes.items()}
+    return losses, {name: table.weight.detach().double().numpy() for name, table in tables.items()}, ids
 
 
 def check_training(results: list[dict[str, Any]], scenario: Scenario, tolerance: float) -> None:
     """Compare the ranks of a training with one process, and with each other."""
-    losses, tables = train_alone(scenario)
+    losses, tables, ids = train_alone(scenario)
     for rank, result in enumerate(results):
         np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=tolerance)
+        assert result["ids"] == ids, "another id has a row"
         assert result["unequal"] == 0, "a replica differed from its home copy"
         for what in ("versions", "exchanges", "prefetched", "digest"):
             assert result[what] == results[0][what], f"ranks differ in their {what}"

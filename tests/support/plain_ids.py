@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 from flexd.embedding.ids.id_sets import SLOTS
 
 _MASK = 2**64 - 1
@@ -61,6 +63,23 @@ class PlainIds:
         at = (mixed(number & _MASK) >> 1) % self.number_of_sets
         slot = self.sets[at].slot_of(number)
         return slot is not None and self.sets[at].used[slot].since == self.step
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return int64 [n] rows of ids, those without a row of their own the shared one."""
+        found = [self.find(number) for number in numbers.tolist()]
+        return torch.tensor([self.shared if row is None else row for row in found], dtype=torch.int64)
+
+    def fresh(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return bool [n]: ids that were admitted in this step."""
+        return torch.tensor([self.is_fresh(number) for number in numbers.tolist()], dtype=torch.bool)
+
+    def ids(self) -> dict[int, int]:
+        """Return the id of each row that has one."""
+        return {
+            slot * self.number_of_sets + at: used.id
+            for at, one in enumerate(self.sets)
+            for slot, used in one.used.items()
+        }
 
     def look_up(self, counts: dict[int, int], *, new_step: bool) -> list[int]:
         """Decide about the ids of a look-up for training; return the rows that begin anew.

@@ -343,7 +343,14 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     if loop.break_at >= 0:
         on(every[loop.break_at + 1 :], loop.break_at + 1)
     tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
+    ids: dict[str, dict[int, int]] = {}
+    for name, _ in scenario.unbounded:
+        every = torch.arange(len(tables[name]))
+        found, has = collection.ids_of(name, every)
+        ids[name] = dict(zip(every[has].tolist(), found[has].tolist(), strict=True))
+        assert torch.equal(collection.rows_of(name, found[has]), every[has])
     return {
+        "ids": ids,
         "exchanges": exchanges, "prefetched": prefetched, "losses": losses, "trained": trained, "versions": versions,
         "unequal": unequal,
         "tables": tables, "deferred": deferred, "errors": errors,

@@ -221,6 +221,8 @@ def save_local(collection: EmbeddingCollection, destination: dict[str, Any], pre
     for index, store in enumerate(engine.stores):
         destination[f"{own}group{index}.rows"] = store.rows[: store.home_rows].to("cpu", copy=True)
         destination[f"{own}group{index}.state"] = store.state[: store.home_rows].to("cpu", copy=True)
+    for name, column in ({} if engine.ids is None else engine.ids.state()).items():
+        destination[f"{own}ids.{name}"] = column.to("cpu", copy=True)
     destination[f"{own}shard"] = part
 
 
@@ -259,6 +261,9 @@ def load_local(
     if fault:
         errors.append(f"{prefix}shard: {fault}")
         return
+    if given == "whole tables" and engine.ids is not None:
+        errors.append(f"{prefix}: whole tables do not say which of unbounded ids have rows; {REMEDY}")
+        return
     if given == "whole tables":
         load_full(collection, state, prefix, missing, unexpected, errors)
         return
@@ -278,6 +283,11 @@ def load_local(
         missing.append(f"{own}shard")
     else:
         engine.steps = int(shard[3])
+    if engine.ids is not None:
+        columns = {name: state.get(f"{own}ids.{name}") for name in engine.ids.state()}
+        expected |= {f"{own}ids.{name}" for name in columns}
+        missing += [f"{own}ids.{name}" for name, column in columns.items() if column is None]
+        errors += engine.ids.load_state({name: column for name, column in columns.items() if column is not None})
     unexpected.extend(key for key in state if key.startswith(prefix) and key not in expected)
 
 

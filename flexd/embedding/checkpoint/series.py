@@ -88,6 +88,7 @@ class CheckpointSeries:
         keep: int = 3,
         whole_every: int = 10,
     ) -> None:
+        collection.refuse_unbounded("flexd.CheckpointSeries")
         self._collection = collection
         self._directory = SeriesDirectory(Path(directory))
         self._keep, self._whole_every = keep, whole_every

@@ -90,6 +90,7 @@ class ShardedState:
     """
 
     def __init__(self, collection: EmbeddingCollection, device: torch.device = CPU) -> None:
+        collection.refuse_unbounded("flexd.ShardedState")
         self._collection = collection
         self._engine = collection.engine
         self._world = collection.engine.groups.world

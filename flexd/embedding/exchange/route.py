@@ -34,6 +34,22 @@ class BagIds:
 
 
 @dataclass(frozen=True)
+class UnresolvedIds:
+    """Ids of tables of unbounded ids, whose rows their homes know.
+
+    Attributes:
+        ids: int64 [n].
+        numbers: int64 [n], the table of each in ``IdSets.tables``.
+        places: int64 [n] places in the keys of the batch, those of bags after the others; there is the key of the
+            shared row of the table.
+    """
+
+    ids: torch.Tensor
+    numbers: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass(frozen=True)
 class FeatureKeys:
     """Ids of a batch as addresses (``flexd.core.keyspace``), which of tables spread over all ranks are keys.
 
@@ -43,6 +59,7 @@ class FeatureKeys:
         faulty: bool [] on the device: an id is out of range, or lengths do not fit the ids. None: cannot be.
         numbers: number of keys of each dim-group.
         bags: ids of the other features, pooled at the owner; None: there are none.
+        unresolved: ids whose rows are not known yet; None: there are none.
     """
 
     order: list[str]
@@ -50,6 +67,7 @@ class FeatureKeys:
     faulty: torch.Tensor | None
     numbers: list[int]
     bags: BagIds | None = None
+    unresolved: UnresolvedIds | None = None
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ class IdSets:
     def keys(self, sets: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Return int64 [n] keys of the rows of int64 [n] slots in int64 [n] sets; of -1 the key of the shared row."""
         number = self.numbers(sets)
-        row = torch.where(slots < 0, self._slots[number], slots * self._sets[number] + sets - self._first[number])
-        return row + self._first_key[number]
+        own = slots * self._sets[number] + sets - self._first[number]
+        return torch.where(slots < 0, self._slots[number], own).add_(self._first_key[number])
 
     def places(self, rows: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (int64 [n] sets, int64 [n] slots) of int64 [n] rows of a table, none of them the shared one."""

@@ -80,6 +80,13 @@ class SlotTable:
         """Return the numbers of this rank's int64 [n] sets among all."""
         return sets * self._world_size + self._rank
 
+    def columns(self) -> dict[str, torch.Tensor]:
+        """Return all that decisions depend on and change, by name; not copies."""
+        found = {"ids": self.ids, "last": self.last, "uses": self.uses, "counts": self.counts}
+        if self.refused is not None:
+            found |= {"filters": self.refused.words, "fills": self.refused.fills}
+        return found
+
     def _slots_of(self, sets: torch.Tensor) -> torch.Tensor:
         return self._all.slots(self.global_sets(sets))
 

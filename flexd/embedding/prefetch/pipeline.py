@@ -45,6 +45,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -71,6 +72,9 @@ from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step import ForwardPass, RoutedInput, StepMoments
 from flexd.embedding.store.memory import iterate_tensors
+
+if TYPE_CHECKING:
+    from flexd.embedding.ids.unbounded_ids import Resolution
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +112,7 @@ class PrefetchPipeline(StepMoments):
         self._timeout_seconds = groups.timeout_seconds
         router, sync = engine.new_exchange(groups, self._traffic)
         self.exchanges = ((groups, router),)
-        self._job = PrefetchPipelineJob(engine, router, sync)
+        self._job = PrefetchPipelineJob(engine, router, sync, groups)
         self.working = self._job.working
         self._thread: WorkerThread[PrefetchPipelineResult] = WorkerThread(
             f"flexd-ahead-{self._rank}", self._device, inline=one_thread
@@ -135,6 +139,8 @@ class PrefetchPipeline(StepMoments):
         # True if the claimed input is another one than the announced; None: it cannot be.
         self._changed: torch.Tensor | None = None
         self._changed_anywhere = self._overwritten = False
+        self._resolution: Resolution | None = None
+        """Of the input that was claimed, until it is known whether it was that of every rank."""
         self._announced_with_grad = False
         self._trained_otherwise = self._warned = False
         self._failure: BaseException | None = None
@@ -284,6 +290,7 @@ class PrefetchPipeline(StepMoments):
                     batch, deferred, passes,
                     step_expected=step_expected, locate=locate, fetch=self.fetches_rows, settings_digest=digest,
                     farther=farther, passes_kept=self.passes_per_step, changed=changed,
+                    trains=self._announced_with_grad,
                 )  # fmt: skip
 
         self._engine.phases.begin_job()
@@ -386,7 +393,7 @@ class PrefetchPipeline(StepMoments):
         engine, world, next_batch = self._engine, self._job.world, self._job.next_batch
         router, sync = engine.new_exchange(self._groups, self._traffic)
         self.exchanges = ((self._groups, router),)
-        self._job = PrefetchPipelineJob(engine, router, sync)
+        self._job = PrefetchPipelineJob(engine, router, sync, self._groups)
         self._job.world, self._job.next_batch = world, next_batch
         self.working = self._job.working
         self._forget_batches()
@@ -396,7 +403,7 @@ class PrefetchPipeline(StepMoments):
                 batch.forget_keys()
         return True
 
-    def claim(self, given: object, *, usable: bool) -> RoutedInput | None:
+    def claim(self, given: object, *, usable: bool, trains: bool) -> RoutedInput | None:
         """Return the located input of a forward pass, or None if it must be looked up now.
 
         Raises:
@@ -407,7 +414,7 @@ class PrefetchPipeline(StepMoments):
         started = self._started if self._announced is not None else None
         announced = started if isinstance(started, AnnouncedInput) else None
         self._changed, self._changed_anywhere = None, False
-        self._overwritten = False
+        self._overwritten, self._resolution = False, None
         # Evaluation in a training loop, with inputs of the same features, is not for the announced batch.
         by_value = torch.is_grad_enabled() == self._announced_with_grad
         self._claimed = announced is not None and may_be_input(given, announced.given, by_value=by_value)
@@ -428,6 +435,10 @@ class PrefetchPipeline(StepMoments):
         if agreement.fault and not agreement.diverged and not agreement.settings_differ:
             self._result = None  # what was announced cannot be looked up; what is given now may be
             self._count_unused(here=agreement.fault == self._rank + 1 and announced.differs(given))
+            return None
+        self._resolution, ids = result.forward_pass.resolution, self._engine.ids
+        if ids is not None and self._resolution is not None and not ids.is_current(self._resolution, trains=trains):
+            self._result = self._resolution = None  # a look-up in between has changed who has rows
             return None
         values, differs = announced.compare(given)
         if differs is not False:
@@ -495,6 +506,13 @@ class PrefetchPipeline(StepMoments):
         if not self._claimed:
             return
         self._claimed = self._job.input_changed = False
+        resolution, self._resolution = self._resolution, None
+        if self.one_thread:
+            self._job.resolution_before = resolution
+        elif resolution is not None and not self._changed_anywhere:
+            ids = self._engine.ids
+            assert ids is not None  # noqa: S101
+            ids.apply(resolution)
         self.start_announced(self._changed if self.one_thread else None)
         if self.one_thread:
             self._changed_anywhere = self._job.input_changed

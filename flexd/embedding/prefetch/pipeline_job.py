@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from flexd.embedding import devices
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.exchange.hop import LOOKS_AHEAD, NO_FLAGS, Agreement, CallSignature, NextBatch, uneven_loop
+from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, LoaderEnd
@@ -27,6 +28,9 @@ from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.step import ForwardPass
 from flexd.embedding.store.store import GroupStore
+
+if TYPE_CHECKING:
+    from flexd.embedding.ids.unbounded_ids import Resolution
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +128,11 @@ class PrefetchPipelineJob:
 
     Args:
         router, sync: of the engine's stores, over those process groups.
+        groups: these groups.
     """
 
-    def __init__(self, engine: RowEngine, router: Router, sync: ReplicaSync) -> None:
-        self._engine = engine
+    def __init__(self, engine: RowEngine, router: Router, sync: ReplicaSync, groups: ChainGroups) -> None:
+        self._engine, self._groups = engine, groups
         self._stores = engine.stores
         self._router, self._sync = router, sync
         self._rank = engine.groups.rank
@@ -138,6 +143,8 @@ class PrefetchPipelineJob:
         """True if any rank's ``changed`` was true in the last job, as soon as the ranks have agreed."""
         self.world: Peers | None = None
         """All ranks, if batches farther ahead are announced to the homes; set on all ranks or on none."""
+        self.resolution_before: Resolution | None = None
+        """Of unbounded ids of the batch in hand, for the next job to apply."""
         self.next_batch: NextBatch | None = None
         """Of a loop that ranks may end at different batches."""
         self._slot_marks = [
@@ -159,6 +166,7 @@ class PrefetchPipelineJob:
         farther: Sequence[AnnouncedInput | LoaderEnd],
         passes_kept: int,
         changed: torch.Tensor | None,
+        trains: bool = True,
     ) -> PrefetchPipelineResult:
         """Collective.
 
@@ -172,6 +180,7 @@ class PrefetchPipelineJob:
             farther: batches to announce to the homes, this one among the first of a loop; equally many on all ranks.
             passes_kept: batches before this one whose rows an update still needs.
             changed: bool [] on the device: the last input is not the one that was located ahead for it.
+            trains: the batch will be looked up for training.
         """
         if deferred is not None:
             deferred.push(self._sync)
@@ -183,8 +192,16 @@ class PrefetchPipelineJob:
             except Exception as fault:  # a rank that stops alone would leave the others waiting
                 error = fault
         touched = self._sync.new_touched()
-        route = self._router.find(found, self._agreement(batch, error, settings_digest), touched, changed)
-        forward_pass = ForwardPass(route, touched, self._engine.trained)
+        own, resolution = self._agreement(batch, error, settings_digest), None
+        if self._engine.ids is not None:
+            from flexd.embedding.ids.unbounded_ids import BatchAhead  # loaded where a job has unbounded ids
+
+            ahead = BatchAhead(self.resolution_before, changed, int(step_expected and len(passes) > 0))
+            with self._router.phases.phase(StepPhase.IDS):
+                resolution = self._engine.ids.resolve(found, own, self._groups.world, trains=trains, ahead=ahead)
+            found, self.resolution_before = resolution.found, None
+        route = self._router.find(found, own, touched, changed)
+        forward_pass = ForwardPass(route, touched, self._engine.trained, resolution)
         agreement = route.agreement
         self.input_changed = agreement.changed
         if self.next_batch is not None:

@@ -1,0 +1,343 @@
+"""Find the rows of unbounded ids: before a look-up, one exchange with the homes of the ids.
+
+Each rank sends its distinct ids with their counts to their homes, which decide (``slot_table``) and answer with keys;
+from there on the look-up is that of any table. A *resolution* holds what was decided and changes nothing until it is
+applied, by the look-up itself or, of a batch that ``flexd.prefetch`` resolved ahead, when that batch is looked up. So
+evaluation and checkpoints in between see the slots as they would without looking ahead.
+
+An id that is admitted reads the shared row in the step in which it is, and its gradient trains that row and its own,
+which begins at zero (``Resolution.sources``). Every rank learns which rows begin, and resets those that it holds,
+copies too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexd.embedding import devices
+from flexd.embedding.exchange.collectives import Peers
+from flexd.embedding.exchange.hop import Agreement, Hop, host_numbers
+from flexd.embedding.exchange.route import FeatureKeys, Route, UnresolvedIds
+from flexd.embedding.ids.id_sets import IdSets, UnboundedTable
+from flexd.embedding.ids.slot_table import SlotDecisions, SlotTable, distinct_ids
+from flexd.embedding.step import in_backward_pass
+
+if TYPE_CHECKING:
+    from flexd.embedding.engine import RowEngine
+
+_BONUS = 2
+"""Steps by which twice as many uses count, in those in which the table sees as many look-ups as it has slots."""
+_WINDOW_STEPS = 1024
+_COUNT_BITS = 32
+_STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Rows of the ids of one look-up.
+
+    Attributes:
+        found: the keys of the batch, and of shared rows that ids read which were admitted in this step.
+        decisions: of this rank's sets; None: ranks gave the look-up up.
+        fresh: int64 [f] ascending addresses of the rows of ids that were admitted in this step; equal on all ranks.
+        shared: int64 [f] the address of the shared row of each.
+        fresh_groups: dim-groups that have any.
+        counted: whether it is for training, and changes slots when it is applied.
+        step, version: of ``UnboundedIds`` for which it was made.
+        look_ups: look-ups over all ranks of each table.
+    """
+
+    found: FeatureKeys
+    decisions: SlotDecisions | None
+    fresh: torch.Tensor
+    shared: torch.Tensor
+    fresh_groups: tuple[int, ...]
+    counted: bool
+    step: int
+    version: int
+    look_ups: Sequence[int]
+
+    def sources(self, route: Route) -> dict[int, torch.Tensor]:
+        """Return by dim-group int64 [rows], for each row of the route's first station the row whose value it has:
+        itself, or the shared row if its id was admitted in this step."""
+        found: dict[int, torch.Tensor] = {}
+        if not self.fresh_groups:
+            return found
+        fresh, shared = self.fresh, torch.unique(self.shared)
+        for group in self.fresh_groups:
+            keys = route.keys[0][group]
+            rows = torch.arange(len(keys), device=keys.device)
+            at = torch.searchsorted(fresh, keys).clamp_(max=len(fresh) - 1)
+            begins = fresh.index_select(0, at) == keys
+            table = torch.searchsorted(shared, keys).clamp_(max=len(shared) - 1)
+            is_shared = shared.index_select(0, table) == keys
+            row_of = rows.new_zeros(len(shared) + 1).scatter_(0, torch.where(is_shared, table, len(shared)), rows)
+            of_fresh = torch.searchsorted(shared, self.shared.index_select(0, at))
+            found[group] = torch.where(begins, row_of.index_select(0, of_fresh), rows)
+        return found
+
+
+@dataclass(frozen=True)
+class BatchAhead:
+    """Place of a batch that is resolved before it is looked up.
+
+    Attributes:
+        before: of the batch before it, which is being trained on; applied first, unless that was looked up with another
+            input on any rank. None: it is applied.
+        changed: bool [] on the device, as in ``Router.find``.
+        steps: steps of the optimizer that are expected before it is looked up, 0 or 1.
+    """
+
+    before: Resolution | None
+    changed: torch.Tensor | None
+    steps: int
+
+
+class UnboundedIds:
+    """The ids of the unbounded tables of a collection, and this rank's part of their slots.
+
+    Attributes:
+        slots: of the sets whose home this rank is.
+        step: of the last look-up for training that was applied, from 1; several look-ups before one step of the
+            optimizer have the same.
+        seen_steps, seen_look_ups: steps, and look-ups of each table over all ranks, of about the last 1,000 steps.
+    """
+
+    def __init__(
+        self, engine: RowEngine, tables: Sequence[UnboundedTable], initial_states: Callable[[], Mapping[str, float]]
+    ) -> None:
+        self._engine, self._initial_states = engine, initial_states
+        self._device = engine.stores[0].rows.device
+        self.sets = IdSets(tables, self._device)
+        self.numbers = {table.table: number for number, table in enumerate(self.sets.tables)}
+        """Number in ``sets.tables`` of each table of the key space."""
+        by_key = sorted(self.sets.tables, key=lambda table: table.first_key)
+        self._first_keys, self._shared_keys = torch.tensor(
+            [[table.first_key, table.first_key + table.slots] for table in by_key], device=self._device
+        ).T.contiguous()
+        self.reset()
+
+    def reset(self) -> None:
+        """Take all rows from their ids."""
+        groups = self._engine.groups
+        self.slots = SlotTable(self.sets, groups.rank, groups.layout.world_size, self._device)
+        self.step = self.seen_steps = self.version = 0
+        self.seen_look_ups = [0] * len(self.sets.tables)
+        self._steps_before = -1
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return this rank's slots and filters, as they are used, and what the next decision depends on beside them.
+
+        The shapes of ``slots.columns``, and ``progress``: int64 [4 + 2 tables] ``step``, ``seen_steps``, whether the
+        optimizer has stepped since, the version of these columns, ``seen_look_ups`` and ``admit_after`` of each table.
+        """
+        stepped, after = self.next_step - self.step, [table.admit_after for table in self.sets.tables]
+        numbers = [self.step, self.seen_steps, stepped, _STATE_VERSION, *self.seen_look_ups, *after]
+        return {**self.slots.columns(), "progress": torch.tensor(numbers, device="cpu")}
+
+    def load_state(self, columns: Mapping[str, torch.Tensor]) -> list[str]:
+        """Go on from what ``state`` returned, after ``RowEngine.steps`` was set. On all ranks.
+
+        Returns:
+            Differences for which nothing is loaded.
+        """
+        mine = self.state()
+        faults = [
+            f"ids.{name}: shape {tuple(column.shape)}, this rank has {tuple(mine[name].shape)}"
+            for name, column in columns.items()
+            if column.shape != mine[name].shape
+        ]
+        if faults or columns.keys() != mine.keys():
+            return faults
+        tables = len(self.sets.tables)
+        step, seen, stepped, version, *numbers = columns["progress"].tolist()
+        after = [table.admit_after for table in self.sets.tables]
+        if version != _STATE_VERSION or numbers[tables:] != after:
+            return [f"ids.progress: version {version}, admit_after {numbers[tables:]}; here {_STATE_VERSION}, {after}"]
+        for name, column in self.slots.columns().items():
+            column.copy_(columns[name])
+        self.step, self.seen_steps, self.seen_look_ups = step, seen, numbers[:tables]
+        self._steps_before, self.version = -1 if stepped else self._engine.steps, self.version + 1
+        return []
+
+    @property
+    def next_step(self) -> int:
+        """Step of a look-up for training now."""
+        return self.step + (self._engine.steps != self._steps_before)
+
+    def is_current(self, resolution: Resolution, *, trains: bool) -> bool:
+        """Return whether the same would be decided now. Equal on all ranks.
+
+        Args:
+            trains: as in ``resolve``.
+        """
+        current = resolution.decisions is not None and resolution.version == self.version
+        return current and resolution.counted == trains and resolution.step == self.next_step
+
+    @torch.no_grad()
+    def apply(self, resolution: Resolution) -> None:
+        """Give slots to the ids that were admitted, and begin their rows. On all ranks."""
+        if not resolution.counted or resolution.decisions is None:
+            return
+        self.slots.apply(resolution.decisions)
+        self.seen_steps, self.seen_look_ups = self._seen(resolution.step, resolution.look_ups)
+        self.step, self._steps_before, self.version = resolution.step, self._engine.steps, self.version + 1
+        if len(resolution.fresh):
+            self._engine.begin_rows(resolution.fresh, self._initial_states())
+
+    def _seen(self, step: int, look_ups: Sequence[int]) -> tuple[int, list[int]]:
+        """Return ``seen_steps`` and ``seen_look_ups`` after a look-up."""
+        steps = self.seen_steps + (step > self.step)
+        totals = [before + now for before, now in zip(self.seen_look_ups, look_ups, strict=True)]
+        if steps <= _WINDOW_STEPS:
+            return steps, totals
+        return steps // 2, [total // 2 for total in totals]
+
+    @torch.no_grad()
+    def resolve(
+        self,
+        found: FeatureKeys,
+        agreement: Agreement,
+        world: Peers,
+        *,
+        trains: bool,
+        ahead: BatchAhead | None = None,
+    ) -> Resolution:
+        """Collective. Find the rows of the ids of this rank's batch.
+
+        Args:
+            world: all ranks.
+            trains: ids are counted and admitted, unless a backward pass looks them up again. Equal on all ranks.
+            ahead: the batch is not looked up yet.
+        """
+        again = in_backward_pass()
+        counted = trains and not again
+        hop = Hop(world, lambda homes: homes)
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        given = found.unresolved or UnresolvedIds(none, none, none)
+        size, tables = world.size, len(self.sets.tables)
+        sets = self.sets.of_ids(given.ids, given.numbers)
+        home = sets % size
+        order, first, number = distinct_ids(
+            home * self.sets.total + torch.div(sets, size, rounding_mode="floor"), given.ids
+        )
+        sent = home.new_zeros(size).index_add_(0, home.index_select(0, order), first.to(torch.int64))
+        weights = (self._trained() * counted)[given.numbers]
+        look_ups = weights.new_zeros(tables).index_add_(0, given.numbers, weights)
+        columns = torch.cat([sent.unsqueeze(1), look_ups.expand(size, tables)], dim=1)
+        changed = None if ahead is None else ahead.changed
+        requested, served, agreement, _ = hop.exchange_sizes(columns, agreement, found.faulty, changed=changed)
+        step = self.step if again else self.next_step
+        if ahead is not None:
+            if ahead.before is not None and not agreement.changed:
+                self.apply(ahead.before)
+            step = self.next_step + ahead.steps
+        resolution = Resolution(
+            replace(found, unresolved=None), None, none, none, (), counted, step, self.version,
+            served[:, 1:].sum(axis=0).tolist(),
+        )  # fmt: skip
+        if agreement.fault or agreement.diverged:
+            return resolution
+        asked, answered = requested[:, 0].tolist(), served[:, 0].tolist()
+        chosen = order.index_select(0, torch.nonzero_static(first, size=sum(asked)).view(-1))
+        counts = weights.new_zeros(len(chosen)).index_add_(0, number, weights)
+        places = torch.div(sets.index_select(0, chosen), size, rounding_mode="floor")
+        words = torch.stack([given.ids.index_select(0, chosen), places << _COUNT_BITS | counts], dim=1)
+        arrived = world.all_to_all(words.view(-1), [2 * n for n in asked], [2 * n for n in answered])
+        decisions, keys, fresh = self._decide(arrived.view(-1, 2), resolution, seeded=trains)
+        keys, fresh_counts = self._answer(world, keys, fresh, asked, answered)
+        resolution = replace(resolution, decisions=decisions)
+        return self._resolved(world, resolution, given, keys.index_select(0, number), fresh, fresh_counts)
+
+    def _trained(self) -> torch.Tensor:
+        """Return int64 [tables]: 1 for those that are trained."""
+        read_only = self._engine.keyspace.read_only
+        return torch.tensor([int(table.name not in read_only) for table in self.sets.tables], device=self._device)
+
+    def _decide(
+        self, arrived: torch.Tensor, resolution: Resolution, *, seeded: bool
+    ) -> tuple[SlotDecisions, torch.Tensor, torch.Tensor]:
+        """Decide about int64 [n, 2] ids that arrived.
+
+        Returns:
+            (decisions; int64 [n] keys; int64 [f] keys of those that begin).
+        """
+        ids, word = arrived.T.contiguous()
+        sets, counts = word >> _COUNT_BITS, word & (1 << _COUNT_BITS) - 1
+        order, first, number = distinct_ids(sets, ids)
+        chosen = order[first]
+        counts = counts.new_zeros(len(chosen)).index_add_(0, number, counts)
+        sets, ids = sets.index_select(0, chosen), ids.index_select(0, chosen)
+        steps, look_ups = self._seen(resolution.step, resolution.look_ups)
+        bonus = [
+            max(1, _BONUS * table.slots * steps // max(1, total))
+            for table, total in zip(self.sets.tables, look_ups, strict=True)
+        ]
+        every = self.slots.global_sets(sets)
+        of_ids = devices.uploaded(bonus, self._device)[self.sets.numbers(every)]
+        decisions = self.slots.decide(sets, ids, counts, resolution.step, of_ids)
+        slots = decisions.slots if seeded else torch.where(decisions.fresh, -1, decisions.slots)
+        keys = self.sets.keys(every, slots)
+        return decisions, keys.index_select(0, number), keys[decisions.fresh & seeded]
+
+    def _answer(
+        self, world: Peers, keys: torch.Tensor, fresh: torch.Tensor, asked: list[int], answered: list[int]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Collective. Send int64 [n] keys back. Returns (int64 [m] keys of the ids of this rank; the number of rows
+        that begin at each home)."""
+        size = world.size
+        peers = torch.arange(size, device=self._device)
+
+        def after_headers(numbers: list[int]) -> torch.Tensor:
+            of_peers = devices.uploaded(numbers, self._device)
+            shifts = peers.repeat_interleave(of_peers, output_size=sum(numbers))
+            return torch.arange(1, sum(numbers) + 1, device=self._device) + shifts
+
+        message = keys.new_full((len(keys) + size,), len(fresh)).index_copy_(0, after_headers(answered), keys)
+        back = world.all_to_all(message, [n + 1 for n in answered], [n + 1 for n in asked])
+        places = after_headers(asked)
+        headers = devices.uploaded(asked, self._device).cumsum(0) - devices.uploaded(asked, self._device) + peers
+        return back.index_select(0, places), host_numbers(back.index_select(0, headers)).tolist()
+
+    def _resolved(
+        self,
+        world: Peers,
+        resolution: Resolution,
+        given: UnresolvedIds,
+        keys: torch.Tensor,
+        fresh: torch.Tensor,
+        fresh_counts: list[int],
+    ) -> Resolution:
+        """Collective if any row begins. Put int64 [n] keys of the ids of the batch in their places."""
+        homes, found = self._engine.stores[0].homes, resolution.found
+        bags = found.keys[:0] if found.bags is None else found.bags.keys
+        every = torch.cat([found.keys, bags]).index_copy_(0, given.places, homes.addresses(keys))
+        of_rows, of_bags = every.split_with_sizes([len(found.keys), len(bags)])
+        if found.bags is not None:
+            found = replace(found, bags=replace(found.bags, keys=of_bags))
+        found = replace(found, keys=of_rows)
+        if not sum(fresh_counts):
+            return replace(resolution, found=found)
+        size = world.size
+        begun = world.all_to_all(fresh.repeat(size), [len(fresh)] * size, fresh_counts)
+        number = torch.searchsorted(self._first_keys, begun, right=True) - 1
+        begun, order = homes.addresses(begun).sort()
+        shared = homes.addresses(self._shared_keys)
+        of_tables = torch.zeros_like(shared).index_fill_(0, number, 1).tolist()
+        by_key = sorted(self.sets.tables, key=lambda table: table.first_key)
+        tables = tuple(table.table for table, begins in zip(by_key, of_tables, strict=True) if begins)
+        added = [shared[at] for at, begins in enumerate(of_tables) if begins]
+        groups = self._engine.keyspace.group_of_table[list(tables)].tolist()
+        # Every rank looks up the shared rows too, after the others of their dim-groups: any may have such ids.
+        parts, numbers = [[part] for part in found.keys.split_with_sizes(found.numbers)], list(found.numbers)
+        for group, address in zip(groups, added, strict=True):
+            parts[group].append(address.view(1))
+            numbers[group] += 1
+        found = replace(found, keys=torch.cat([part for of_group in parts for part in of_group]), numbers=numbers)
+        return replace(
+            resolution, found=found, fresh=begun, shared=shared[number][order], fresh_groups=tuple(sorted({*groups}))
+        )
