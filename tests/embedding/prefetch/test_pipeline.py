@@ -82,7 +82,7 @@ def check(scenario: Scenario, ranks: Ranks, loop: Loop) -> list[dict]:
     results = pool.run(train, scenario, loop)
     same = {"announced_passes": 0, "loops": 1, "break_at": -1, "changes": "", "one_thread": None, "depth": 1}
     if replace(loop, **same) == Loop():
-        losses, tables = train_alone(scenario)
+        losses, tables, _ = train_alone(scenario)
         expected = [(part, tables) for part in losses]
     else:
         still = replace(scenario, moved=False, slots_share=0.0)
