@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from flexd.embedding.checkpoint.changed_tables import ChangedTables
     from flexd.embedding.checkpoint.series import CheckpointSeries
     from flexd.embedding.checkpoint.sharded_state import ShardedState
-    from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+    from flexd.embedding.collection import EmbeddingCollection
     from flexd.embedding.connect import connect
     from flexd.embedding.embedding import Embedding, embed_all
+    from flexd.embedding.embedding_table import EmbeddingTable
     from flexd.embedding.features import Jagged
     from flexd.embedding.optimizer_handle import JoinedOptimizer
     from flexd.embedding.prefetch.loop import prefetch
@@ -38,7 +39,7 @@ _HOMES = {
     "EmbeddingBagCollection": "flexd.embedding.bag_collection",
     "EmbeddingBagTable": "flexd.embedding.bag_collection",
     "EmbeddingCollection": "flexd.embedding.collection",
-    "EmbeddingTable": "flexd.embedding.collection",
+    "EmbeddingTable": "flexd.embedding.embedding_table",
     "Jagged": "flexd.embedding.features",
     "JoinedOptimizer": "flexd.embedding.optimizer_handle",
     "Publisher": "flexd.stream.publisher",

@@ -19,17 +19,7 @@ from flexd.core.errors import ConfigError, FlexdError
 from flexd.core.keyspace import DTYPE_BYTES
 from flexd.demo.link import link_cluster
 from flexd.demo.processes import DaemonProcess, Ranks, free_ports
-from flexd.demo.setup import (
-    CONTENT,
-    CONTENT_DIM,
-    DIM,
-    HISTORY,
-    JOB,
-    LEAST_BATCH_SIZE,
-    DemoOptions,
-    ExchangeStrategy,
-    RunSetup,
-)
+from flexd.demo.setup import DIM, HISTORY, JOB, LEAST_BATCH_SIZE, DemoOptions, ExchangeStrategy, RunSetup
 from flexd.demo.summary import DemoSummary, RunRecord, summarise
 from flexd.stream.batches import Batches
 from flexd.stream.trace import Trace, built_in_trace, load_trace
@@ -101,7 +91,7 @@ class Demo:
                     "name": f"{name}{suffix}", "rows": int(rows), "dim": dim, "dtype": dtype,
                     "optimizer": "rowwise_adagrad",
                 }
-                for suffix, dim, dtype in (("", DIM, options.dtype), (CONTENT, CONTENT_DIM, "float32"))
+                for suffix, dim, dtype in options.kinds
                 for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
             ],
             "stream": {"source": source},

@@ -19,7 +19,7 @@ LEARNING_RATE = 0.05
 CONTENT = "_content"
 """After the name of a trained table: the read-only table of its rows' content vectors."""
 CONTENT_DIM = 64
-"""Of content vectors, float32: encoders of texts and images give more numbers than a table trains."""
+"""Encoders of texts and images give more numbers than a table trains."""
 LEAST_BATCH_SIZE = 2
 """The model tells a sample's next item from those of the others."""
 SamplesOption = Annotated[
@@ -128,6 +128,11 @@ class DemoOptions:
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Keep logs, stream and snapshots in this folder.")
     ] = None
+
+    @property
+    def kinds(self) -> tuple[tuple[str, int, str], ...]:
+        """End of the name, dim and dtype of trained tables and of those of content vectors."""
+        return (("", DIM, self.dtype), (CONTENT, CONTENT_DIM, "float32"))
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def tables_of(setup: RunSetup, batches: Batches) -> list[flexd.EmbeddingTable]:
     trace = batches.trace
     return [
         flexd.EmbeddingTable(f"{name}{suffix}", int(rows), dim, dtype=dtype, init_scale=dim**-0.5, trainable=not suffix)
-        for suffix, dim, dtype in (("", DIM, setup.options.dtype), (CONTENT, CONTENT_DIM, "float32"))
+        for suffix, dim, dtype in setup.options.kinds
         for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
     ]
 

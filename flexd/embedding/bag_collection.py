@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.sharding_types import DATA_PARALLEL, OWNER, REQUESTER
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, JaggedLike
+from flexd.embedding.collection import EmbeddingCollection, JaggedLike
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.exchange.bag_exchange import joined_offsets
 from flexd.embedding.exchange.route import FeatureKeys
 from flexd.embedding.features import Jagged

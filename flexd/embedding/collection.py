@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -12,11 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.core.keyspace import QUANTIZED, KeySpace, TableSpec
+from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout
-from flexd.core.sharding_types import OWNER, REQUESTER, ROW_WISE, PooledTables
+from flexd.core.sharding_types import OWNER, REQUESTER, PooledTables
 from flexd.core.step_phases import StepPhase
 from flexd.embedding.devices import allocated_device, memory_bytes
+from flexd.embedding.embedding_table import UNBOUNDED, EmbeddingTable
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.calls import PhaseMeter, in_phase
 from flexd.embedding.exchange.collectives import Traffic
@@ -44,83 +44,11 @@ if TYPE_CHECKING:
     from flexd.embedding.table_rules import TableRules
     from flexd.embedding.tuning import Tuning
 
-BOUNDED, UNBOUNDED = "rows", "unbounded"
 # Of a rank's memory, for copies.
 _COPIES_SHARE = 0.01
 
 JaggedLike = Jagged | torch.Tensor
 """Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, or a dense tensor."""
-
-
-@dataclass(frozen=True)
-class EmbeddingTable:
-    """One table of a collection.
-
-    Attributes:
-        features: names of the inputs that look up rows of the table; default: the name of the table.
-        init_scale: initial values are uniform in [-init_scale, init_scale); default 1/sqrt(rows), as in TorchRec, and 0
-            for int8, whose rows are loaded.
-        lr: learning rate of the table, a group of ``collection.optimizer.param_groups``; default: the optimizer's.
-        sharding: sharding type, the ranks that hold the rows: "row_wise" (spread over all ranks), "table_row_wise:N"
-            (over the ranks of node N), "table_wise:R" (whole on rank R) or "data_parallel" (spread, with a copy of
-            each row on every rank). It does not change the result. The daemon's configuration must name the same.
-        optimizer: of the table's rows; default: the collection's. Tables with the same kind of optimizer may differ in
-            ``lr`` alone.
-        trainable: False: the rows are read only, as those of a frozen ``nn.Embedding``: look-ups have no gradient, and
-            there is no optimizer state.
-        dtype: of the stored rows; "int8", for read-only rows alone, has a scale a row (``flexd.int8_rows``).
-        output_dtype: of what is looked up; default: ``dtype``, of int8 rows "float32".
-        ids: "rows" (an id is the number of a row) or "unbounded" (any int64 number). Of unbounded ids those have rows
-            of their own that are used most and latest; the others share the last row.
-        admit_after: look-ups after which an unbounded id gets a row of its own: 1, or 2 where most ids come once.
-
-    Raises:
-        EmbeddingError: rows of int8 that are trained, an unknown ``output_dtype`` or ``ids``, or ``admit_after``
-            without unbounded ids.
-    """
-
-    name: str
-    rows: int
-    dim: int
-    features: tuple[str, ...] = ()
-    dtype: str = "float32"
-    init_scale: float | None = None
-    lr: float | None = None
-    sharding: str = ROW_WISE
-    optimizer: RowOptimizer | None = None
-    trainable: bool = True
-    output_dtype: str | None = None
-    ids: str = BOUNDED
-    admit_after: int = 1
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "features", tuple(self.features))  # a list may change later
-        if self.dtype == QUANTIZED and self.trainable:
-            raise EmbeddingError(
-                f"table {self.name!r}: rows of {QUANTIZED} cannot be trained",
-                remedy="trainable=False, or another dtype",
-            )
-        if self.output_dtype == QUANTIZED or not {self.output_dtype} <= {None, *TORCH_DTYPES}:
-            raise EmbeddingError(
-                f"table {self.name!r}: output_dtype {self.output_dtype!r}",
-                remedy=f"one of {', '.join(name for name in TORCH_DTYPES if name != QUANTIZED)}",
-            )
-
-        if self.ids not in (BOUNDED, UNBOUNDED) or (self.ids == BOUNDED and self.admit_after != 1):
-            raise EmbeddingError(
-                f"table {self.name!r}: ids={self.ids!r}, admit_after={self.admit_after}",
-                remedy=f'ids="{UNBOUNDED}" for any numbers, with admit_after=1 or 2; ids="{BOUNDED}" without it',
-            )
-
-    @property
-    def scale(self) -> float:
-        if self.init_scale is None:
-            return 0.0 if self.dtype == QUANTIZED else self.rows**-0.5
-        return self.init_scale
-
-    @property
-    def feature_names(self) -> tuple[str, ...]:
-        return self.features or (self.name,)
 
 
 class EmbeddingCollection(TableAccess):

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.features import RefusedInput
 from flexd.embedding.optimizer_handle import FusedOptimizer
 from flexd.embedding.store.store import TORCH_DTYPES

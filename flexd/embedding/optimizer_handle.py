@@ -15,7 +15,7 @@ from flexd.embedding.row_optimizers import OptimizersByGroup, RatedTables, RowOp
 from flexd.embedding.step import StepGradients, clip_grad_norm_
 
 if TYPE_CHECKING:
-    from flexd.embedding.collection import EmbeddingTable
+    from flexd.embedding.embedding_table import EmbeddingTable
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -44,7 +44,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._rows = rows
         plain: list[str] = []
-        by_name = {table.name: table for table in tables}
         own: dict[tuple[RowOptimizer, float], list[str]] = {}
         for table in tables:
             if table.lr is None and table.optimizer is None:
@@ -52,7 +51,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             else:
                 rule = table.optimizer or optimizer
                 own.setdefault((rule, rule.lr if table.lr is None else table.lr), []).append(table.name)
-        idle = [name for names in own.values() for name in names if not by_name[name].trainable]
+        idle = [table.name for table in tables if not table.trainable and table.name not in plain]
         if idle:
             warnings.warn(
                 f"flexd: tables {', '.join(map(repr, idle))} have an optimizer or a learning rate of their own and are "

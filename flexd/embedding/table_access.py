@@ -15,6 +15,7 @@ from torch import nn
 from flexd.core.errors import CheckpointError, EmbeddingError
 from flexd.core.keyspace import KeySpace, row_width
 from flexd.core.placement import RankLayout, Tier
+from flexd.embedding.embedding_table import UNBOUNDED, EmbeddingTable
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups
@@ -27,7 +28,7 @@ from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 if TYPE_CHECKING:
     from flexd.embedding.checkpoint.table_file import StoredMatrix
     from flexd.embedding.checkpoint.table_rows import TableHomes
-    from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+    from flexd.embedding.collection import EmbeddingCollection
     from flexd.embedding.features import FeatureMap
     from flexd.embedding.optimizer_handle import FusedOptimizer
     from flexd.embedding.store.memory import RankMemory
@@ -272,7 +273,7 @@ class TableAccess(nn.Module):
 
     def refuse_unbounded(self, purpose: str) -> None:
         """Raise EmbeddingError if any table has unbounded ids, for a purpose that cannot have them."""
-        unbounded = [table.name for table in self.tables if table.ids == "unbounded"]
+        unbounded = [table.name for table in self.tables if table.ids == UNBOUNDED]
         if unbounded:
             raise EmbeddingError(
                 f"{purpose} cannot have tables of unbounded ids: {', '.join(unbounded)}",

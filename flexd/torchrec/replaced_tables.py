@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.bag_collection import EmbeddingBagCollection
-from flexd.embedding.collection import EmbeddingTable
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.features import FeatureMap, Jagged
 from flexd.embedding.step import RoutedInput, in_backward_pass
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of

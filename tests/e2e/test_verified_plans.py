@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import flexd
 from flexd.core.placement import RankLayout
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 from flexd.topology.files import write_cluster
 from tests.support.flexd_processes import RunningDaemon

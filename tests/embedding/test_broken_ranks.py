@@ -15,7 +15,8 @@ import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.placement import Delta, RankLayout, Tier
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.prefetch.loop import prefetch
 from tests.support.prefetch_pipeline_jobs import pipeline_of

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 import flexd
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.store.slow.tiered_storage import slow_memory_report
 from tests.embedding.test_read_only import LAYOUT, ROWS, batch, copy_every_row_of_a_third, made, sent
 from tests.support.rank_pool import Ranks, error_of

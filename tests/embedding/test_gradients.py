@@ -9,7 +9,8 @@ import torch
 import flexd
 from flexd.core.placement import Delta, RankLayout
 from flexd.core.usage_warnings import UsageWarningLog
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD
 from flexd.embedding.step import RowGate

@@ -9,7 +9,8 @@ import torch
 import flexd
 from flexd.core.placement import Delta, RankLayout
 from flexd.embedding.checkpoint.sharded_state import ShardedState
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import Adam
 from flexd.embedding.store.slow.tiered_storage import slow_memory_report

@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 import flexd
 from flexd.core.placement import RankLayout
 from flexd.embedding.checkpoint.sharded_state import ShardedState
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.exchange.arms import Arm
 from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD, Adam

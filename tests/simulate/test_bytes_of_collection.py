@@ -9,7 +9,8 @@ import torch
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import Delta, Placement, RankLayout
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
 from flexd.planner.model.prices import EXCHANGE_PHASES, SYNC_PHASES, Exchange, TrafficPhase

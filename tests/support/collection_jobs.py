@@ -8,7 +8,8 @@ import flexd
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout
 from flexd.embedding.checkpoint.sharded_state import CPU, saved_tables
 from flexd.embedding.checkpoint.table_rows import collect, fingerprint
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD, Adam, RowOptimizer, RowWiseAdagrad
 

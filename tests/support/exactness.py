@@ -13,7 +13,8 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout
 from flexd.core.sharding_types import ROW_WISE, ShardingType
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.prefetch.empty_batch import empty_batch
 from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, DenseAdam, RowOptimizer, RowWiseAdagrad, RowWiseAdam

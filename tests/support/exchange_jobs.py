@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from flexd.core.placement import Delta, RankLayout
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.embedding.collection import EmbeddingTable
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.placement import Placement, RankLayout, Tier
-from flexd.embedding.collection import EmbeddingTable
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.stream.trace import ZipfSampler
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel

@@ -16,7 +16,6 @@ from itertools import accumulate
 
 import torch
 
-from flexd.core.errors import EmbeddingError
 from flexd.embedding.row_hashes import splitmix64
 
 SLOTS = 64
@@ -39,13 +38,6 @@ class UnboundedTable:
     rows: int
     first_key: int
     admit_after: int
-
-    def __post_init__(self) -> None:
-        if self.rows < 2 or self.admit_after not in (1, 2):
-            raise EmbeddingError(
-                f"table {self.name!r} of unbounded ids: rows={self.rows}, admit_after={self.admit_after}",
-                remedy="at least 2 rows, of which ids without a row of their own share the last; admit_after 1 or 2",
-            )
 
     @property
     def slots(self) -> int:

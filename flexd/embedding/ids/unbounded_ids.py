@@ -119,13 +119,14 @@ class UnboundedIds:
         self._first_keys, self._shared_keys = torch.tensor(
             [[table.first_key, table.first_key + table.slots] for table in by_key], device=self._device
         ).T.contiguous()
+        self.version = 0
         self.reset()
 
     def reset(self) -> None:
         """Take all rows from their ids."""
         groups = self._engine.groups
         self.slots = SlotTable(self.sets, groups.rank, groups.layout.world_size, self._device)
-        self.step = self.seen_steps = self.version = 0
+        self.step, self.seen_steps, self.version = 0, 0, self.version + 1
         self.seen_look_ups = [0] * len(self.sets.tables)
         self._steps_before = -1
 

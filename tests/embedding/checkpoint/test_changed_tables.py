@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 import flexd
 from flexd.core.placement import Placement, RankLayout
 from flexd.embedding.checkpoint import table_rows
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from tests.support.collection_jobs import OPTIMIZERS, loss_of, offer, random_placement, whole
 from tests.support.rank_pool import Ranks, error_of
 

@@ -21,7 +21,8 @@ from flexd.core.placement import RankLayout
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.dcp_table import DcpTable
 from flexd.embedding.checkpoint.table_file import TableFile
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.store.quantized_rows import int8_rows, looked_up
 from tests.support.rank_pool import Ranks, error_of
 

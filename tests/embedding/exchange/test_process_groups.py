@@ -16,8 +16,9 @@ from torch.distributed import distributed_c10d
 import flexd
 from flexd.core.errors import TopologyError
 from flexd.core.placement import RankLayout
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.connect import connect
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.exchange import process_groups
 from flexd.embedding.exchange.fault_notices import FaultNotices
 from flexd.embedding.exchange.process_groups import layout_from_environment

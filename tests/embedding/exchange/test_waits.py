@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from flexd.core.placement import RankLayout
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.exchange import waits
 from flexd.embedding.exchange.waits import Waits
 from flexd.embedding.features import Jagged

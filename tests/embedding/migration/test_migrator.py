@@ -14,7 +14,8 @@ import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout, Tier
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import RowWiseAdagrad

@@ -10,7 +10,8 @@ import torch
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.placement import RankLayout
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.exchange.arms import Arm
 from flexd.embedding.features import Jagged
 from tests.support.prefetch_pipeline_jobs import threads

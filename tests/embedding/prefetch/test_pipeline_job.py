@@ -14,7 +14,8 @@ import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.placement import RankLayout
 from flexd.embedding import devices
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.exchange import collectives, process_groups
 from flexd.embedding.features import Jagged
 from flexd.embedding.prefetch.pipeline_job import WorkerThread

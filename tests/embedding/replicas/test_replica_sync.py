@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from flexd.core.placement import Delta, RankLayout
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.exchange.arms import Arm
 from flexd.embedding.features import Jagged
 from flexd.embedding.row_optimizers import SGD

@@ -12,7 +12,8 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.placement import Delta, RankLayout
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.checkpoint.sharded_state import ShardedState
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.features import Jagged
 from flexd.embedding.store.quantized_rows import looked_up
 from tests.support.rank_pool import Ranks, error_of

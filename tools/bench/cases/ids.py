@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 import flexd
+from flexd.embedding.row_hashes import splitmix64
 from tools.bench.harness import Outcome, at_least, of_runs
 
 DIM, CANDIDATES, BATCH = 16, 8, 256
@@ -97,11 +98,8 @@ def made_up(events: int, rng: np.random.Generator) -> Events:
 
 
 def mixed(ids: Ints) -> Ints:
-    """Hash ids (SplitMix64), to numbers that are not negative."""
-    mixed = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+    """Hash ids, to numbers that are not negative."""
+    return splitmix64(torch.from_numpy(ids.copy())).bitwise_and_(2**63 - 1).numpy()
 
 
 def admitted_after(ids: Ints, rows: int, look_ups: int) -> Ints:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from flexd.embedding.collection import EmbeddingTable
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.row_hashes import fill_initial_rows
 
 Int64Array = npt.NDArray[np.int64]
