@@ -254,6 +254,11 @@ class RowEngine:
                 self.ids.apply(forward_pass.resolution)
             return forward_pass
 
+    @property
+    def admit_after(self) -> dict[str, int]:
+        """Of tables of unbounded ids by name, ``UnboundedTable.admit_after``."""
+        return {} if self.ids is None else self.ids.admit_after
+
     def begin_rows(self, addresses: torch.Tensor, states: Mapping[str, float]) -> None:
         """Begin int64 [n] rows anew, as ``RankRows.begin_rows``. On all ranks."""
         self._rows_changed(self.rows.begin_rows(addresses, states))

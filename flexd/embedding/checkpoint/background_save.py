@@ -37,7 +37,7 @@ class BackgroundSave:
     """A save that is being written. ``start`` it once; its other methods are called by the training thread.
 
     Args:
-        windows: copies of this rank's rows, of ``groups`` dim-groups.
+        windows: copies of this rank's rows, of so many ``groups`` as ``write_windows`` has.
         state: content of the file of other state; None: no file.
         manifest: makes the manifest from the files of all ranks; used on rank 0.
         keep: number of saves that are kept.

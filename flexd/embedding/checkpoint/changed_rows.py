@@ -115,10 +115,12 @@ class HomeRows:
 
     Attributes:
         marks: of the rows, among the slots of all dim-groups; None: all home rows.
+        sets: bool [sets of this rank], of unbounded ids; None: all.
     """
 
     stores: Sequence[GroupStore]
     marks: RowBits | None
+    sets: torch.Tensor | None = None
 
     def slots(self, group: int, most: int) -> Iterator[torch.Tensor]:
         """Yield int64 [n] home slots of a dim-group, ascending, at most ``most`` at a time."""

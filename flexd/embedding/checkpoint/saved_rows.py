@@ -19,22 +19,18 @@ import shutil
 import struct
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, get_args
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from flexd.core.arrays import Int64Array
 from flexd.core.errors import CheckpointError
-from flexd.core.keyspace import NO_KEY, KeySpace, TableSpec
-from flexd.core.sharding_types import ROW_WISE
-from flexd.embedding import devices
+from flexd.core.keyspace import NO_KEY
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.store.store import GroupStore
@@ -61,7 +57,7 @@ class SavedFile:
     """Rows that one rank saved.
 
     Attributes:
-        windows: in the file, of each dim-group.
+        windows: in the file, of each dim-group, and then of each table of unbounded ids, which come first in it.
     """
 
     name: str
@@ -79,8 +75,9 @@ class Manifest:
         identity: random, so that a base is not taken for another save of its number.
         base, base_identity: the save whose changes this one has; None: it has all rows.
         steps: optimizer steps.
-        tables: fields of each ``TableSpec``, in the order of the collection.
+        tables: fields of each ``TableSpec`` and others, in the order of the collection.
         has_state: whether there is a file of other state.
+        ids: ``UnboundedIds.progress``; None without unbounded ids.
     """
 
     number: int
@@ -91,6 +88,7 @@ class Manifest:
     tables: tuple[dict[str, Any], ...]
     files: tuple[SavedFile, ...]
     has_state: bool
+    ids: dict[str, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -243,29 +241,22 @@ def _sync(directory: Path) -> None:
         os.close(opened)
 
 
-_KEY_BYTES = 8
+KEY_BYTES = 8
 _HEADER = struct.Struct("<8sHHIQQqIII12x")
 _MARK = b"flexrows"
 _SLOT_TYPES = {0: None, 4: np.dtype("<u4"), 8: np.dtype("<i8")}
 _DAMAGED = "load an earlier checkpoint"
 
-ChangedTablesOption = Literal["init", "error"]
-_OTHER_TABLES = "construct the collection with the tables and optimizer of the checkpoint"
-_USE_INIT = (
-    ', or load with changed_tables="init": tables and rows that the checkpoint lacks begin from their seed, and tables '
-    "that the collection lacks are left out"
-)
-
 
 @dataclass(frozen=True)
 class RowWindow:
-    """Rows of one dim-group.
+    """Rows of one dim-group, or the sets of slots of one table of unbounded ids.
 
     Attributes:
-        group: number of the dim-group in the job that saved.
+        group: number of the dim-group in the job that saved, or of the table behind them (``SavedFile.windows``).
         first_key, key_step: the row in slot s has key ``first_key + key_step * s``.
         slots: int64 [n], ascending.
-        packed: uint8 [n, bytes of a row and its state].
+        packed: uint8 [n, bytes of a row and its state], or of a set.
     """
 
     group: int
@@ -344,7 +335,7 @@ def windows_of(stores: Sequence[GroupStore], rows: HomeRows) -> Iterator[RowWind
         SlowMemoryError: rows cannot be read.
     """
     for group, store in enumerate(stores):
-        most = max(1, table_rows.MAX_WINDOW_BYTES // (_KEY_BYTES + store.row_bytes))
+        most = max(1, table_rows.MAX_WINDOW_BYTES // (KEY_BYTES + store.row_bytes))
         for slots in rows.slots(group, most):
             window = _window(store, group, slots)
             if len(window.slots):
@@ -352,7 +343,7 @@ def windows_of(stores: Sequence[GroupStore], rows: HomeRows) -> Iterator[RowWind
 
 
 def write_windows(path: Path, windows: Iterable[RowWindow], groups: int) -> SavedFile:
-    """Write windows of so many dim-groups into a new file, which is on the disk then.
+    """Write windows of so many dim-groups and tables of unbounded ids into a new file, which is on the disk then.
 
     Raises:
         OSError: the file exists or cannot be written.
@@ -404,146 +395,6 @@ def check_files(directory: Path, files: Sequence[SavedFile]) -> None:
             raise CheckpointError(
                 f"{directory / file.name} has {rows} rows, and {file.rows} were saved", remedy=_DAMAGED
             )
-
-
-class SavedTables:
-    """The tables of a save and where they are in this job, which may have them in another order.
-
-    Args:
-        tables: ``Manifest.tables``.
-    """
-
-    def __init__(self, tables: Sequence[dict[str, Any]], keyspace: KeySpace) -> None:
-        read_only = [table["name"] for table in tables if table.get("read_only")]
-        specs = [TableSpec(**{name: table[name] for name in table if name != "read_only"}) for table in tables]
-        self.saved, self._keyspace = KeySpace(specs, read_only), keyspace
-
-    def check(self, changed_tables: ChangedTablesOption) -> list[str]:
-        """Return the differences between the tables of the save and those of this job.
-
-        Raises:
-            CheckpointError: there are some, and ``changed_tables`` is "error", or rows of the save do not fit.
-        """
-        here = {table.name: replace(table, sharding=ROW_WISE) for table in self._keyspace.tables}  # as every save
-        there = {table.name: table for table in self.saved.tables}
-        changes = [f"table {name!r} is missing in the checkpoint" for name in here if name not in there]
-        changes += [f"table {name!r} is unknown to the collection" for name in there if name not in here]
-        refused = [] if here.keys() & there.keys() else ["no table of the checkpoint is in the collection"]
-        for name, table in here.items():
-            if name in there and there[name] != table:
-                enlarged = replace(there[name], rows=table.rows) == table and table.rows > there[name].rows
-                (changes if enlarged else refused).append(
-                    f"table {name!r} is {_text(there[name])} in the checkpoint and {_text(table)} in the collection"
-                )
-        if changed_tables not in get_args(ChangedTablesOption):
-            refused.append(f"changed_tables={changed_tables!r}, which is not 'init' or 'error'")
-        if refused or (changes and changed_tables == "error"):
-            raise CheckpointError("; ".join(refused + changes), remedy=_OTHER_TABLES + ("" if refused else _USE_INIT))
-        return changes
-
-    @property
-    def left_out(self) -> list[str]:
-        """Tables that were trained in the save and are read only in this job: their optimizer state is left out."""
-        return sorted((self._keyspace.read_only - self.saved.read_only) & self.saved.index.keys())
-
-    @property
-    def begun(self) -> list[str]:
-        """Tables that were read only in the save and are trained in this job: their optimizer state begins anew."""
-        return sorted((self.saved.read_only - self._keyspace.read_only) & self._keyspace.index.keys())
-
-    def groups(self, saved_group: int) -> list[int]:
-        """Return the dim-groups of this job that have the tables of one of the save: several if other tables are read
-        only here, none if it has none of the tables."""
-        names = [self.saved.tables[table].name for table in self.saved.groups[saved_group].tables]
-        here = [self._keyspace.index[name] for name in names if name in self._keyspace.index]
-        return sorted({int(self._keyspace.group_of_table[table]) for table in here})
-
-    def keys(self, keys: Int64Array) -> Int64Array:
-        """int64 [n] keys of the save -> int64 [n] keys of this job, ``NO_KEY`` for rows of tables that it lacks."""
-        tables, rows = self.saved.table_rows(keys)
-        index = self._keyspace.index
-        kept = np.array([table.name in index for table in self.saved.tables])
-        here = np.array([self._keyspace.first_key[index.get(table.name, 0)] for table in self.saved.tables])
-        return np.where(kept[tables], here[tables] + rows, NO_KEY)
-
-
-def load_rows_of(
-    directory: Path, manifest: Manifest, tables: SavedTables, world: Peers, stores: Sequence[GroupStore]
-) -> None:
-    """Collective. Write the rows of a save to their homes. Optimizer state that the save or this job lacks is 0 or left
-    out.
-
-    Raises:
-        CheckpointError: a file cannot be read. Rows may have been replaced then.
-    """
-    device, keyspace = stores[0].rows.device, stores[0].homes.homes.keyspace
-    mine = manifest.files[world.index :: world.size]
-    with ExitStack() as opened:
-        readers = [opened.enter_context(closing(read_windows(directory / file.name))) for file in mine]
-        for saved_group in range(len(tables.saved.groups)):
-            windows = (
-                window
-                for reader, file in zip(readers, mine, strict=True)
-                for window in islice(reader, file.windows[saved_group])
-            )
-            if not (groups := tables.groups(saved_group)):
-                for _ in windows:  # what follows in the files is read from there on
-                    pass
-                continue
-            row_bytes = stores[groups[0]].row_bytes
-            rounds = torch.tensor([sum(file.windows[saved_group] for file in mine)], device=device)
-            world.all_reduce(rounds, dist.ReduceOp.MAX)
-            for _ in range(int(rounds)):
-                window = next(windows, None)
-                keys = np.empty(0, dtype=np.int64)
-                packed = torch.empty((0, row_bytes), dtype=torch.uint8, device=device)
-                if window is not None:
-                    keys = tables.keys(window.slots * window.key_step + window.first_key)
-                    packed = torch.from_numpy(window.packed).to(device)
-                of_row = keyspace.group_of(keys)  # -1 for rows of tables that this job lacks
-                for group in groups:
-                    store, own = stores[group], np.flatnonzero(of_row == group)
-                    addresses = store.homes.addresses(torch.from_numpy(keys[own]).to(device))
-                    rows = store.fitted(packed[torch.from_numpy(own).to(device)], 0.0)
-                    _send_home(world, store, addresses, rows)
-
-
-def _send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:
-    """Collective. Write the uint8 [n, row_bytes] rows of int64 [n] addresses at their homes.
-
-    The windows of all ranks may have one home, that of a whole table: rows travel in so many parts that no rank
-    receives much more than a window at once.
-    """
-    width = _KEY_BYTES + store.row_bytes
-    homes = addresses % world.size
-    arriving = torch.bincount(homes, minlength=world.size)
-    world.all_reduce(arriving)
-    parts = max(1, -(-int(arriving.max()) * width // table_rows.MAX_WINDOW_BYTES))
-    joined = torch.cat([addresses.view(-1, 1).view(torch.uint8), packed], dim=1)
-    places = torch.arange(len(addresses), device=addresses.device)
-    for part in range(parts):
-        of_part = places[part::parts]
-        order, counts = devices.ordered(homes.index_select(0, of_part), world.size)
-        received_counts = world.all_to_all(counts, [1] * world.size, [1] * world.size).tolist()
-        received = world.all_to_all(
-            joined.index_select(0, of_part.index_select(0, order)).view(-1),
-            [count * width for count in counts.tolist()], [count * width for count in received_counts],
-        ).view(-1, width)  # fmt: skip
-        slots = store.home_slots(received[:, :_KEY_BYTES].clone().view(torch.int64).view(-1))
-        store.write_homes(received[:, _KEY_BYTES:], slots)
-
-
-def _text(table: TableSpec) -> str:
-    return f"{table.rows} x {table.dim} {table.dtype} with {table.optimizer}"
-
-
-def table_fields(keyspace: KeySpace) -> tuple[dict[str, Any], ...]:
-    """Return ``Manifest.tables`` of this job."""
-    return tuple(
-        {"name": t.name, "rows": t.rows, "dim": t.dim, "dtype": t.dtype, "optimizer": t.optimizer}
-        | ({"read_only": True} if t.name in keyspace.read_only else {})
-        for t in keyspace.tables
-    )
 
 
 def gathered_files(world: Peers, mine: SavedFile, device: torch.device) -> tuple[SavedFile, ...]:

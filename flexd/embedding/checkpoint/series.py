@@ -12,9 +12,9 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -24,19 +24,17 @@ from flexd.core.errors import CheckpointError, FlexdError
 from flexd.embedding.checkpoint.background_save import STATE_FILE, BackgroundSave
 from flexd.embedding.checkpoint.changed_rows import ChangedRows, HomeRows
 from flexd.embedding.checkpoint.saved_rows import (
-    ChangedTablesOption,
     Manifest,
+    RowWindow,
     SavedFile,
-    SavedTables,
     SeriesDirectory,
     check_files,
     gathered_files,
-    load_rows_of,
     rank_file,
-    table_fields,
     windows_of,
     write_windows,
 )
+from flexd.embedding.checkpoint.saved_tables import ChangedTablesOption, SavedTables, load_rows_of, table_fields
 from flexd.embedding.checkpoint.sharded_state import begin_untrained, raise_if_any_rank_refuses
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.meetings import agree_on_reading
@@ -88,7 +86,6 @@ class CheckpointSeries:
         keep: int = 3,
         whole_every: int = 10,
     ) -> None:
-        collection.refuse_unbounded("flexd.CheckpointSeries")
         self._collection = collection
         self._directory = SeriesDirectory(Path(directory))
         self._keep, self._whole_every = keep, whole_every
@@ -138,7 +135,7 @@ class CheckpointSeries:
         self.wait()
         agree_on_reading(self._collection.engine)
         number, whole = self._begin()
-        drained = self._marks.drain() if self._marks.active else None
+        drained = self._drain()
         try:
             rows = HomeRows(self._collection.engine.stores, None) if whole or drained is None else drained
             base = None if whole else self._newest
@@ -208,7 +205,8 @@ class CheckpointSeries:
             changed_tables: "error": the tables are those of the checkpoint. "init": tables that it lacks, and rows
                 behind those that it has of a table, keep the collection's values, which are those of the seed if it
                 was not trained before, and are set to them if it was; tables that the collection lacks are left out.
-                A warning names them.
+                A table of unbounded ids may have more or fewer rows and another ``admit_after``: with fewer those
+                ids keep theirs that would have kept them in training. Warnings name them.
 
         Raises:
             CheckpointError: on every rank, if there is no such checkpoint, one that it builds on is missing, files are
@@ -221,19 +219,26 @@ class CheckpointSeries:
         collection.engine.before_rows_load()
         if changes:
             begin_untrained(collection)
+        newest = chain[-1]
+        tables = SavedTables(newest.tables, collection.keyspace, collection.engine.admit_after)
+        collection.engine.steps = newest.steps
         try:
             with collection.traffic.uncounted():
+                if collection.engine.ids is not None:
+                    from flexd.embedding.checkpoint.saved_ids import load_ids  # loaded where a job has unbounded ids
+
+                    load_ids(self._directory.path, chain, tables, collection.engine.ids, world)
                 for manifest in chain:
-                    tables = SavedTables(manifest.tables, collection.keyspace)
-                    load_rows_of(self._directory.path / manifest.name, manifest, tables, world, stores)
+                    of_save = SavedTables(manifest.tables, collection.keyspace)
+                    of_save.moved = tables.moved
+                    load_rows_of(self._directory.path / manifest.name, manifest, of_save, world, stores)
             collection.engine.rows.begin_state(tables.begun, collection.optimizer.initial_states)
         except FlexdError as error:
             collection.engine.guard.publish(error)  # the other ranks wait for rows
             raise
-        newest = chain[-1]
-        collection.engine.steps = newest.steps
         if self._marks.active:
             self._marks.begin()
+            self._drain()
         # What changes later does not build on a checkpoint that has other tables.
         self._newest, self._length = None if changes or tables.begun else newest, len(chain)
         if changes and collection.rank == 0:
@@ -293,14 +298,12 @@ class CheckpointSeries:
         content = io.BytesIO()
         with self._on_every_rank(f"cannot write {partial}"):
             partial.mkdir(parents=True, exist_ok=True)  # a network's file system may show it late
-            windows = list(windows_of(engine.stores, rows))
+            windows = list(self._windows(rows))
             if state is not None and collection.rank == 0:
                 torch.save(state, content)
-        steps, tables = engine.steps, table_fields(collection.keyspace)
         saving = BackgroundSave(
-            self._directory, number, collection.rank, collection.layout.world_size, windows, len(engine.stores),
-            content.getvalue() or None,
-            lambda files: _manifest(number, base, steps, tables, files, has_state=state is not None), self._keep,
+            self._directory, number, collection.rank, collection.layout.world_size, windows, self._groups,
+            content.getvalue() or None, self._manifest(number, base, has_state=state is not None), self._keep,
             engine.groups.timeout_seconds / 2,
         )  # fmt: skip
         saving.start()
@@ -315,23 +318,60 @@ class CheckpointSeries:
         self._length = 1 if whole else self._length + 1
         self._newest = manifest
 
+    def _drain(self) -> HomeRows | None:
+        """Return what has changed and note further changes anew; None where none are noted."""
+        if not self._marks.active:
+            return None
+        drained, ids = self._marks.drain(), self._collection.engine.ids
+        if ids is None:
+            return drained
+        changed = ids.slots.changed.clone()
+        ids.slots.changed.zero_()
+        return replace(drained, sets=changed)
+
     def _not_saved(self, drained: HomeRows | None) -> None:
-        if drained is not None:
-            self._marks.restore(drained)
+        if drained is None:
+            return
+        self._marks.restore(drained)
+        if drained.sets is not None and (ids := self._collection.engine.ids) is not None:
+            ids.slots.changed |= drained.sets
+
+    @property
+    def _groups(self) -> int:
+        """Number of dim-groups and tables of unbounded ids."""
+        engine = self._collection.engine
+        return len(engine.stores) + (0 if engine.ids is None else len(engine.ids.sets.tables))
+
+    def _windows(self, rows: HomeRows) -> Iterator[RowWindow]:
+        engine = self._collection.engine
+        if engine.ids is not None:
+            from flexd.embedding.checkpoint.saved_ids import id_windows  # loaded where a job has unbounded ids
+
+            yield from id_windows(engine.ids, len(engine.stores), rows.sets)
+        yield from windows_of(engine.stores, rows)
+
+    def _manifest(
+        self, number: int, base: Manifest | None, *, has_state: bool
+    ) -> Callable[[tuple[SavedFile, ...]], Manifest]:
+        """Return what makes the manifest of the rows of now, of the files of all ranks."""
+        engine = self._collection.engine
+        base_number, base_identity = (None, None) if base is None else (base.number, base.identity)
+        steps, tables = engine.steps, table_fields(self._collection.keyspace, engine.admit_after)
+        ids = None if engine.ids is None else engine.ids.progress()
+        return lambda files: Manifest(
+            number, uuid.uuid4().hex[:16], base_number, base_identity, steps, tables, files, has_state, ids
+        )
 
     def _write(self, number: int, rows: HomeRows, base: Manifest | None, state: Any) -> Manifest:
         collection, partial = self._collection, self._directory.partial(number)
         with self._on_every_rank(f"cannot write {partial}"):
             partial.mkdir(parents=True, exist_ok=True)  # a network's file system may show it late
-            windows = windows_of(collection.engine.stores, rows)
-            mine = write_windows(partial / rank_file(collection.rank), windows, len(collection.engine.stores))
+            mine = write_windows(partial / rank_file(collection.rank), self._windows(rows), self._groups)
             if state is not None and collection.rank == 0:
                 _write_state(partial / STATE_FILE, state)
         with collection.traffic.uncounted():
             files = gathered_files(collection.engine.groups.world, mine, collection.device)
-        manifest = _manifest(  # that of rank 0 counts
-            number, base, collection.engine.steps, table_fields(collection.keyspace), files, has_state=state is not None
-        )
+        manifest = self._manifest(number, base, has_state=state is not None)(files)  # that of rank 0 counts
         with self._on_every_rank(f"cannot complete {partial}"):
             if collection.rank == 0:
                 self._directory.complete(manifest)
@@ -354,7 +394,8 @@ class CheckpointSeries:
         agreed = self._gather(chosen)[0][0]
         with self._on_every_rank(f"cannot read {self._directory.path}"):
             chain = self._directory.chain(agreed)
-            changes = SavedTables(chain[-1].tables, collection.keyspace).check(changed_tables)
+            saved = SavedTables(chain[-1].tables, collection.keyspace, collection.engine.admit_after)
+            changes = saved.check(changed_tables)
             for manifest in chain:
                 mine = manifest.files[collection.rank :: collection.layout.world_size]
                 check_files(self._directory.path / manifest.name, mine)
@@ -382,19 +423,6 @@ class CheckpointSeries:
         except Exception as error:  # slow memory, or what ``torch.save`` raises
             faults = [f"{doing}: {type(error).__name__}: {error}"]
         raise_if_any_rank_refuses(self._collection, faults, remedy=remedy)
-
-
-def _manifest(
-    number: int,
-    base: Manifest | None,
-    steps: int,
-    tables: tuple[dict[str, Any], ...],
-    files: tuple[SavedFile, ...],
-    *,
-    has_state: bool,
-) -> Manifest:
-    base_number, base_identity = (None, None) if base is None else (base.number, base.identity)
-    return Manifest(number, uuid.uuid4().hex[:16], base_number, base_identity, steps, tables, files, has_state)
 
 
 def _read_state(path: Path) -> Any:

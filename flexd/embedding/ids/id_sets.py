@@ -70,6 +70,18 @@ class IdSets:
         positive = (splitmix64(ids.clone()) >> 1).bitwise_and_(2**63 - 1)
         return positive.remainder_(self._sets[numbers]).add_(self._first[numbers])
 
+    def of_table(self, places: torch.Tensor, number: int) -> torch.Tensor:
+        """Return int64 [n], the sets of int64 [n] places among those of a table."""
+        found: torch.Tensor = self._first[number] + places
+        return found
+
+    def of_rank(self, number: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int64 [n] ascending sets of a table whose home is a rank, and their int64 [n] places among those of
+        the table."""
+        first, count = int(self._first[number]), self.tables[number].sets
+        sets = torch.arange(first + (rank - first) % world_size, first + count, world_size, device=self._first.device)
+        return sets, sets - first
+
     def numbers(self, sets: torch.Tensor) -> torch.Tensor:
         """Return int64 [n], the table of each of int64 [n] sets."""
         return torch.searchsorted(self._first, sets, right=True) - 1

@@ -17,6 +17,8 @@ from flexd.embedding.row_hashes import splitmix64
 
 _BITS = 32 * SLOTS
 _WORDS = _BITS // 64
+FILTER_WORDS = 2 * _WORDS
+"""Number of int64 of the filters of a set."""
 _HASHES = 4
 _HELD_PER_SLOT = 4
 _SALT = 0x51_7C_C1_B7_27_22_0A_95
@@ -45,12 +47,13 @@ class RefusedIds:
     """Filters of the first ``sets`` sets of a rank; of later ones no id is refused.
 
     Attributes:
+        sets: number of sets that have filters.
         words: int64 [sets + 1, 2, 32], the bits of both filters of each set; the last is of no set.
         fills: int32 [sets + 1]: twice the ids that the filter holds which takes them, plus its number.
     """
 
     def __init__(self, sets: int, slots: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
-        self._sets, self._slots = sets, slots
+        self.sets, self._slots = sets, slots
         self.words = torch.zeros((sets + 1, 2, _WORDS), dtype=torch.int64, device=device)
         self.fills = torch.zeros(sets + 1, dtype=torch.int32, device=device)
 
@@ -61,10 +64,10 @@ class RefusedIds:
 
     def admits(self, sets: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return bool [n]: a filter holds the id, or its set has none."""
-        gated, bits = sets.clamp(max=self._sets), self._bits(ids).unsqueeze(1)
-        first = gated.view(-1, 1, 1) * (2 * _WORDS) + torch.tensor([[0], [_WORDS]], device=ids.device)
+        gated, bits = sets.clamp(max=self.sets), self._bits(ids).unsqueeze(1)
+        first = gated.view(-1, 1, 1) * FILTER_WORDS + torch.tensor([[0], [_WORDS]], device=ids.device)
         words = self.words.view(-1)[first + (bits >> 6)]
-        return (words >> (bits & 63)).bitwise_and_(1).eq(1).all(dim=2).any(dim=1) | (sets >= self._sets)
+        return (words >> (bits & 63)).bitwise_and_(1).eq(1).all(dim=2).any(dim=1) | (sets >= self.sets)
 
     def change(self, sets: torch.Tensor, ids: torch.Tensor, refused: torch.Tensor) -> FilterChange:
         """Return the change by those of int64 [n] ids that are ``refused``, bool [n].
@@ -72,8 +75,8 @@ class RefusedIds:
         Args:
             sets: int64 [n], ascending.
         """
-        gated = torch.where(refused, sets, self._sets)
-        fills = self.fills[sets.clamp(max=self._sets)].to(torch.int64)
+        gated = torch.where(refused, sets, self.sets)
+        fills = self.fills[sets.clamp(max=self.sets)].to(torch.int64)
         turn = fills & 1
         bits = ((gated * 2 + turn) * _BITS).unsqueeze(1) + self._bits(ids)
         distinct = torch.unique(bits)

@@ -17,16 +17,22 @@ from dataclasses import dataclass
 import torch
 
 from flexd.embedding.ids.id_sets import SLOTS, IdSets
-from flexd.embedding.ids.refused_ids import FilterChange, RefusedIds
+from flexd.embedding.ids.refused_ids import FILTER_WORDS, FilterChange, RefusedIds
 
 COUNTS = ("admitted", "evicted", "refused", "pinned")
 """Counts of a rank: ids that were given slots; of these by taking one from another id; ids that were refused as seen
 the first time, and those for which all slots of the set were pinned, each once per step."""
 
+_WORDS = 2 * SLOTS
 _NEVER = 2**63 - 1
 _MOST_USES = 2**31 - 1
 # Of float64.
 _MANTISSA_BITS, _EXPONENT_BIAS = 52, 1023
+
+
+def set_words(*, filters: bool) -> int:
+    """Return the number of int64 of a set that ``SlotTable.packed`` returns."""
+    return _WORDS + (FILTER_WORDS + 1) * filters
 
 
 @dataclass(frozen=True)
@@ -63,14 +69,16 @@ class SlotTable:
             ``last``, so that the row has not been trained.
         refused: None where all ids are admitted at their first look-up.
         counts: int64 [4], of ``COUNTS``.
+        changed: bool [sets + 1], set by ``apply`` of the sets that it changes.
     """
 
     def __init__(self, sets: IdSets, rank: int, world_size: int, device: torch.device) -> None:
-        self._all, self._rank, self._world_size = sets, rank, world_size
+        self._all, self.rank, self.world_size = sets, rank, world_size
         self.sets = len(range(rank, sets.total, world_size))
         shape = (self.sets + 1, SLOTS)
         self.ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self.last, self.uses = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(2))
+        self.changed = torch.zeros(self.sets + 1, dtype=torch.bool, device=device)
         gated = len(range(rank, sets.gated, world_size))
         self.refused = RefusedIds(gated, self._slots_of, device) if sets.gated else None
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
@@ -78,7 +86,7 @@ class SlotTable:
 
     def global_sets(self, sets: torch.Tensor) -> torch.Tensor:
         """Return the numbers of this rank's int64 [n] sets among all."""
-        return sets * self._world_size + self._rank
+        return sets * self.world_size + self.rank
 
     def columns(self) -> dict[str, torch.Tensor]:
         """Return all that decisions depend on and change, by name; not copies."""
@@ -86,6 +94,25 @@ class SlotTable:
         if self.refused is not None:
             found |= {"filters": self.refused.words, "fills": self.refused.fills}
         return found
+
+    def packed(self, sets: torch.Tensor, *, filters: bool) -> torch.Tensor:
+        """Return int64 [n, words of a set] copies of this rank's int64 [n] sets, with their filters if all have some:
+        ids, then ``last`` and ``uses``, then the filters and their fill."""
+        numbers = torch.cat([self.last.index_select(0, sets), self.uses.index_select(0, sets)], dim=1)
+        parts = [self.ids.index_select(0, sets), numbers.view(torch.int64)]
+        if filters and self.refused is not None:
+            parts.append(self.refused.words.index_select(0, sets).flatten(1))
+            parts.append(self.refused.fills.index_select(0, sets).to(torch.int64).unsqueeze(1))
+        return torch.cat(parts, dim=1)
+
+    def unpack(self, sets: torch.Tensor, words: torch.Tensor, *, filters: bool) -> None:
+        """Replace this rank's int64 [n] sets by what ``packed`` returned; filters that it lacks stay."""
+        self.ids[sets] = words[:, :SLOTS]
+        numbers = words[:, SLOTS:_WORDS].clone().view(torch.int32)
+        self.last[sets], self.uses[sets] = numbers[:, :SLOTS], numbers[:, SLOTS:]
+        if filters and self.refused is not None and words.shape[1] > _WORDS:
+            self.refused.words[sets] = words[:, _WORDS:-1].reshape(-1, *self.refused.words.shape[1:])
+            self.refused.fills[sets] = words[:, -1].to(torch.int32)
 
     def _slots_of(self, sets: torch.Tensor) -> torch.Tensor:
         return self._all.slots(self.global_sets(sets))
@@ -175,8 +202,10 @@ class SlotTable:
         self.ids.view(-1).index_copy_(0, decisions.places, decisions.ids)
         self.uses.view(-1).index_copy_(0, decisions.places, decisions.uses)
         self.last.view(-1).index_fill_(0, decisions.places, decisions.step)
+        self.changed.index_fill_(0, torch.div(decisions.places, SLOTS, rounding_mode="floor"), 1)
         if self.refused is not None and decisions.filters is not None:
             self.refused.apply(decisions.filters)
+            self.changed[: self.refused.sets + 1].index_fill_(0, decisions.filters.sets, 1)
         self.counts += decisions.counts
 
 

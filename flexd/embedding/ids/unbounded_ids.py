@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -161,9 +161,32 @@ class UnboundedIds:
             return [f"ids.progress: version {version}, admit_after {numbers[tables:]}; here {_STATE_VERSION}, {after}"]
         for name, column in self.slots.columns().items():
             column.copy_(columns[name])
-        self.step, self.seen_steps, self.seen_look_ups = step, seen, numbers[:tables]
-        self._steps_before, self.version = -1 if stepped else self._engine.steps, self.version + 1
+        self._go_on(step, seen, numbers[:tables], stepped=bool(stepped))
         return []
+
+    def _go_on(self, step: int, seen_steps: int, look_ups: list[int], *, stepped: bool) -> None:
+        self.step, self.seen_steps, self.seen_look_ups = step, seen_steps, look_ups
+        self._steps_before, self.version = -1 if stepped else self._engine.steps, self.version + 1
+
+    @property
+    def admit_after(self) -> dict[str, int]:
+        """Of each table by name."""
+        return {table.name: table.admit_after for table in self.sets.tables}
+
+    def progress(self) -> dict[str, Any]:
+        """Return what the next decision depends on beside the slots, for JSON: ``step``, ``seen_steps``, whether the
+        optimizer has ``stepped`` since, and ``look_ups`` of each table by name, as ``seen_look_ups``."""
+        look_ups = {table.name: seen for table, seen in zip(self.sets.tables, self.seen_look_ups, strict=True)}
+        return {
+            "step": self.step, "seen_steps": self.seen_steps, "stepped": self.next_step > self.step,
+            "look_ups": look_ups,
+        }  # fmt: skip
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        """Go on from what ``progress`` returned, after ``RowEngine.steps`` was set and the slots were loaded. Tables
+        that it lacks begin."""
+        look_ups = [progress["look_ups"].get(table.name, 0) for table in self.sets.tables]
+        self._go_on(progress["step"], progress["seen_steps"], look_ups, stepped=progress["stepped"])
 
     @property
     def next_step(self) -> int:
@@ -274,16 +297,21 @@ class UnboundedIds:
         counts = counts.new_zeros(len(chosen)).index_add_(0, number, counts)
         sets, ids = sets.index_select(0, chosen), ids.index_select(0, chosen)
         steps, look_ups = self._seen(resolution.step, resolution.look_ups)
-        bonus = [
-            max(1, _BONUS * table.slots * steps // max(1, total))
-            for table, total in zip(self.sets.tables, look_ups, strict=True)
-        ]
         every = self.slots.global_sets(sets)
-        of_ids = devices.uploaded(bonus, self._device)[self.sets.numbers(every)]
+        of_ids = self.bonus(every, steps, look_ups)
         decisions = self.slots.decide(sets, ids, counts, resolution.step, of_ids)
         slots = decisions.slots if seeded else torch.where(decisions.fresh, -1, decisions.slots)
         keys = self.sets.keys(every, slots)
         return decisions, keys.index_select(0, number), keys[decisions.fresh & seeded]
+
+    def bonus(self, sets: torch.Tensor, steps: int, look_ups: Sequence[int]) -> torch.Tensor:
+        """Return int64 [n], of int64 [n] sets the steps by which twice as many uses outweigh a later last use, after so
+        many steps with so many look-ups of each table."""
+        of_tables = [
+            max(1, _BONUS * table.slots * steps // max(1, total))
+            for table, total in zip(self.sets.tables, look_ups, strict=True)
+        ]
+        return devices.uploaded(of_tables, self._device)[self.sets.numbers(sets)]
 
     def _answer(
         self, world: Peers, keys: torch.Tensor, fresh: torch.Tensor, asked: list[int], answered: list[int]
