@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flexd.embedding import devices
 from flexd.embedding.ids.id_sets import SLOTS, IdSets
 from flexd.embedding.ids.refused_ids import FILTER_WORDS, FilterChange, RefusedIds
 
@@ -65,8 +66,8 @@ class SlotTable:
     Attributes:
         ids: int64 [sets + 1, 64] id of each slot; the last set is none, as in the other columns.
         last: int32 [sets + 1, 64] step of the last use.
-        uses: int32 [sets + 1, 64] look-ups since the id was admitted; 0: the slot is free; negative: in the step
-            ``last``, so that the row has not been trained.
+        uses: int32 [sets + 1, 64] look-ups since the id was admitted; 0: the slot is free, as are those behind it in
+            the set; negative: in the step ``last``, so that the row has not been trained.
         refused: None where all ids are admitted at their first look-up.
         counts: int64 [4], of ``COUNTS``.
         changed: bool [sets + 1], set by ``apply`` of the sets that it changes.
@@ -83,6 +84,7 @@ class SlotTable:
         self.refused = RefusedIds(gated, self._slots_of, device) if sets.gated else None
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
         self._slots = torch.arange(SLOTS, device=device)
+        self._lowest_first = (SLOTS - self._slots).to(torch.uint8)
 
     def global_sets(self, sets: torch.Tensor) -> torch.Tensor:
         """Return the numbers of this rank's int64 [n] sets among all."""
@@ -119,9 +121,12 @@ class SlotTable:
 
     def find(self, sets: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return int64 [n], the slot of each id in its set, -1 if it has none."""
-        equal = (self.ids.index_select(0, sets) == ids.unsqueeze(1)) & (self.uses.index_select(0, sets) != 0)
-        known, slots = equal.to(torch.uint8).max(dim=1)
-        return torch.where(known > 0, slots, -1)
+        equal = self.ids.index_select(0, sets) == ids.unsqueeze(1)
+        # The lowest: free slots, whose ids are 0, are behind those that are used.
+        ranks = equal.view(torch.uint8).mul_(self._lowest_first).amax(dim=1)
+        slots = (SLOTS - ranks.to(torch.int64)).clamp_(max=SLOTS - 1)
+        known = (ranks > 0) & (self.uses.view(-1)[sets * SLOTS + slots] != 0)
+        return torch.where(known, slots, -1)
 
     def decide(
         self, sets: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, step: int, bonus: torch.Tensor
@@ -191,8 +196,10 @@ class SlotTable:
         order.index_fill_(0, torch.where(inside, place * SLOTS + slots, len(within) * SLOTS), _NEVER)
         order = torch.where(uses == 0, self._slots - SLOTS, order.view(-1, SLOTS)[:-1])
         order.masked_fill_(self._slots >= self._slots_of(within).unsqueeze(1), _NEVER)
-        best, by_order = order.sort(dim=1)
-        number_here = number.clamp(max=SLOTS - 1)
+        # No more than are wanted, where reading how many that is costs nothing.
+        most = min(SLOTS, int(number.max()) + 1) if devices.in_host_memory(number) else SLOTS
+        best, by_order = order.topk(most, dim=1, largest=False)
+        number_here = number.clamp(max=most - 1)
         free = (best[row, number_here] != _NEVER) & (number < SLOTS)
         chosen = torch.where(free, by_order[row, number_here], -1)
         return chosen, free & (uses[row, chosen] > 0)

@@ -26,6 +26,7 @@ import torch
 import flexd
 from flexd.embedding.row_hashes import splitmix64
 from tools.bench.harness import Outcome, at_least, of_runs
+from tools.bench.sections import ids_cost
 
 DIM, CANDIDATES, BATCH = 16, 8, 256
 SHARES = (8, 32)
@@ -196,4 +197,4 @@ def run(options: Namespace) -> Outcome:
     return Outcome(figures, checks)
 
 
-SECTIONS = {"policies": run}
+SECTIONS = {"policies": run, "cost": ids_cost.section}
