@@ -150,14 +150,14 @@ class EmbeddingCollection(TableAccess):
         }
         self.full_state_dict = full_state_dict
         if full_state_dict:
-            self.refuse_unbounded("full_state_dict=True")
             from flexd.embedding.checkpoint.full_state import check_full_size
 
             check_full_size(self.keyspace)
         self._seed = seed
         self._initial = {at for at, table in enumerate(self.tables) if not table.trainable}
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
-        """Called with the input of every forward pass for training, after its look-up; must not raise."""
+        """Called with the input of every forward pass for training, after its look-up, with rows in place of unbounded
+        ids; must not raise."""
         # The innermost of such contexts holds: no other tensor is made on the caller's default device.
         with torch.device("cpu"):
             settings = exchange, comm_dtype, average_gradients, max_migration_bytes_per_step, full_state_dict
@@ -408,7 +408,8 @@ class EmbeddingCollection(TableAccess):
             self.engine.count_read()
         if self.after_lookup is not None and self._trains():
             with self.engine.guard.publishing():  # the other ranks may be in the next exchange already
-                self.after_lookup(routed.features)
+                resolution = routed.forward_pass.resolution
+                self.after_lookup(routed.features if resolution is None else resolution.with_rows(routed.features))
         return rows
 
     def _checked_again(self, given: Any, check: Callable[[], None], features: Mapping[str, Jagged]) -> FeatureKeys:

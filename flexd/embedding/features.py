@@ -221,9 +221,9 @@ class FeatureMap:
         if known.unbounded is not None:
             numbers_of = known.unbounded.repeat_interleave(on_device, output_size=ids.shape[0])
             ours = numbers_of >= 0
-            unbounded = sum(size for size, name in zip(sizes, known.order, strict=True) if self._is_unbounded(name))
-            places = torch.nonzero_static(ours, size=unbounded).view(-1)
-            unresolved = UnresolvedIds(ids.index_select(0, places), numbers_of.index_select(0, places), places)
+            names = list(filter(self._is_unbounded, known.order))
+            places = torch.nonzero_static(ours, size=sum(len(features[name].values) for name in names)).view(-1)
+            unresolved = UnresolvedIds(ids.index_select(0, places), numbers_of.index_select(0, places), places, names)
             ids = ids.masked_fill(ours, 0)
         if isinstance(known.bounds, torch.Tensor):
             firsts, rows = known.bounds.repeat_interleave(on_device, dim=1, output_size=ids.shape[0])

@@ -15,7 +15,7 @@ from torch import nn
 from flexd.core.errors import CheckpointError, EmbeddingError
 from flexd.core.keyspace import KeySpace, row_width
 from flexd.core.placement import RankLayout, Tier
-from flexd.embedding.embedding_table import UNBOUNDED, EmbeddingTable
+from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups
@@ -270,16 +270,6 @@ class TableAccess(nn.Module):
         with self.traffic.uncounted():
             found = collect(self._groups.world, homes, [store.rows], everything, there)[0]
         return looked_up(found, store.dtype)
-
-    def refuse_unbounded(self, purpose: str) -> None:
-        """Raise EmbeddingError if any table has unbounded ids, for a purpose that cannot have them."""
-        unbounded = [table.name for table in self.tables if table.ids == UNBOUNDED]
-        if unbounded:
-            raise EmbeddingError(
-                f"{purpose} cannot have tables of unbounded ids: {', '.join(unbounded)}",
-                remedy="state_dict() of every rank saves which ids have rows, for an equally large job; or give the "
-                "tables ids that are rows",
-            )
 
     def rows_of(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """Collective. Return int64 [n], the rows of int64 [n] ids of a table of unbounded ids; -1 of an id without a

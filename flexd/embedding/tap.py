@@ -206,7 +206,6 @@ class Tap:
             )
         if touch_steps < 0:
             raise ConfigError(f"tap: touch_steps of {touch_steps}", remedy="give 0 (none) or more")
-        collection.refuse_unbounded("flexd.Tap")
         if collection.after_lookup is not None:
             raise ConfigError("the collection has a tap already", remedy="give each collection one tap")
         needed = sum(8 * spec.rows for spec in collection.keyspace.tables)

@@ -16,7 +16,7 @@ import torch
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, state_columns
 from flexd.embedding.checkpoint import table_rows
-from flexd.embedding.checkpoint.sharded_state import CPU, SavedTable, saved_tables
+from flexd.embedding.checkpoint.sharded_state import CPU, SavedTable, id_tables, saved_tables
 from flexd.embedding.checkpoint.table_rows import collect
 
 if TYPE_CHECKING:
@@ -49,14 +49,17 @@ def is_full(state: dict[str, Any], prefix: str) -> bool:
 
 def save_full(collection: EmbeddingCollection, destination: dict[str, Any], prefix: str) -> None:
     """Collective. Store all rows with their state and the step on rank 0, and nothing on the others."""
+    ids = id_tables(collection)
     with collection.traffic.uncounted(), torch.no_grad():
-        for table in saved_tables(collection):
+        for table in (*saved_tables(collection), *(() if ids is None else ids.tables)):
             columns = list(table.columns.values())
             found = collect(collection.engine.groups.world, table.homes, columns, table.homes.only(0), CPU)
             if collection.rank == 0:
                 destination.update({f"{prefix}{key}": value for key, value in zip(table.columns, found, strict=True)})
     if collection.rank == 0:
         destination[f"{prefix}step"] = torch.tensor(collection.engine.steps, dtype=torch.int64)
+        if ids is not None:
+            destination.update({f"{prefix}{key}": value for key, value in ids.progress().items()})
 
 
 @torch.no_grad()
@@ -70,8 +73,11 @@ def load_full(
 ) -> None:
     """Local. Load the home rows of this rank, and add differences to the lists; with any of the tables nothing is
     loaded."""
-    tables = saved_tables(collection)
+    ids = id_tables(collection)
+    tables = [*saved_tables(collection), *(() if ids is None else ids.tables)]
+    progress = {} if ids is None else ids.progress()
     known = {f"{prefix}{key}" for table in tables for key in table.columns} | {f"{prefix}step"}
+    known |= {f"{prefix}{key}" for key in progress}
     dropped, begun = _other_state(tables, state, prefix)
     of_others = {key for keys in (*dropped.values(), *begun.values()) for key in keys}
     unexpected.extend(key for key in state if key.startswith(prefix) and key not in known | of_others)
@@ -99,6 +105,8 @@ def load_full(
                 table.homes.write(held, first, value[first : first + each])
     if f"{prefix}step" in state:
         collection.engine.steps = int(state[f"{prefix}step"])
+    if ids is not None:
+        ids.load({key: state[prefix + key] for key in progress if prefix + key in state})
 
 
 def _other_state(

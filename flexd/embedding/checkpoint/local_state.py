@@ -261,9 +261,6 @@ def load_local(
     if fault:
         errors.append(f"{prefix}shard: {fault}")
         return
-    if given == "whole tables" and engine.ids is not None:
-        errors.append(f"{prefix}: whole tables do not say which of unbounded ids have rows; {REMEDY}")
-        return
     if given == "whole tables":
         load_full(collection, state, prefix, missing, unexpected, errors)
         return

@@ -30,10 +30,9 @@ from flexd.embedding.store.slow.tiered_rows import RowColumn
 from flexd.embedding.store.store import GroupStore
 
 if TYPE_CHECKING:
-    from flexd.embedding.table_access import TableAccess
-
-if TYPE_CHECKING:
+    from flexd.embedding.checkpoint.id_tables import IdTables
     from flexd.embedding.collection import EmbeddingCollection
+    from flexd.embedding.table_access import TableAccess
 
 CPU = torch.device("cpu")
 OTHER_TABLES = (
@@ -51,6 +50,7 @@ class SavedTable:
         columns: by their names in a checkpoint, the weights first: [slots, c] views into this rank's store.
         owner: the rank that saves it; None if all ranks save blocks of it.
         rows: that a checkpoint has of it.
+        of_ids: whether unbounded ids have its rows.
     """
 
     number: int
@@ -59,6 +59,7 @@ class SavedTable:
     columns: Mapping[str, RowColumn]
     owner: int | None
     rows: int
+    of_ids: bool = False
 
     @property
     def rows_by_rank(self) -> list[range]:
@@ -72,7 +73,8 @@ class SavedTable:
 
     @property
     def fingerprint_key(self) -> str:
-        return f"fingerprint.{self.spec.name}"
+        # A table whose ids are rows, and one of unbounded ids, must not load the rows of the other.
+        return f"fingerprint.{self.spec.name}{' of unbounded ids' * self.of_ids}"
 
     @property
     def has_fingerprint(self) -> bool:
@@ -90,7 +92,6 @@ class ShardedState:
     """
 
     def __init__(self, collection: EmbeddingCollection, device: torch.device = CPU) -> None:
-        collection.refuse_unbounded("flexd.ShardedState")
         self._collection = collection
         self._engine = collection.engine
         self._world = collection.engine.groups.world
@@ -105,7 +106,8 @@ class ShardedState:
         """
         agree_on_reading(self._engine)
         state: dict[str, torch.Tensor] = {}
-        tables = saved_tables(self._collection)
+        ids = id_tables(self._collection)
+        tables = [*saved_tables(self._collection), *(() if ids is None else ids.tables)]
         sums = torch.zeros(len(tables), dtype=torch.int64, device=self._collection.device)
         with self._collection.traffic.uncounted(), torch.no_grad():
             for table in tables:
@@ -121,13 +123,14 @@ class ShardedState:
             if table.has_fingerprint:
                 state[table.fingerprint_key] = torch.tensor(total, dtype=torch.int64)
         state[self._step_key] = torch.tensor(self._engine.steps, dtype=torch.int64)
-        return TableStates(
-            state,
-            {
-                table.spec.name: (table.rows, tuple((key,) for key in (*table.columns, table.fingerprint_key)))
-                for table in tables
-            },
-        )
+        of_ids = {} if ids is None else ids.progress()
+        state |= of_ids
+        paths = {
+            table.spec.name: (table.rows, tuple((key,) for key in (*table.columns, table.fingerprint_key)))
+            for table in tables
+        }
+        paths |= {f"the use of {key}": (0, ((key,),)) for key in of_ids}
+        return TableStates(state, paths)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Collective. Replace all tables, optimizer state and step by those that were saved of equal tables, or of
@@ -137,14 +140,22 @@ class ShardedState:
             CheckpointError: on every rank, if on any rank tables are missing or of another shape, dtype or optimizer,
                 or if a table differs from the saved one (a torn checkpoint). The collection is unchanged.
         """
-        tables = saved_tables(self._collection)
-        changed = False
+        ids = id_tables(self._collection)
+        tables = [*saved_tables(self._collection), *(() if ids is None else ids.tables)]
+        changed, faults = False, []
         if isinstance(state_dict, TableStates) and (saved_rows := state_dict.saved_rows) is not None:
             changed = any(saved_rows[table.spec.name] < table.rows for table in tables)
+            faults = [
+                f"table {table.spec.name!r} of unbounded ids has {rows} rows in the checkpoint and {table.rows} here, "
+                "which flexd.CheckpointSeries can load"
+                for table in tables
+                if table.of_ids and (rows := saved_rows[table.spec.name]) not in (0, table.rows)
+            ]
             tables = [replace(table, rows=rows) for table in tables if (rows := saved_rows[table.spec.name])]
         given = {key: block_of(value) for key, value in state_dict.items() if torch.is_tensor(value)}
         found = {key: (tuple(value.shape), value.dtype) for key, value in state_dict.items() if torch.is_tensor(value)}
-        raise_if_any_rank_refuses(self._collection, _differences(self._shapes(tables), found))
+        shapes = {**self._shapes(tables), **({} if ids is None else ids.progress_shapes(tables))}
+        raise_if_any_rank_refuses(self._collection, faults + _differences(shapes, found))
         with self._collection.traffic.uncounted(), torch.no_grad():
             self._raise_if_torn(tables, given)
             self._engine.before_rows_load()
@@ -154,6 +165,8 @@ class ShardedState:
                 values = [given[key] for key in table.columns] if table.has_part else []
                 distribute(self._world, table.homes, list(table.columns.values()), table.rows_by_rank, values)
         self._engine.steps = int(given[self._step_key])
+        if ids is not None:
+            ids.load(given)
 
     def _raise_if_torn(self, tables: Sequence[SavedTable], given: Mapping[str, torch.Tensor]) -> None:
         """Collective. Compare the fingerprints of a state with those that were saved with it."""
@@ -208,8 +221,19 @@ def saved_tables(collection: EmbeddingCollection) -> list[SavedTable]:
             owner = min(before * world_size // total, world_size - 1)
             before += size
         homes = TableHomes(collection.engine.homes, table, collection.rank)
-        tables.append(SavedTable(number, collection.keyspace.tables[table], homes, columns, owner, homes.rows))
+        spec = collection.keyspace.tables[table]
+        of_ids = spec.name in collection.engine.admit_after
+        tables.append(SavedTable(number, spec, homes, columns, owner, homes.rows, of_ids))
     return tables
+
+
+def id_tables(collection: EmbeddingCollection) -> IdTables | None:
+    """Return the tables of sets of unbounded ids; None without any."""
+    if collection.engine.ids is None:
+        return None
+    from flexd.embedding.checkpoint.id_tables import IdTables  # loaded where a job has unbounded ids
+
+    return IdTables(collection, collection.engine.ids)
 
 
 def _columns(store: GroupStore, spec: TableSpec) -> dict[str, RowColumn]:
@@ -246,7 +270,7 @@ def _differences(expected: Shapes, found: Shapes) -> list[str]:
             differences.append(
                 f"{key} is {_text(*found[key])} in the checkpoint and {_text(shape, dtype)} in the collection"
             )
-    prefixes = ("embeddings.", "optimizer.")
+    prefixes = ("embeddings.", "optimizer.", "ids.")
     differences += [
         f"{key} is unknown to the collection" for key in found if key.startswith(prefixes) and key not in expected
     ]

@@ -42,11 +42,13 @@ class UnresolvedIds:
         numbers: int64 [n], the table of each in ``IdSets.tables``.
         places: int64 [n] places in the keys of the batch, those of bags after the others; there is the key of the
             shared row of the table.
+        features: names of the features that have them, one after another.
     """
 
     ids: torch.Tensor
     numbers: torch.Tensor
     places: torch.Tensor
+    features: Sequence[str]
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,11 @@ class IdSets:
         own = slots * self._sets[number] + sets - self._first[number]
         return torch.where(slots < 0, self._slots[number], own).add_(self._first_key[number])
 
+    def rows(self, keys: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Return int64 [n], the rows of int64 [n] keys of the tables of int64 [n] ``numbers`` in ``tables``."""
+        first: torch.Tensor = self._first_key[numbers]
+        return keys - first
+
     def places(self, rows: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (int64 [n] sets, int64 [n] slots) of int64 [n] rows of a table, none of them the shared one."""
         count = self.tables[number].sets

@@ -22,6 +22,7 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.exchange.hop import Agreement, Hop, host_numbers
 from flexd.embedding.exchange.route import FeatureKeys, Route, UnresolvedIds
+from flexd.embedding.features import Jagged
 from flexd.embedding.ids.id_sets import IdSets, UnboundedTable
 from flexd.embedding.ids.slot_table import SlotDecisions, SlotTable, distinct_ids
 from flexd.embedding.step import in_backward_pass
@@ -49,6 +50,8 @@ class Resolution:
         counted: whether it is for training, and changes slots when it is applied.
         step, version: of ``UnboundedIds`` for which it was made.
         look_ups: look-ups over all ranks of each table.
+        features: of the batch that have unbounded ids.
+        rows: int64 [n], of their ids one after another.
     """
 
     found: FeatureKeys
@@ -60,6 +63,17 @@ class Resolution:
     step: int
     version: int
     look_ups: Sequence[int]
+    features: Sequence[str]
+    rows: torch.Tensor
+
+    def with_rows(self, features: Mapping[str, Jagged]) -> dict[str, Jagged]:
+        """Return the features of the batch with rows in place of unbounded ids."""
+        sizes = [len(features[name].values) for name in self.features]
+        rows = dict(zip(self.features, self.rows.split_with_sizes(sizes), strict=True))
+        return {
+            name: Jagged.checked(rows[name], jagged.lengths) if name in rows else jagged
+            for name, jagged in features.items()
+        }
 
     def sources(self, route: Route) -> dict[int, torch.Tensor]:
         """Return by dim-group int64 [rows], for each row of the route's first station the row whose value it has:
@@ -242,7 +256,7 @@ class UnboundedIds:
         counted = trains and not again
         hop = Hop(world, lambda homes: homes)
         none = torch.empty(0, dtype=torch.int64, device=self._device)
-        given = found.unresolved or UnresolvedIds(none, none, none)
+        given = found.unresolved or UnresolvedIds(none, none, none, ())
         size, tables = world.size, len(self.sets.tables)
         sets = self.sets.of_ids(given.ids, given.numbers)
         home = sets % size
@@ -262,7 +276,7 @@ class UnboundedIds:
             step = self.next_step + ahead.steps
         resolution = Resolution(
             replace(found, unresolved=None), None, none, none, (), counted, step, self.version,
-            served[:, 1:].sum(axis=0).tolist(),
+            served[:, 1:].sum(axis=0).tolist(), given.features, none,
         )  # fmt: skip
         if agreement.fault or agreement.diverged:
             return resolution
@@ -274,8 +288,10 @@ class UnboundedIds:
         arrived = world.all_to_all(words.view(-1), [2 * n for n in asked], [2 * n for n in answered])
         decisions, keys, fresh = self._decide(arrived.view(-1, 2), resolution, seeded=trains)
         keys, fresh_counts = self._answer(world, keys, fresh, asked, answered)
-        resolution = replace(resolution, decisions=decisions)
-        return self._resolved(world, resolution, given, keys.index_select(0, number), fresh, fresh_counts)
+        keys = keys.index_select(0, number)
+        rows = self.sets.rows(keys, given.numbers)
+        resolution = replace(resolution, decisions=decisions, rows=rows)
+        return self._resolved(world, resolution, given, keys, fresh, fresh_counts)
 
     def _trained(self) -> torch.Tensor:
         """Return int64 [tables]: 1 for those that are trained."""

@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import flexd
 from flexd.core.placement import Placement, RankLayout
@@ -21,7 +22,7 @@ FOUR_RANKS = RankLayout(2, 2)
 STEPS = 9
 
 
-def made(layout: RankLayout, tables: Any, seed: int) -> flexd.EmbeddingCollection:
+def made(layout: RankLayout, tables: Any, seed: int, **more: Any) -> flexd.EmbeddingCollection:
     table_rows.MAX_WINDOW_BYTES = 3_000
     listed = [
         flexd.EmbeddingTable(name, rows, 4, dtype="float64", ids="unbounded", admit_after=after)
@@ -30,7 +31,13 @@ def made(layout: RankLayout, tables: Any, seed: int) -> flexd.EmbeddingCollectio
         for name, rows, after in tables
     ]
     return flexd.EmbeddingCollection(
-        listed, optimizer=OPTIMIZERS["adam"], layout=layout, replica_slots=[20], average_gradients=False, seed=seed
+        listed,
+        optimizer=OPTIMIZERS["adam"],
+        layout=layout,
+        replica_slots=[20],
+        average_gradients=False,
+        seed=seed,
+        **more,
     )
 
 
@@ -76,8 +83,8 @@ def rows_of(collection: flexd.EmbeddingCollection, name: str, ids: list[int]) ->
 
 
 def save(rank: int, layout: RankLayout, path: str) -> tuple[list[Any], list[float], Any]:
-    """Save a checkpoint with all rows and two with what changed, and go on."""
-    collection = made(layout, (USERS, ITEMS, SHOPS), 1)
+    """Save a checkpoint with all rows and two with what changed, the last one also as whole tables, and go on."""
+    collection = made(layout, (USERS, ITEMS, SHOPS), 1, full_state_dict=True)
     offer(collection, Placement.empty().delta_to(random_placement(1, 30)))
     series, states = flexd.CheckpointSeries(collection, path, keep=9), []
     for number in range(3):
@@ -85,15 +92,24 @@ def save(rank: int, layout: RankLayout, path: str) -> tuple[list[Any], list[floa
         series.save(background=number == 1)
         states.append((state_of(collection), rows_of(collection, "users", list(range(-200, 200)))))
     assert series.numbers() == [1, 2, 3]
+    dcp.save({"tables": flexd.ShardedState(collection)}, checkpoint_id=f"{path}/dcp")
+    whole = collection.state_dict()
+    if rank == 0:
+        torch.save(whole, f"{path}/whole.pt")
     series.close()
     return states, train(collection, 6, STEPS - 6), state_of(collection)
 
 
-def load(rank: int, layout: RankLayout, path: str, number: int) -> tuple[Any, list[float], Any, list[bool]]:
-    collection = made(layout, (SHOPS, ITEMS, USERS), 2)
+def load(rank: int, layout: RankLayout, path: str, kind: str, number: int) -> tuple[Any, list[float], Any, list[bool]]:
+    collection = made(layout, (SHOPS, ITEMS, USERS), 2, full_state_dict=kind == "whole")
     train(collection, 50, 2)
     series = flexd.CheckpointSeries(collection, path, keep=9)
-    series.load(number)
+    if kind == "series":
+        series.load(number)
+    elif kind == "dcp":
+        dcp.load({"tables": flexd.ShardedState(collection)}, checkpoint_id=f"{path}/dcp")
+    else:
+        collection.load_state_dict(torch.load(f"{path}/whole.pt"))
     at_load = state_of(collection), rows_of(collection, "users", list(range(-200, 200)))
     losses = train(collection, 2 * number, STEPS - 2 * number)
     # What follows builds on what was loaded.
@@ -101,7 +117,7 @@ def load(rank: int, layout: RankLayout, path: str, number: int) -> tuple[Any, li
     train(collection, 70, 1)
     series.load()
     series.close()
-    return at_load, losses, end, [saved.base == number, state_of(collection) == end]
+    return at_load, losses, end, [kind != "series" or saved.base == number, state_of(collection) == end]
 
 
 @pytest.fixture(scope="module")
@@ -119,14 +135,14 @@ def close(one: dict[str, dict[int, list[float]]], other: dict[str, dict[int, lis
 
 
 @pytest.mark.parametrize("layout", [RankLayout(1, 1), RankLayout(3, 1), RankLayout(2, 2)])
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize(("kind", "number"), [("series", 1), ("series", 3), ("dcp", 3), ("whole", 3)])
 def test_any_ranks_go_on_as_if_training_had_not_ended(
-    ranks: Ranks, saved: tuple[Path, Any], layout: RankLayout, number: int, tmp_path: Path
+    ranks: Ranks, saved: tuple[Path, Any], layout: RankLayout, kind: str, number: int, tmp_path: Path
 ) -> None:
     path, (states, losses, end) = saved
     for one in path.iterdir():
         (tmp_path / one.name).symlink_to(one)
-    for at_load, further, at_end, following in ranks(layout.world_size).run(load, layout, str(tmp_path), number):
+    for at_load, further, at_end, following in ranks(layout.world_size).run(load, layout, str(tmp_path), kind, number):
         assert at_load == states[number - 1]
         np.testing.assert_allclose(further[-len(losses) :], losses, rtol=1e-9)
         close(at_end, end)

@@ -1,6 +1,5 @@
 """Unbounded ids on one rank: uses that are refused by name, frozen tables, state. Training: ``test_any_training``."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,17 +22,32 @@ def train(embedding: flexd.EmbeddingCollection, *ids: int) -> None:
     embedding.optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda: flexd.ShardedState(collection()),
-        lambda: flexd.Tap(collection()),
-        lambda: collection(full_state_dict=True),
-    ],
-)
-def test_uses_that_would_lose_the_ids_are_refused(use: Callable[[], object]) -> None:
-    with pytest.raises(EmbeddingError, match="cannot have tables of unbounded ids: users"):
-        use()
+@pytest.mark.parametrize("pooling_at", ["", "requester", "owner"])
+def test_what_counts_look_ups_is_given_rows(pooling_at: str) -> None:
+    more = {"ids": "unbounded", "features": ("viewer", "author")}
+    layout = flexd.RankLayout(1, 1)
+    if pooling_at:
+        more |= {"pooling": "sum", "pooling_at": pooling_at}
+        items = flexd.EmbeddingBagTable("items", 10, 4, pooling="sum")
+        made: Any = flexd.EmbeddingBagCollection(
+            [flexd.EmbeddingBagTable("users", 70, 4, **more), items], layout=layout
+        )
+    else:
+        items = flexd.EmbeddingTable("items", 10, 4)
+        made = flexd.EmbeddingCollection([flexd.EmbeddingTable("users", 70, 4, **more), items], layout=layout)
+    seen: list[Any] = []
+    made.after_lookup = seen.append
+    ids = {"viewer": [-5, 2**60, -5], "items": [4, 2], "author": [7, 2**60]}
+    given = {name: flexd.Jagged(torch.tensor(values), torch.tensor([len(values)])) for name, values in ids.items()}
+    for step in range(2):
+        found = made(given)
+        values = [part if isinstance(part, torch.Tensor) else part.values for part in found.values()]
+        torch.stack([part.sum() for part in values]).sum().backward()
+        made.optimizer.step()
+        for name in ("viewer", "author"):
+            assert torch.equal(seen[step][name].values, made.rows_of("users", given[name].values))
+            assert torch.equal(seen[step][name].lengths, given[name].lengths)
+        assert torch.equal(seen[step]["items"].values, given["items"].values)
 
 
 @pytest.mark.parametrize(
