@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flexd.embedding.embedding import Embedding, embed_all
     from flexd.embedding.embedding_table import EmbeddingTable
     from flexd.embedding.features import Jagged
+    from flexd.embedding.ids.hash_ids import hash_ids
     from flexd.embedding.optimizer_handle import JoinedOptimizer
     from flexd.embedding.prefetch.loop import prefetch
     from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, DenseAdam, RowWiseAdagrad, RowWiseAdam
@@ -52,6 +53,7 @@ _HOMES = {
     "Tap": "flexd.embedding.tap",
     "connect": "flexd.embedding.connect",
     "embed_all": "flexd.embedding.embedding",
+    "hash_ids": "flexd.embedding.ids.hash_ids",
     "int8_rows": "flexd.embedding.store.quantized_rows",
     "prefetch": "flexd.embedding.prefetch.loop",
 }
@@ -80,6 +82,7 @@ __all__ = [
     "__version__",
     "connect",
     "embed_all",
+    "hash_ids",
     "int8_rows",
     "prefetch",
 ]

@@ -1,6 +1,7 @@
 """``flexd.Embedding``: one table of a collection with the interface of ``nn.Embedding``."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.embedding_table import EmbeddingTable
+from flexd.embedding.embedding_table import BOUNDED, UNBOUNDED, EmbeddingTable
 from flexd.embedding.features import RefusedInput
 from flexd.embedding.optimizer_handle import FusedOptimizer
 from flexd.embedding.store.store import TORCH_DTYPES
@@ -43,10 +44,11 @@ class Embedding(nn.Module):
         name: of the table, in checkpoints and in the daemon's configuration.
         device: of the table; default: torch's default device.
         dtype: of the table; default: torch's default dtype.
+        ids, admit_after: as of ``EmbeddingTable``: ``ids="unbounded"`` takes any int64 numbers as ids.
         settings: keyword arguments of ``EmbeddingCollection``: ``optimizer``, ``copies_memory_bytes``, ``seed``, ...
 
     Raises:
-        EmbeddingError: ``padding_idx`` is no row, or the dtype is not supported.
+        EmbeddingError: ``padding_idx`` is no row, or given with unbounded ids; or the dtype is not supported.
     """
 
     collection: EmbeddingCollection
@@ -61,10 +63,14 @@ class Embedding(nn.Module):
         name: str = "embedding",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        ids: str = BOUNDED,
+        admit_after: int = 1,
         **settings: Any,
     ) -> None:
         super().__init__()
-        table = EmbeddingTable(name, num_embeddings, embedding_dim, dtype=dtype_name(dtype))
+        table = EmbeddingTable(
+            name, num_embeddings, embedding_dim, dtype=dtype_name(dtype), ids=ids, admit_after=admit_after
+        )
         self._look_up_in(EmbeddingCollection([table], device=device, **settings), table, padding_idx)
         self.register_collection()
         if self.padding_idx is not None:
@@ -117,6 +123,11 @@ class Embedding(nn.Module):
 
     def _look_up_in(self, collection: EmbeddingCollection, table: EmbeddingTable, padding_idx: int | None) -> None:
         if padding_idx is not None:
+            if table.ids == UNBOUNDED:
+                raise EmbeddingError(
+                    f"table {table.name!r}: padding_idx={padding_idx} of unbounded ids",
+                    remedy="look up the ids that are no padding alone: embedding.collection takes jagged ones",
+                )
             if not -table.rows <= padding_idx < table.rows:
                 raise EmbeddingError(
                     f"table {table.name!r}: padding_idx={padding_idx} of {table.rows} rows", remedy="one of its rows"
@@ -165,9 +176,15 @@ class Embedding(nn.Module):
         ``embedding(torch.arange(first, last))``.
 
         Raises:
-            EmbeddingError: the copy that is held was written to.
+            EmbeddingError: the copy that is held was written to, or unbounded ids have the rows that would be trained.
         """
         if self.training and torch.is_grad_enabled():
+            if self.collection.tables[self.collection.keyspace.index[self.name]].ids == UNBOUNDED:
+                raise EmbeddingError(
+                    f"table {self.name!r}: its weight cannot be trained, because unbounded ids have its rows",
+                    remedy="look up ids, or read the weight under torch.no_grad(), and which ids have its rows with "
+                    f"collection.ids_of({self.name!r}, rows)",
+                )
             return self._rows(torch.arange(self.num_embeddings, device=self.collection.device))
         changes = self.collection.engine.row_changes
         if self._gathered is None or self._gathered[0] != changes:
@@ -231,7 +248,13 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return DTYPE_NAMES[dtype]
 
 
-def embed_all(model: nn.Module, *, names: Collection[str] | None = None, **settings: Any) -> EmbeddingCollection:
+def embed_all(
+    model: nn.Module,
+    *,
+    names: Collection[str] | None = None,
+    unbounded: Mapping[str, int] = MappingProxyType({}),
+    **settings: Any,
+) -> EmbeddingCollection:
     """Collective. Replace ``nn.Embedding`` modules of a model by ``flexd.Embedding`` of one collection, in place.
 
     ::
@@ -247,15 +270,27 @@ def embed_all(model: nn.Module, *, names: Collection[str] | None = None, **setti
     Args:
         names: paths of the modules to replace; default: all ``nn.Embedding`` modules, also small ones (positions, say),
             which are better left in the dense part.
+        unbounded: those of them whose tables take any int64 numbers as ids, with the look-ups after which an id gets a
+            row of its own (``EmbeddingTable.admit_after``). Their values are not loaded.
         settings: keyword arguments of ``EmbeddingCollection``, except tables and device.
 
     Raises:
         EmbeddingError: there is no such module, or one cannot be replaced: it is in a wrapper of the model, shares its
-            weight, or has ``max_norm`` or ``scale_grad_by_freq``. The model is unchanged then.
+            weight, or has ``max_norm`` or ``scale_grad_by_freq``, or ``padding_idx`` and unbounded ids. The model is
+            unchanged then.
     """
     modules = _modules_of(model, names)
+    known = {path for paths in modules.values() for path in paths}
+    if unknown := unbounded.keys() - known:
+        raise EmbeddingError(
+            f"embed_all: unbounded names {', '.join(sorted(unknown))}", remedy=f"one of {', '.join(sorted(known))}"
+        )
     for module, paths in modules.items():
         _check(model, module, paths)
+        if module.padding_idx is not None and not unbounded.keys().isdisjoint(paths):
+            raise EmbeddingError(
+                f"embed_all: {paths[0]} has padding_idx and unbounded ids", remedy="leave one of the two out"
+            )
     devices = {module.weight.device for module in modules}
     if len(devices) > 1 or torch.device("meta") in devices:
         raise EmbeddingError(
@@ -264,13 +299,14 @@ def embed_all(model: nn.Module, *, names: Collection[str] | None = None, **setti
     tables = [
         EmbeddingTable(
             paths[0], module.num_embeddings, module.embedding_dim, dtype=dtype_name(module.weight.dtype),
-            trainable=module.weight.requires_grad,
+            trainable=module.weight.requires_grad, **_ids_of(paths, unbounded),
         )
         for module, paths in modules.items()
     ]  # fmt: skip
     collection = EmbeddingCollection(tables, device=devices.pop(), **settings)
     for module, paths in modules.items():
-        collection.load_rows(paths[0], 0, module.weight.detach(), source=0)
+        if unbounded.keys().isdisjoint(paths):
+            collection.load_rows(paths[0], 0, module.weight.detach(), source=0)
         embedding = Embedding.of(collection, paths[0], module.padding_idx).train(module.training)
         if paths[0] == tables[0].name:
             embedding.register_collection()
@@ -278,6 +314,12 @@ def embed_all(model: nn.Module, *, names: Collection[str] | None = None, **setti
             parent, _, attribute = path.rpartition(".")
             setattr(model.get_submodule(parent), attribute, embedding)
     return collection
+
+
+def _ids_of(paths: list[str], unbounded: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of a table that say what its ids are."""
+    after = next((unbounded[path] for path in paths if path in unbounded), None)
+    return {} if after is None else {"ids": UNBOUNDED, "admit_after": after}
 
 
 def _modules_of(model: nn.Module, names: Collection[str] | None) -> dict[nn.Embedding, list[str]]:

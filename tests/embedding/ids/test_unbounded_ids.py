@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexd
 from flexd.core.errors import EmbeddingError
+from flexd.stream.ids import make_hash
 
 USERS = flexd.EmbeddingTable("users", 10, 4, ids="unbounded")
 
@@ -110,3 +111,38 @@ def test_a_state_dict_has_the_ids_and_loads_where_the_table_is_the_same() -> Non
         second.load_state_dict(state)
     with pytest.raises(EmbeddingError, match="are its rows"):
         first.rows_of("items", rows)
+
+
+def test_text_has_the_ids_that_the_stream_counts() -> None:
+    texts = ["a", "Zürich", "", "a"]
+    ids = flexd.hash_ids(texts)
+    assert ids.dtype == torch.int64
+    assert ids.tolist() == [make_hash()(text) for text in texts]
+    assert ids[0] == ids[3] != ids[1]
+
+
+def test_one_embedding_and_those_of_a_model_take_any_ids() -> None:
+    ids = torch.tensor([[2**61, -7], [3, 2**61]])
+    model = torch.nn.ModuleDict({"users": torch.nn.Embedding(70, 4), "shop": torch.nn.Embedding(9, 4)})
+    with pytest.raises(EmbeddingError, match="unbounded names shops"):
+        flexd.embed_all(model, unbounded={"shops": 1})
+    tables = flexd.embed_all(model, unbounded={"users": 2})
+    alone = flexd.Embedding(70, 4, ids="unbounded", name="alone")
+    for made, collection, has_rows in (
+        (model["users"], tables, [True, False, False]),
+        (alone, alone.collection, [True] * 3),
+    ):
+        rows = made(ids)
+        assert rows.shape == (2, 2, 4)
+        rows.sum().backward()
+        made.optimizer.step()
+        found = collection.rows_of(made.name, torch.tensor([2**61, -7, 3]))
+        assert (found >= 0).tolist() == has_rows, "after two look-ups, or after one"
+        with pytest.raises(EmbeddingError, match="unbounded ids have its rows"):
+            _ = made.weight
+        with torch.no_grad():
+            assert torch.equal(made(ids)[1, 1], made.weight[found[0]])
+    with pytest.raises(EmbeddingError, match="padding_idx=0 of unbounded ids"):
+        flexd.Embedding(70, 4, 0, ids="unbounded")
+    with pytest.raises(EmbeddingError, match="shop has padding_idx and unbounded ids"):
+        flexd.embed_all(torch.nn.ModuleDict({"shop": torch.nn.Embedding(9, 4, 0)}), unbounded={"shop": 1})
