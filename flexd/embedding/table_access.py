@@ -282,6 +282,23 @@ class TableAccess(nn.Module):
 
         return rows_of(self.engine, self._table(name), ids)
 
+    def load_ids(self, name: str, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Collective. Give int64 [n] ids rows in a table of unbounded ids and set these to ``values`` [n, dim], for instance
+        those of another system; their optimizer state begins. Every rank gives a part of them.
+
+        Returns:
+            As ``rows_of``: -1 of ids for which there is no room among those that were loaded since the last step.
+
+        Raises:
+            EmbeddingError: there is no such table, or its ids are its rows; on every rank: ids and values of one do not
+                fit. Nothing is loaded.
+        """
+        from flexd.embedding.ids.queries import load_ids
+
+        table = self._table(name)
+        state = self.optimizer.initial_states[self.keyspace.tables[table].optimizer]
+        return load_ids(self.engine, table, ids, values, state)
+
     def ids_of(self, name: str, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Collective. Return int64 [n], the ids that have int64 [n] rows of a table of unbounded ids, and bool [n],
         False where a row is no id's: its id is 0 then. Every rank may give other rows.

@@ -16,8 +16,10 @@ from torchrec.types import DataType
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection as FlexdCollection
+from flexd.embedding.embedding_table import UNBOUNDED
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.torchrec.configs import attached_optimizers
+from flexd.torchrec.managed_collisions import ReplacedManagedCollisions, load_managed, managed_collisions
 from flexd.torchrec.replaced_tables import (
     ReplacedEmbeddingBagCollection,
     ReplacedEmbeddingCollection,
@@ -36,6 +38,7 @@ def replace(
     *,
     optimizer: RowOptimizer | None = None,
     one_lookup: bool = True,
+    admit_after: int = 1,
     device: torch.device | str | None = None,
     **arguments: Any,
 ) -> ReplacedTables:
@@ -53,6 +56,8 @@ def replace(
     takes those of its home rows from its own module, so seed every rank alike. (``DistributedModelParallel`` does so
     with sequences, and draws the values of bags anew.)
     Those whose weight does not require gradients are read only.
+    Collections in a ``ManagedCollisionEmbeddingCollection`` or ``ManagedCollisionEmbeddingBagCollection`` become tables
+    of unbounded ids in the place of both; ids that their modules know keep their rows.
     Modules on ``meta`` are initialised by ``init_fn`` with ``seed``. All modules share one collection, and with it one
     connection (``flexd.connect(tables)``), one ``flexd.prefetch(loader, tables)`` and one optimizer.
 
@@ -61,6 +66,7 @@ def replace(
         one_lookup: the first module that is called looks up the rows of all; every pass calls every module, with the
             same ``KeyedJaggedTensor`` object. With False each module looks up its own rows, in more collectives and
             without ``flexd.prefetch``, which then looks up every batch in vain.
+        admit_after: of tables of unbounded ids, as of ``flexd.EmbeddingTable``.
         device: of the tables; default the modules', and torch's default device for modules on ``meta``.
         arguments: keyword arguments of ``flexd.EmbeddingBagCollection``, ``pooling_at`` by name of a table among them.
 
@@ -77,8 +83,10 @@ def replace(
     """
     places = _places(model)
     found: dict[int, tuple[str, Any]] = {}
+    managed = managed_collisions(model)
     for path, module in places:
         found.setdefault(id(module), (path, module))
+    unbounded: dict[str, tuple[Any, str]] = {}
     modules: list[ReplacedModule] = []
     weights: dict[str, nn.Parameter] = {}
     taken: dict[str, str] = {}
@@ -87,6 +95,8 @@ def replace(
         modules.append(one)
         taken |= dict.fromkeys([*one.table_names, *(lookup.name for lookup in one.lookups)], path)
         weights |= zip(one.table_names, _weights(path, module), strict=True)
+        if (outside := managed.get(path)) is not None:
+            unbounded |= {t.name: (outside, c.name) for t, c in zip(one.tables, one.configs, strict=True)}
     loaded = frozenset(name for name, weight in weights.items() if weight.device.type != "meta")
     if device is None and loaded:
         device = weights[min(loaded)].device
@@ -95,17 +105,32 @@ def replace(
     modules = [
         dataclasses.replace(
             module,
-            tables=tuple(dataclasses.replace(table, trainable=table.name not in read_only) for table in module.tables),
+            tables=tuple(
+                dataclasses.replace(
+                    table, trainable=table.name not in read_only, **_ids_of(table.name in unbounded, admit_after)
+                )
+                for table in module.tables
+            ),
         )
         for module in modules
     ]
     tables = ReplacedTables(modules, optimizer=rule, one_lookup=one_lookup, device=device, loaded=loaded, **arguments)
     for name, weight in weights.items():  # collective: in the same order on every rank, which a set has not
-        if name in loaded:
+        if name in unbounded:
+            load_managed(tables, name, *unbounded[name], weight.detach())
+        elif name in loaded:
             for first in range(0, weight.shape[0], _LOADED_ROWS):
                 tables.load_rows(name, first, weight.detach()[first : first + _LOADED_ROWS])
     _swap(model, places, tables, dict(zip(found, modules, strict=True)))
+    for path in managed:
+        outside, _, _ = path.rpartition(".")
+        parent, _, name = outside.rpartition(".")
+        setattr(model.get_submodule(parent), name, ReplacedManagedCollisions(model.get_submodule(path)))
     return tables
+
+
+def _ids_of(is_unbounded: bool, admit_after: int) -> dict[str, Any]:
+    return {"ids": UNBOUNDED, "admit_after": admit_after} if is_unbounded else {}
 
 
 def _with_optimizers(

@@ -157,10 +157,10 @@ def load_rows_of(
                     store, own = stores[group], np.flatnonzero(of_row == group)
                     addresses = store.homes.addresses(torch.from_numpy(keys[own]).to(device))
                     rows = store.fitted(packed[torch.from_numpy(own).to(device)], 0.0)
-                    _send_home(world, store, addresses, rows)
+                    send_home(world, store, addresses, rows)
 
 
-def _send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:
+def send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:
     """Collective. Write the uint8 [n, row_bytes] rows of int64 [n] addresses at their homes.
 
     The windows of all ranks may have one home, that of a whole table: rows travel in so many parts that no rank

@@ -1,17 +1,22 @@
-"""Which rows unbounded ids have, and which ids rows have: questions of any rank to the homes of the ids."""
+"""Which rows unbounded ids have, which ids rows have, and rows for ids from elsewhere: any rank asks the homes of the
+ids."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
+from flexd.embedding.checkpoint.saved_tables import send_home
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.ids.id_sets import SLOTS
+from flexd.embedding.ids.slot_table import distinct_ids
 from flexd.embedding.ids.unbounded_ids import UnboundedIds
 from flexd.embedding.meetings import agree_on_reading
+from flexd.embedding.store.quantized_rows import as_stored
 
 
 @torch.no_grad()
@@ -45,6 +50,44 @@ def ids_of(engine: RowEngine, table: int, rows: torch.Tensor) -> tuple[torch.Ten
     found, used = _ask(engine, sets, (_local(engine, sets) * SLOTS + slots).unsqueeze(1), ids).T.contiguous()
     has = own & (used > 0)
     return torch.where(has, found, 0), has
+
+
+@torch.no_grad()
+def load_ids(
+    engine: RowEngine, table: int, ids: torch.Tensor, values: torch.Tensor, initial_state: float
+) -> torch.Tensor:
+    """Collective. As ``EmbeddingCollection.load_ids``."""
+    known, number = _of_table(engine, table)
+    spec = engine.keyspace.tables[table]
+    fits = ids.dim() == 1 and ids.dtype == torch.int64 and values.shape == (len(ids), spec.dim)
+    wrong = engine.groups.world.all_gather(torch.tensor([not fits], device=known.slots.ids.device)).view(-1).tolist()
+    if any(wrong):
+        raise EmbeddingError(
+            f"load_ids of table {spec.name!r}: ids of rank {wrong.index(True)} are no int64 [n], or its values are no "
+            f"[n, {spec.dim}]",
+            remedy="give each rank ids and as many rows, or none of both",
+        )
+    sets = known.sets.of_ids(ids, torch.full_like(ids, number))
+
+    def admit(asked: torch.Tensor) -> torch.Tensor:
+        order, first, place = distinct_ids(*asked.T.contiguous())
+        at, id_ = asked.index_select(0, order[first]).T.contiguous()
+        decided = known.slots.decide(at, id_, torch.full_like(at, 2), known.next_step, torch.ones_like(at))
+        # They read the rows that they have now, and not the shared one.
+        known.slots.apply(replace(decided, uses=decided.uses.abs()))
+        return decided.slots.index_select(0, place).unsqueeze(1)
+
+    slots = _ask(engine, sets, torch.stack([_local(engine, sets), ids], dim=1), admit).view(-1)
+    known.loaded()
+    engine.before_rows_load()
+    has = slots >= 0
+    keys = known.sets.keys(sets, slots)
+    store = next(store for store in engine.stores if table in store.group.tables)
+    stored = as_stored(values.to(keys.device), store.rows.dtype)[has]
+    packed = store.fitted(stored.contiguous().view(torch.uint8), initial_state)
+    with engine.calling(), engine.router.traffic.uncounted():
+        send_home(engine.groups.world, store, store.homes.addresses(keys[has]), packed)
+    return torch.where(has, keys - known.sets.tables[number].first_key, -1)
 
 
 def _of_table(engine: RowEngine, table: int) -> tuple[UnboundedIds, int]:

@@ -182,6 +182,10 @@ class UnboundedIds:
         self.step, self.seen_steps, self.seen_look_ups = step, seen_steps, look_ups
         self._steps_before, self.version = -1 if stepped else self._engine.steps, self.version + 1
 
+    def loaded(self) -> None:
+        """Note that slots were given away between two look-ups."""
+        self._go_on(self.next_step, self.seen_steps, self.seen_look_ups, stepped=False)
+
     @property
     def admit_after(self) -> dict[str, int]:
         """Of each table by name."""

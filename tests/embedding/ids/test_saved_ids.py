@@ -229,3 +229,34 @@ def test_in_fewer_rows_those_ids_stay_that_were_used_most_and_latest(tmp_path: P
     assert has.tolist() == [True] * 8 + [False]
     assert len({1, *range(56, 64)} & set(kept[:8].tolist())) == 8
     assert 1 in kept.tolist()
+
+
+def load_from_elsewhere(rank: int, layout: RankLayout) -> Any:
+    """Load rows of ids beside those that were trained, and train some of them on."""
+    collection = made(layout, (USERS, ITEMS, SHOPS), 4)
+    train(collection, 0, 2)
+    before = state_of(collection)
+    ids = torch.arange(10_000, 10_024)[rank :: layout.world_size]
+    values = ids.double().unsqueeze(1) + torch.arange(4).double()
+    wrong = ""
+    if layout.world_size > 1:
+        wrong = error_of(collection.load_ids, "items", ids, values[:, : 3 + (rank != 1)])
+    assert state_of(collection) == before
+    rows = collection.load_ids("items", ids, values)
+    assert torch.equal(rows, collection.rows_of("items", ids))
+    found = collection({"items": flexd.Jagged(ids, torch.tensor([len(ids)]))})["items"].values
+    found.sum().backward()
+    collection.optimizer.step()
+    return wrong, before, state_of(collection), torch.equal(found, values)
+
+
+@pytest.mark.parametrize("layout", [RankLayout(1, 1), RankLayout(3, 1)])
+def test_ids_from_elsewhere_have_their_rows_at_once(ranks: Ranks, layout: RankLayout) -> None:
+    for wrong, before, after, at_once in ranks(layout.world_size).run(load_from_elsewhere, layout):
+        if layout.world_size > 1:
+            assert "load_ids of table 'items': ids of rank 1 are no int64 [n], or its values are no [n, 4]" in wrong
+        assert at_once
+        assert after["items"].keys() == before["items"].keys() | set(range(10_000, 10_024))
+        for id_, row in before["items"].items():
+            assert id_ is None or after["items"][id_] == row
+        assert after["users"] == before["users"]

@@ -1,0 +1,94 @@
+"""TorchRec's collections with managed collisions (ZCH), replaced by tables of unbounded ids."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from flexd.core.errors import EmbeddingError
+from flexd.embedding.collection import EmbeddingCollection
+
+logger = logging.getLogger(__name__)
+
+_INNER = "_embedding_module"
+_NO_ID = torch.iinfo(torch.int64).max
+
+
+def managed_collisions(model: nn.Module) -> dict[str, BaseManagedCollisionEmbeddingCollection]:
+    """Return the collections with managed collisions of a model, by the path of the collection inside.
+
+    Raises:
+        EmbeddingError: one returns what flexd does not, or is the model, or its collection is used elsewhere too.
+    """
+    found = {}
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(path)
+        if not isinstance(module, BaseManagedCollisionEmbeddingCollection):
+            continue
+        where = path or "the model"
+        if not path or module._return_remapped_features:
+            raise EmbeddingError(
+                f"{where} is a {type(module).__name__}"
+                + (" with return_remapped_features" if path else " and has no place where to put another"),
+                remedy="leave return_remapped_features out, and give the model that contains it",
+            )
+        found[f"{path}.{_INNER}"] = module
+    for inner, module in found.items():
+        others = [path for path in paths[id(getattr(module, _INNER))] if path not in found]
+        if others:
+            raise EmbeddingError(
+                f"{inner} is also used at {', '.join(others)}, without managed collisions",
+                remedy="give each a collection of its own",
+            )
+    return found
+
+
+def load_managed(
+    tables: EmbeddingCollection,
+    name: str,
+    module: BaseManagedCollisionEmbeddingCollection,
+    table: str,
+    weight: torch.Tensor,
+) -> None:
+    """Collective. Give the ids that a module knows their rows.
+
+    Args:
+        name: of the table in ``tables``.
+        table: its name in the module.
+        weight: its rows in the module, equal on all ranks.
+    """
+    known = module._managed_collision_collection._managed_collision_modules[table]
+    ids = getattr(known, "_mch_sorted_raw_ids", None)
+    hashed = getattr(known, "_input_hash_func", None) is not None
+    none = torch.empty(0, dtype=torch.int64, device=weight.device)
+    ids = none if ids is None or ids.is_meta or weight.is_meta else ids
+    used = (ids != _NO_ID).nonzero().view(-1)
+    if hashed and len(used):
+        logger.warning("table %r: its %d ids were hashed by input_hash_func; all begin anew", name, len(used))
+        used = none
+    mine = used[tables.rank :: tables.layout.world_size]
+    rows = known._mch_remapped_ids_mapping[mine] - known._output_global_offset if len(used) else mine
+    values = weight[rows] if len(used) else torch.zeros((0, tables.tables[tables.keyspace.index[name]].dim))
+    found = tables.load_ids(name, ids[mine], values)
+    if len(mine) and bool((found < 0).any()):
+        logger.warning("table %r: %d ids of its module have no row of their own", name, int((found < 0).sum()))
+
+
+class ReplacedManagedCollisions(nn.Module):
+    """Stands for a ``ManagedCollisionEmbeddingCollection`` or ``ManagedCollisionEmbeddingBagCollection``."""
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        self._embedding_module = replaced
+
+    def forward(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> tuple[Any, None]:
+        """Return the rows of the ids, as TorchRec's, and None. Ids without one read the shared row and are not left
+        out."""
+        del mutate_miss_lengths
+        return self._embedding_module(features), None

@@ -1,0 +1,123 @@
+"""TorchRec models with managed collisions (ZCH) whose tables become flexd's of unbounded ids."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torchrec
+from torch import nn
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+
+from flexd.core.errors import EmbeddingError
+from flexd.core.placement import RankLayout
+from flexd.torchrec import replace
+from tests.support.rank_pool import RankPool
+
+ROWS, DIM = 80, 4
+
+
+class Model(nn.Module):
+    """Users with managed collisions, pooled or not, and shops without."""
+
+    def __init__(self, pooled: bool, **more: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        kinds = {"name": "users", "num_embeddings": ROWS, "embedding_dim": DIM, "feature_names": ["user"]}
+        config = (torchrec.EmbeddingBagConfig if pooled else torchrec.EmbeddingConfig)(**kinds)
+        known = MCHManagedCollisionModule(
+            zch_size=ROWS, device=torch.device("cpu"), eviction_interval=1,
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+            **more.pop("known", {}),
+        )  # fmt: skip
+        managed = ManagedCollisionCollection({"users": known}, [config])
+        if pooled:
+            inside: Any = torchrec.EmbeddingBagCollection([config])
+            self.users: Any = ManagedCollisionEmbeddingBagCollection(inside, managed, **more)
+        else:
+            inside = torchrec.EmbeddingCollection([config])
+            self.users = ManagedCollisionEmbeddingCollection(inside, managed, **more)
+        shops = torchrec.EmbeddingBagConfig(name="shops", num_embeddings=5, embedding_dim=DIM, feature_names=["shop"])
+        self.shops = torchrec.EmbeddingBagCollection([shops])
+
+    def forward(self, given: torchrec.KeyedJaggedTensor) -> torch.Tensor:
+        users, remapped = self.users(given)
+        assert remapped is None
+        users = users.values() if isinstance(users, torchrec.KeyedTensor) else users["user"].values()
+        return users.square().sum() + self.shops(given).values().sum()
+
+
+def features(*ids: int) -> torchrec.KeyedJaggedTensor:
+    return torchrec.KeyedJaggedTensor(
+        keys=["user", "shop"], values=torch.tensor([*ids, 1]), lengths=torch.tensor([len(ids), 1])
+    )
+
+
+IDS = [7, 2**61, 3, 12_345_678_901]
+
+
+def known_before(pooled: bool, **more: Any) -> tuple[Model, dict[int, torch.Tensor]]:
+    """Return a model whose module has given rows to ids, and the row of each."""
+    model = Model(pooled, **more)
+    for _ in range(3):
+        model(features(*IDS))
+    known = model.users._managed_collision_collection._managed_collision_modules["users"]
+    ids = known._mch_sorted_raw_ids
+    used = (ids != 2**63 - 1).nonzero().view(-1).tolist()
+    assert len(used) == len(IDS)
+    inside = model.users._embedding_module
+    weight = inside.embedding_bags["users"].weight if pooled else inside.embeddings["users"].weight
+    rows = known._mch_remapped_ids_mapping
+    return model, {int(ids[at]): weight[rows[at]].detach().clone() for at in used}
+
+
+def moved(rank: int, layout: RankLayout, pooled: bool) -> list[str]:
+    model, before = known_before(pooled)
+    tables = replace(model, layout=layout)
+    texts = [f"{type(model.users).__name__} {type(model.users._embedding_module).__name__}"]
+    ids = torch.tensor(IDS)
+    rows = tables.rows_of("users", ids)
+    table = tables.gather_table("users")
+    for id_, row in zip(IDS, rows.tolist(), strict=True):
+        if not torch.equal(table[row], before.get(id_, torch.empty(0))):
+            texts.append(f"id {id_} has another row")
+    model(features(5, 7, 5)).backward()
+    tables.optimizer.step()
+    if not bool((tables.rows_of("users", torch.tensor([5, *IDS])) >= 0).all()):
+        texts.append("an id has no row")
+    return texts
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_known_ids_keep_their_rows_and_new_ones_get_some(pair: RankPool, pooled: bool) -> None:
+    kind = f"Replaced{'EmbeddingBagCollection' if pooled else 'EmbeddingCollection'}"
+    for texts in [moved(0, RankLayout(1, 1), pooled), *pair.run(moved, RankLayout(2, 1), pooled)]:
+        assert texts == [f"ReplacedManagedCollisions {kind}"]
+
+
+def test_hashed_ids_begin_anew_with_a_warning() -> None:
+    model, _ = known_before(False, known={"input_hash_func": lambda ids, size: ids % size})
+    with mock.patch("flexd.torchrec.managed_collisions.logger") as logger:
+        tables = replace(model, layout=RankLayout(1, 1), admit_after=2)
+    assert "4 ids were hashed" in logger.warning.call_args[0][0] % logger.warning.call_args[0][1:]
+    assert tables.rows_of("users", torch.tensor(IDS)).tolist() == [-1] * 4
+    assert tables.tables[0].admit_after == 2
+
+
+def test_what_flexd_does_not_return_is_refused() -> None:
+    with pytest.raises(EmbeddingError, match=r"users is a ManagedCollision.* with return_remapped_features"):
+        replace(Model(True, return_remapped_features=True))
+    with pytest.raises(EmbeddingError, match=r"the model is a ManagedCollision.*has no place"):
+        replace(Model(True).users)
+    shared = Model(False)
+    shared.again = shared.users._embedding_module
+    with pytest.raises(EmbeddingError, match=r"users._embedding_module is also used at again"):
+        replace(shared)
