@@ -283,7 +283,7 @@ class TableAccess(nn.Module):
         return rows_of(self.engine, self._table(name), ids)
 
     def load_ids(self, name: str, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Collective. Give int64 [n] ids rows in a table of unbounded ids and set these to ``values`` [n, dim], for instance
+        """Collective. Give int64 [n] ids rows in a table of unbounded ids, with ``values`` [n, dim], for instance
         those of another system; their optimizer state begins. Every rank gives a part of them.
 
         Returns:
