@@ -42,7 +42,8 @@ class PlainIds:
     """The rows of one table's ids.
 
     Attributes:
-        admitted, evicted, refused, pinned: counts as in ``slot_table.COUNTS``.
+        look_ups: for training; halved as in flexd after 1,024 steps.
+        own, admitted, evicted, refused, pinned: counts as in ``slot_table.COUNTS``.
     """
 
     def __init__(self, rows: int, admit_after: int) -> None:
@@ -51,7 +52,7 @@ class PlainIds:
         self.number_of_sets = -(-self.shared // SLOTS)
         self.sets = [PlainSet(len(range(at, self.shared, self.number_of_sets))) for at in range(self.number_of_sets)]
         self.step = self.steps = self.look_ups = 0
-        self.admitted = self.evicted = self.refused = self.pinned = 0
+        self.own = self.admitted = self.evicted = self.refused = self.pinned = 0
 
     def find(self, number: int) -> int | None:
         """Return the row of an id; None: it has none."""
@@ -104,6 +105,7 @@ class PlainIds:
     def _in_set(self, one: PlainSet, numbers: list[int], counts: dict[int, int], bonus: int) -> list[int]:
         resident = {number: slot for number in numbers if (slot := one.slot_of(number)) is not None}
         for number, slot in resident.items():
+            self.own += counts[number] * (one.used[slot].since != self.step)
             one.used[slot].last = self.step
             one.used[slot].uses += counts[number]
         begun, refused = [], []

@@ -55,6 +55,7 @@ class IdSets:
         tables: in the order of their sets.
         total: number of sets.
         gated: number of sets of tables with ``admit_after`` 2.
+        ends: int64 [tables], the sets behind those of each.
     """
 
     def __init__(self, tables: Sequence[UnboundedTable], device: torch.device) -> None:
@@ -64,6 +65,7 @@ class IdSets:
         self.gated = sum(table.sets for table in self.tables if table.admit_after > 1)
         columns = [(first, t.sets, t.slots, t.first_key) for first, t in zip(firsts, self.tables, strict=False)]
         self._first, self._sets, self._slots, self._first_key = torch.tensor(columns, device=device).T.contiguous()
+        self.ends = self._first + self._sets
 
     def of_ids(self, ids: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Return int64 [n], the sets of int64 [n] ids of the tables of int64 [n] ``numbers`` in ``tables``."""

@@ -20,10 +20,16 @@ from flexd.embedding import devices
 from flexd.embedding.ids.id_sets import SLOTS, IdSets
 from flexd.embedding.ids.refused_ids import FILTER_WORDS, FilterChange, RefusedIds
 
-COUNTS = ("admitted", "evicted", "refused", "pinned")
-"""Counts of a rank: ids that were given slots; of these by taking one from another id; ids that were refused as seen
-the first time, and those for which all slots of the set were pinned, each once per step."""
+COUNTS = ("look_ups", "own", "admitted", "evicted", "refused", "pinned", "sampled", "in_half", "in_quarter")
+"""Counts of a table at its homes: look-ups for training; of these, of ids that had a row of their own already; ids that
+were given slots; of these by taking one from another id; ids that were refused as seen the first time, and those for
+which all slots of the set were pinned, each once per step; of a sample of the look-ups those with a row of their own,
+and of these the ones of ids among the half and the quarter of the slots of their set that would be kept longest, which
+fewer rows would have kept too (R. Mattson et al., Evaluation techniques for storage hierarchies, IBM Systems Journal
+9/2, 1970)."""
 
+_SAMPLED = 256
+"""Distinct ids of a step."""
 _WORDS = 2 * SLOTS
 _NEVER = 2**63 - 1
 _MOST_USES = 2**31 - 1
@@ -47,7 +53,7 @@ class SlotDecisions:
         ids, uses: int64 [n] and int32 [n] values there.
         step: of the decisions.
         filters: None: no table has filters.
-        counts: int64 [4], of ``COUNTS``.
+        counts: int64 [tables, 9], of ``COUNTS``.
     """
 
     slots: torch.Tensor
@@ -69,7 +75,7 @@ class SlotTable:
         uses: int32 [sets + 1, 64] look-ups since the id was admitted; 0: the slot is free, as are those behind it in
             the set; negative: in the step ``last``, so that the row has not been trained.
         refused: None where all ids are admitted at their first look-up.
-        counts: int64 [4], of ``COUNTS``.
+        counts: int64 [tables, 9], of ``COUNTS``, since the table was made.
         changed: bool [sets + 1], set by ``apply`` of the sets that it changes.
     """
 
@@ -82,7 +88,7 @@ class SlotTable:
         self.changed = torch.zeros(self.sets + 1, dtype=torch.bool, device=device)
         gated = len(range(rank, sets.gated, world_size))
         self.refused = RefusedIds(gated, self._slots_of, device) if sets.gated else None
-        self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
+        self.counts = torch.zeros((len(sets.tables), len(COUNTS)), dtype=torch.int64, device=device)
         self._slots = torch.arange(SLOTS, device=device)
         self._lowest_first = (SLOTS - self._slots).to(torch.uint8)
 
@@ -92,7 +98,7 @@ class SlotTable:
 
     def columns(self) -> dict[str, torch.Tensor]:
         """Return all that decisions depend on and change, by name; not copies."""
-        found = {"ids": self.ids, "last": self.last, "uses": self.uses, "counts": self.counts}
+        found = {"ids": self.ids, "last": self.last, "uses": self.uses}
         if self.refused is not None:
             found |= {"filters": self.refused.words, "fills": self.refused.fills}
         return found
@@ -159,8 +165,35 @@ class SlotTable:
         uses = torch.where(known, torch.where(fresh, -total, total), -counts.clamp(max=_MOST_USES))
         changes = counted & (slots >= 0)
         places = torch.where(changes, sets * SLOTS + slots, self.sets * SLOTS)
-        counters = torch.stack([admitted.sum(), evicts.sum(), refused.sum(), (wanted & (slots < 0)).sum()])
-        return SlotDecisions(slots, fresh | admitted, places, ids, uses.to(torch.int32), step, filters, counters)
+        own = known & ~fresh
+        evicted = torch.zeros_like(wanted).index_copy_(0, at, evicts)
+        flags = torch.stack([counts, counts * own, admitted, evicted, refused, wanted & (slots < 0)])
+        sums = torch.cat([self._sums(sets, flags), self._sampled(sets, before, counts * own, step, bonus)], dim=1)
+        return SlotDecisions(slots, fresh | admitted, places, ids, uses.to(torch.int32), step, filters, sums)
+
+    def _sums(self, sets: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Return int64 [tables, k], the sums of int64 [k, n] numbers of ids of int64 [n] ascending sets by table."""
+        totals = torch.nn.functional.pad(numbers.cumsum(1), (1, 0))
+        ends = torch.searchsorted(self.global_sets(sets), self._all.ends)
+        return totals.index_select(1, ends).diff(dim=1, prepend=totals[:, :1]).T
+
+    def _sampled(
+        self, sets: torch.Tensor, places: torch.Tensor, own: torch.Tensor, step: int, bonus: torch.Tensor
+    ) -> torch.Tensor:
+        """Return int64 [tables, 3], the last of ``COUNTS``.
+
+        Args:
+            places: int64 [n] of the slots that ids have.
+            own: int64 [n] look-ups of ids that have one.
+        """
+        size = min(_SAMPLED, len(sets))
+        some = slice(first := step * 0x9E3779B1 % (len(sets) - size + 1), first + size)
+        sets, own = sets[some], own[some]
+        last, uses = (column.index_select(0, sets).to(torch.int64) for column in (self.last, self.uses))
+        scores = (last + bonus[some].unsqueeze(1) * floor_log2(uses.abs_())).masked_fill_(uses == 0, -1)
+        mine = scores.gather(1, (places[some] % SLOTS).unsqueeze(1))
+        above, slots = (scores > mine).sum(dim=1), self._slots_of(sets)
+        return self._sums(sets, torch.stack([own, own * (2 * above < slots), own * (4 * above < slots)]))
 
     def _choose(
         self,

@@ -82,9 +82,12 @@ def test_decisions_are_those_of_one_id_after_another_on_any_number_of_ranks(
         begun = {(n, i): plain[n].is_fresh(i) for n, i in expected}
         for world in worlds:
             assert home_rows(world, sets, numbers, ids, step, bonus) == (expected, begun)
-    counts = [sum(getattr(one, name) for one in plain) for name in COUNTS]
+    counts = [[getattr(one, name) for name in COUNTS[:6]] for one in plain]
     for world in worlds:
-        assert sum(table.counts for table in world).tolist() == counts
+        found = sum(table.counts for table in world)
+        assert found[:, :6].tolist() == counts
+        assert bool((found[:, 6:].diff(dim=1) <= 0).all())
+        assert bool((found[:, 6] <= found[:, 1]).all())
     for table in worlds[0]:  # rows and slots are inverse maps
         for number, one in enumerate(sets.tables):
             own = torch.arange(one.slots)
@@ -121,3 +124,16 @@ def test_a_row_has_16_bytes_and_8_in_filters() -> None:
     of_slots = sum(column[:-1].nbytes for column in (table.ids, table.last, table.uses))
     assert of_slots == 16 * 64_000
     assert table.refused.words[:-1].nbytes == 8 * 64_000
+
+
+def test_what_fewer_slots_would_have_kept_is_known_from_the_order_of_the_slots() -> None:
+    """In a set of 64 slots an id that comes every k steps, among ids that come once, is there for fewer slots too if
+    fewer than those were used since."""
+    for every, expected in ((10, (1, 1)), (20, (1, 0)), (50, (0, 0))):
+        sets = IdSets([UnboundedTable("t", 0, 65, 0, 1)], CPU)
+        table, first = SlotTable(sets, 0, 1, CPU), torch.zeros(1, dtype=torch.int64)
+        for step in range(1, 2 * every):
+            looked_up = torch.tensor([7 if step % every == 1 else 1000 + step])
+            table.apply(table.decide(first, looked_up, torch.ones_like(first), step, torch.ones_like(first)))
+        assert table.counts[0, 1] == 1
+        assert table.counts[0, 6:].tolist() == [1, *expected]

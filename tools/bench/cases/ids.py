@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 import flexd
+from flexd.embedding.ids.slot_table import COUNTS
 from flexd.embedding.row_hashes import splitmix64
 from tools.bench.harness import Outcome, at_least, of_runs
 from tools.bench.sections import ids_cost
@@ -141,7 +142,7 @@ def train(events: Events, ids: Ints, table: flexd.EmbeddingTable, seed: int) -> 
         collection.optimizer.step()
         losses.append(loss.detach() / BATCH)
     known = collection.engine.ids
-    evicted = 0 if known is None else int(known.slots.counts[1])
+    evicted = 0 if known is None else int(known.slots.counts[0, COUNTS.index("evicted")])
     return {
         "loss": float(torch.stack(losses[len(losses) // 2 :]).mean()),
         "evictions_per_1000": 1000 * evicted / len(ids),

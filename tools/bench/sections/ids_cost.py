@@ -80,9 +80,7 @@ def start_on_rank(rows: int) -> dict[str, float]:
     for name, more in ((FIXED, {}), (UNBOUNDED, {"ids": "unbounded", "admit_after": 2})):
         table = flexd.EmbeddingTable("item", rows, 16, **more)
         began = time.perf_counter()
-        collection = flexd.EmbeddingCollection(
-            [table], layout=flexd.RankLayout(1, 1), optimizer=flexd.RowWiseAdagrad()
-        )
+        collection = flexd.EmbeddingCollection([table], layout=flexd.RankLayout(1, 1), optimizer=flexd.RowWiseAdagrad())
         collection({"item": torch.arange(4)})
         found[name] = time.perf_counter() - began
         del collection
