@@ -12,7 +12,7 @@ from flexd.api.planning import by_metric_tier
 from flexd.api.rank import RankPage
 from flexd.api.status import DaemonStatus
 from flexd.api.stream import StreamStatus
-from flexd.api.training import SlowMemoryStatus
+from flexd.api.training import IdsStatus, SlowMemoryStatus
 from flexd.control.daemon.epoch import REFUSED_KINDS
 from flexd.control.daemon.migration import FINAL_STATES
 from flexd.control.daemon.pusher import ThrottleReason
@@ -60,7 +60,9 @@ KNOWN_VALUES = {
 
 def families() -> list[Metric]:
     """Every family that a page can have, those of optional parts too."""
-    complete = DaemonStatus(job="", version="", stream=StreamStatus(source=""), slow_memory=SlowMemoryStatus())
+    complete = DaemonStatus(
+        job="", version="", stream=StreamStatus(source=""), slow_memory=SlowMemoryStatus(), unbounded_ids=IdsStatus()
+    )
     return [*complete.metrics(), *RankPage().metrics(), REFUSED.of({})]
 
 

@@ -41,7 +41,7 @@ from flexd.api.status import (
     state_status,
 )
 from flexd.api.stream import HotRowPage, TableOrder, TablePage, hot_row_page, sketch_status, stream_status, table_page
-from flexd.api.training import MAX_PLAN_MARKS, Timeline, slow_memory_status, timeline, training_status
+from flexd.api.training import MAX_PLAN_MARKS, Timeline, ids_status, slow_memory_status, timeline, training_status
 from flexd.config.model import Config
 from flexd.config.sections import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
@@ -106,6 +106,7 @@ class Components:
                     self.training.usage_warnings(),
                 ),
                 "slow_memory": slow_memory_status(self.training.slow_memory(), self.keyspace.tables),
+                "unbounded_ids": ids_status(self.training.ids(), self.keyspace.tables),
                 "prices": prices_status(planning.maker.prices),
                 "last_plan": None
                 if last is None

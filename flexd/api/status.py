@@ -15,7 +15,7 @@ from flexd.api.plan import PlanReport
 from flexd.api.planning import DriftStatus, PlacementStatus, PlanningStatus, PricesStatus
 from flexd.api.rank import TopologyStatus
 from flexd.api.stream import SketchStatus, StreamStatus
-from flexd.api.training import SlowMemoryStatus, TrainingStatus
+from flexd.api.training import IdsStatus, SlowMemoryStatus, TrainingStatus
 from flexd.control.daemon.migration import MigrationRecord
 from flexd.core.model import ALWAYS, HIDDEN, FiniteOrNone, Model, Show, counter, gauge, info, with_zeros
 
@@ -255,6 +255,8 @@ class DaemonStatus(Model):
     training: TrainingStatus = TrainingStatus()
     slow_memory: SlowMemoryStatus | None = None
     """Rows in tiered storage; null if all are in fast memory."""
+    unbounded_ids: IdsStatus | None = None
+    """Null if no table has any."""
     prices: PricesStatus = PricesStatus()
     last_plan: Annotated[PlanReport | None, Show(brief=True)] = None
     """The newest plan that was made."""

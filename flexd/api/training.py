@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flexd.core.keyspace import TableSpec
     from flexd.core.placement import RankLayout
     from flexd.operations.training_monitor import (
+        IdsTotals,
         PhaseAverages,
         RankAverages,
         SlowMemoryTotals,
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     )
 
 
+_OF_TABLES = (("table",), MAX_LABEL_VALUES)
+"""Labels of what is counted by table, and how many values they may have."""
 OTHERS = "other"
 """Stands for the tables that the ranks did not name, each of few misses."""
 
@@ -98,6 +101,86 @@ def slow_memory_status(totals: SlowMemoryTotals | None, tables: Sequence[TableSp
     )
     sums = dict(zip(SLOW_TABLE_QUANTITIES, totals.by_table.sum(axis=0).tolist(), strict=True))
     return SlowMemoryStatus.from_object(totals, **sums, tables=shown)
+
+
+class IdsTableStatus(Model):
+    """Unbounded ids of one table over all ranks; counts since the daemon started, shares and rates recent."""
+
+    table: str
+    rows: int
+    rows_used: int = 0
+    """Rows that ids have; the last row is shared by those that have none."""
+    look_ups: int = 0
+    own: int = 0
+    """Of the look-ups those of ids that had a row of their own."""
+    admitted: int = 0
+    """Ids that were given a row..."""
+    evicted: int = 0
+    """... which another id lost."""
+    refused: int = 0
+    """Ids that were seen the first time where a row is given at the second look-up."""
+    pinned: int = 0
+    """Ids without a row because all that they could have were used in the same step or the one before."""
+    own_share: FiniteOrNone = None
+    """Own look-ups as a share of all."""
+    own_share_of_half_the_rows: FiniteOrNone = None
+    """What it would be with half of the rows, by the order in which ids would lose them..."""
+    own_share_of_twice_the_rows: FiniteOrNone = None
+    """... and with twice as many: extrapolated from a quarter, a half and all."""
+    evictions_per_1000: FiniteOrNone = None
+    """Look-ups."""
+
+
+class IdsStatus(Model):
+    """Tables of unbounded ids."""
+
+    tables: tuple[IdsTableStatus, ...] = ()
+
+    FAMILIES = (
+        gauge("flexd_ids_rows_used", "Rows that unbounded ids have, by table.", by_table("rows_used"), *_OF_TABLES),
+        counter("flexd_ids_look_ups", "Look-ups of unbounded ids for training.", by_table("look_ups"), *_OF_TABLES),
+        counter("flexd_ids_own_look_ups", "Of those, of ids that had a row.", by_table("own"), *_OF_TABLES),
+        counter("flexd_ids_admitted", "Unbounded ids that were given a row.", by_table("admitted"), *_OF_TABLES),
+        counter("flexd_ids_evicted", "Unbounded ids that lost their row.", by_table("evicted"), *_OF_TABLES),
+        counter(
+            "flexd_ids_refused", "Unbounded ids that were seen first, where a row needs two look-ups.",
+            by_table("refused"), *_OF_TABLES,
+        ),
+    )  # fmt: skip
+
+
+def ids_status(totals: Mapping[int, IdsTotals], tables: Sequence[TableSpec]) -> IdsStatus | None:
+    """Return what is known of the tables of unbounded ids; None without any."""
+    from flexd.control.protocol.report import IDS_QUANTITIES
+
+    if not totals:
+        return None
+    found = []
+    for number, of_table in totals.items():
+        counts = dict(zip(IDS_QUANTITIES, of_table.counts.tolist(), strict=True))
+        recent = dict(zip(IDS_QUANTITIES, of_table.recent.tolist(), strict=True))
+        shown = {name: counts[name] for name in ("look_ups", "own", "admitted", "evicted", "refused", "pinned")}
+        known: dict[str, Any] = {**shown, **_id_shares(recent)}
+        spec = tables[number]
+        found.append(IdsTableStatus(table=spec.name, rows=spec.rows, rows_used=of_table.used_slots, **known))
+    return IdsStatus(tables=tuple(found))
+
+
+def _id_shares(recent: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares and rates of ``IdsTableStatus``, of recent counts."""
+    if not recent["look_ups"]:
+        return {}
+    own = recent["own"] / recent["look_ups"]
+    found = {
+        "own_share": own, "evictions_per_1000": 1000 * recent["evicted"] / recent["look_ups"]
+    }  # fmt: skip
+    if recent["sampled"]:
+        half, quarter = (own * recent[name] / recent["sampled"] for name in ("in_half", "in_quarter"))
+        # Each doubling adds the same share of what the one before has added, and at most as much.
+        ratio = min(1.0, (own - half) / (half - quarter)) if half > quarter else 1.0
+        found["own_share_of_half_the_rows"] = half
+        found["own_share_of_twice_the_rows"] = min(1.0, own + (own - half) * ratio)
+    return found
 
 
 class PhaseStatus(Model):

@@ -16,6 +16,7 @@ from flexd.control.protocol.handshake import TlsContext, TlsFiles
 from flexd.control.protocol.messages import RankIdentity
 from flexd.control.protocol.report import (
     BatchReport,
+    IdsReport,
     PhasesReport,
     PlacementState,
     SentBytes,
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 # Share of the deadline of ``Connection.close`` that the tap may use.
 _TAP_SHARE = 0.8
 SLOW_MEMORY_SECONDS = 2.0
+IDS_SECONDS = 5.0
+"""On an accelerator the host waits for what is reported of unbounded ids."""
 """Between two reports of slow memory: on an accelerator the host waits for the counts."""
 ADDRESS_VARIABLE = "FLEXD_CONTROL"
 SECRET_VARIABLE = "FLEXD_SECRET_FILE"
@@ -59,8 +62,9 @@ class Connection(StepMoments):
         self._last_totals = self._totals()
         self._last_step_at = time.monotonic()
         self._phase_steps = 0
-        self._slow_memory_at = self._last_step_at
+        self._slow_memory_at = self._ids_at = self._last_step_at
         self._slow_memory = _slow_memory_of(collection.engine.stores)
+        self._ids = _use_counts_of(collection.engine)
         collection.phases.drain()
         collection.engine.joined.append(self)
         USAGE_WARNINGS.add_listener(self._report_usage_warning)
@@ -129,6 +133,9 @@ class Connection(StepMoments):
         slow_memory: SlowMemoryReport | None = None
         if self._slow_memory is not None and now - self._slow_memory_at >= SLOW_MEMORY_SECONDS:
             self._slow_memory_at, slow_memory = now, self._slow_memory()
+        ids: tuple[IdsReport, ...] = ()
+        if self._ids is not None and now - self._ids_at >= IDS_SECONDS:
+            self._ids_at, ids = now, self._ids()
         self.agent.report(
             StepReport(
                 step=collection.steps,
@@ -142,6 +149,7 @@ class Connection(StepMoments):
                 exchange=_used_arm(collection.engine),
                 phases=phases,
                 slow_memory=slow_memory,
+                ids=ids,
                 usage_warnings=USAGE_WARNINGS.reports(),
             )
         )
@@ -246,6 +254,15 @@ def _slow_memory_of(stores: Sequence[GroupStore]) -> Callable[[], SlowMemoryRepo
 
     slow_memory_report(stores)
     return partial(slow_memory_report, stores)
+
+
+def _use_counts_of(engine: RowEngine) -> Callable[[], tuple[IdsReport, ...]] | None:
+    """Return what reports of unbounded ids, from now on; None if there are none."""
+    if engine.ids is None:
+        return None
+    from flexd.embedding.ids.use_counts import UseCounts  # loaded where a job has unbounded ids
+
+    return UseCounts(engine.ids)
 
 
 def _tls_files(*given: str | Path | None) -> TlsFiles | None:

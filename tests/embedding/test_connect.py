@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flexd
-from flexd.api.training import slow_memory_status
+from flexd.api.training import ids_status, slow_memory_status
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
@@ -226,3 +226,31 @@ def test_the_daemon_hears_at_once_which_tables_are_read_only_now(tmp_path: Path)
         connection.close(5.0)
         coordinator.stop(15)
         journal.close()
+
+
+def test_the_daemon_sees_the_use_of_unbounded_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted at the homes, sent in a progress message, summed, shown."""
+    monkeypatch.setattr("flexd.embedding.connect.IDS_SECONDS", 0.0)
+    specs = [flexd.EmbeddingTable("item", 60, 4), flexd.EmbeddingTable("user", 30, 4, ids="unbounded")]
+    collection = flexd.EmbeddingCollection(specs, optimizer=flexd.SGD(0.1))
+    agent, monitor = _RecordingAgent(), TrainingMonitor(len(specs))
+    connection = Connection(collection, agent)  # type: ignore[arg-type]
+
+    def train(*ids: int) -> None:
+        collection({"item": torch.tensor([1]), "user": torch.tensor(ids)})["user"].values.sum().backward()
+        collection.optimizer.step()
+
+    train(7, -8, 7)
+    train(7, 2**60)
+    collection.reset_parameters()  # no row is an id's
+    train(7)
+    connection.close()
+    for report in agent.reports:
+        monitor.add(0, m.decode(m.encode(m.Progress(m.Fence("job", "a1", 2, 7, "token"), 0, 0, report))).report)  # type: ignore[union-attr]
+    shown = ids_status(monitor.ids(), collection.keyspace.tables)
+    (of_users,) = shown.tables
+    assert (of_users.table, of_users.rows, of_users.rows_used) == ("user", 30, 1)
+    assert (of_users.look_ups, of_users.own, of_users.admitted, of_users.evicted) == (6, 1, 4, 0)
+    by_table = {sample.name: sample.value for family in shown.metrics() for sample in family.samples}
+    assert by_table["flexd_ids_look_ups_total"] == 6
+    assert by_table["flexd_ids_rows_used"] == 1

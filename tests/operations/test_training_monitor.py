@@ -9,14 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexd.api.training import ids_status
 from flexd.control.protocol.report import (
+    IdsReport,
     PlacementState,
     SentBytes,
     SlowMemoryReport,
     SlowTableReport,
     StepReport,
     merge_reports,
+    most_used,
 )
+from flexd.core.keyspace import TableSpec
 from flexd.core.step_phases import StepPhase
 from flexd.operations.live_plan import MIN_STEPS
 from flexd.operations.training_monitor import StepBlocks, TrainingMonitor, trimmed_mean
@@ -54,6 +58,7 @@ def test_a_new_generation_resets_averages_and_versions_but_not_totals() -> None:
     assert (monitor.ranks(), monitor.totals().step) == ({}, 5)
 
 
+SPECS = [TableSpec("items", 9, 4), TableSpec("users", 100, 4)]
 STEP = StepReport(1, 1, PlacementState(0, 0), 2.0, 0.0, (1, 0, 0))
 
 
@@ -82,6 +87,42 @@ def test_waiting_reports_are_merged_by_table() -> None:
         (SlowTableReport(0, 11, 4, 3, 3), SlowTableReport(1, 1, 1, 0, 0)), 200, 80, 0.75
     )
     assert merged.steps == 3
+
+
+def ids_report(table: int, used: int, **counts: int) -> StepReport:
+    return replace(STEP, ids=(IdsReport(table, used, **counts),))
+
+
+def test_unbounded_ids_of_all_ranks_add_up_and_tell_what_other_numbers_of_rows_would_do() -> None:
+    monitor = TrainingMonitor(2)
+    assert ids_status(monitor.ids(), SPECS) is None
+    first = ids_report(1, 70, look_ups=600, own=500, admitted=100, evicted=40, sampled=100, in_half=80, in_quarter=40)
+    merged = merge_reports(first, ids_report(1, 75, look_ups=200, own=140, admitted=60, evicted=60))
+    assert merged.ids == (replace(first.ids[0], used_slots=75, look_ups=800, own=640, admitted=160, evicted=100),)
+    monitor.add(0, merged)
+    monitor.add(3, ids_report(1, 5, look_ups=200, own=160, pinned=2, refused=7))
+    monitor.add(3, ids_report(2, 5, look_ups=9))
+    status = ids_status(monitor.ids(), SPECS)
+    assert [of_table.table for of_table in status.tables] == ["users"], "the daemon has no third table"
+    of_users = status.tables[0]
+    assert (of_users.rows, of_users.rows_used, of_users.look_ups, of_users.own) == (100, 80, 1000, 800)
+    assert (of_users.admitted, of_users.evicted, of_users.refused, of_users.pinned) == (160, 100, 7, 2)
+    assert of_users.own_share == pytest.approx(0.8, abs=1e-3)
+    assert of_users.evictions_per_1000 == pytest.approx(100, abs=0.1)
+    # Of the own look-ups four fifths would be so in half of the rows, two fifths in a quarter: the last doubling
+    # brought half of what the one before did.
+    assert of_users.own_share_of_half_the_rows == pytest.approx(0.64, abs=1e-3)
+    assert of_users.own_share_of_twice_the_rows == pytest.approx(0.8 + 0.16 / 2, abs=1e-3)
+    monitor.new_generation()
+    assert ids_status(monitor.ids(), SPECS).tables[0].rows_used == 0
+    for _ in range(5):
+        monitor.add(0, ids_report(0, 2**62, look_ups=2**62))
+    assert monitor.ids()[0].counts[0] == 2**62
+
+
+def test_reports_name_the_tables_of_unbounded_ids_with_the_most_look_ups() -> None:
+    named = most_used(IdsReport(table, 1, look_ups=table) for table in range(40))
+    assert [of_table.table for of_table in named] == list(range(39, 7, -1))
 
 
 def with_known_phases(report: StepReport) -> StepReport:

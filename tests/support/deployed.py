@@ -8,7 +8,7 @@ import kubernetes_validate
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexd.api.training import SlowMemoryStatus
+from flexd.api.training import IdsStatus, SlowMemoryStatus
 from flexd.config.base import split_address
 from flexd.config.model import Config, parse_config
 from flexd.server.app import Metrics, create_metrics_app
@@ -82,7 +82,15 @@ def check_schema(document: Document) -> None:
 
 def known_metrics() -> set[str]:
     """Names of the metrics page, with all its parts; ``_sum`` and ``_count`` of each."""
-    text = Metrics(FakeDaemon(shown=STATUS.model_copy(update={"slow_memory": SlowMemoryStatus()}))).render()[0].decode()
+    text = (
+        Metrics(
+            FakeDaemon(
+                shown=STATUS.model_copy(update={"slow_memory": SlowMemoryStatus(), "unbounded_ids": IdsStatus()})
+            )
+        )
+        .render()[0]
+        .decode()
+    )
     known = set(re.findall(r"^# TYPE (flexd_\w+) ", text, re.MULTILINE))
     known |= {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     return known | {f"{name}{suffix}" for name in known for suffix in ("_sum", "_count")}

@@ -5,7 +5,7 @@ from flexd.api.planning import DriftStatus, PlacementStatus
 from flexd.api.rank import TopologyStatus
 from flexd.api.status import DaemonStatus, SnapshotStatus
 from flexd.api.stream import ProfileStatus, SketchStatus, StreamStatus, TableSketchStatus
-from flexd.api.training import SlowMemoryStatus, SlowTableStatus
+from flexd.api.training import IdsStatus, IdsTableStatus, SlowMemoryStatus, SlowTableStatus
 from flexd.control.daemon.migration import MigrationRecord, MigrationState
 
 _PLAN = PlanReport(plan_id="p7", reason="drift", promotions=1200, demotions=300)
@@ -95,7 +95,24 @@ SLOW_MEMORY = HEALTHY.model_copy(
 )  # fmt: skip
 
 
+UNBOUNDED_IDS = HEALTHY.model_copy(
+    update={
+        "unbounded_ids": IdsStatus(
+            tables=(
+                IdsTableStatus(
+                    table="users", rows=50_000_000, rows_used=49_812_345, look_ups=9_000_000_000, own=8_100_000_000,
+                    admitted=70_000_000, evicted=20_187_655, own_share=0.9, own_share_of_half_the_rows=0.84,
+                    own_share_of_twice_the_rows=0.93, evictions_per_1000=2.24,
+                ),
+                IdsTableStatus(table="crosses", rows=1_000_000),
+            )
+        )
+    }
+)  # fmt: skip
+
+
 STATUSES = {
+    "status-unbounded-ids": UNBOUNDED_IDS,
     "status-slow-memory": SLOW_MEMORY,
     "status-healthy": HEALTHY,
     "status-degraded-stream": DEGRADED_STREAM,

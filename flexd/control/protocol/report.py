@@ -9,7 +9,7 @@ before its hello. The daemon names the tables and fields that differ, or takes t
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -144,6 +144,39 @@ class SlowMemoryReport:
 
 
 @dataclass(frozen=True)
+class IdsReport:
+    """Unbounded ids of one table, at the homes on a rank (sums over steps).
+
+    Attributes:
+        table: number in the list of tables.
+        used_slots: rows that ids have now.
+        look_ups, own, admitted, evicted, refused, pinned, sampled, in_half, in_quarter: as in
+            ``flexd.embedding.ids.slot_table.COUNTS``.
+    """
+
+    table: Annotated[int, Range(0, 2**31)]
+    used_slots: Count = 0
+    look_ups: Count = 0
+    own: Count = 0
+    admitted: Count = 0
+    evicted: Count = 0
+    refused: Count = 0
+    pinned: Count = 0
+    sampled: Count = 0
+    in_half: Count = 0
+    in_quarter: Count = 0
+
+
+MAX_NAMED_ID_TABLES = 32
+IDS_QUANTITIES = tuple(item.name for item in fields(IdsReport) if item.name not in ("table", "used_slots"))
+
+
+def most_used(reports: Iterable[IdsReport]) -> tuple[IdsReport, ...]:
+    """Return the ``MAX_NAMED_ID_TABLES`` with the most look-ups."""
+    return tuple(sorted(reports, key=lambda each: (-each.look_ups, each.table))[:MAX_NAMED_ID_TABLES])
+
+
+@dataclass(frozen=True)
 class PlacementState:
     """The version of a placement, and its digest."""
 
@@ -238,6 +271,7 @@ class StepReport:
         accesses_by_tier: lookups served from (HOME, NODE, DEVICE) rows.
         exchange: used after the newest step.
         slow_memory: what slow memory did; None where all rows are in fast memory, and in most reports.
+        ids: of tables of unbounded ids, in some reports.
         usage_warnings: those that the process has noted since it began, by kind.
     """
 
@@ -252,6 +286,7 @@ class StepReport:
     exchange: UsedExchange = UsedExchange()
     phases: PhasesReport = PhasesReport()
     slow_memory: SlowMemoryReport | None = None
+    ids: Annotated[tuple[IdsReport, ...], Longest(MAX_NAMED_ID_TABLES)] = ()
     usage_warnings: Annotated[tuple[UsageWarningReport, ...], Longest(32)] = ()
 
 
@@ -265,6 +300,8 @@ def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
     if older.slow_memory is not None and newer.slow_memory is not None:
         tables = named_tables(_joined("table", older.slow_memory.tables, newer.slow_memory.tables))
         slow_memory = _sum(older.slow_memory, newer.slow_memory, tables=tables)
+    used_slots = {of_table.table: of_table.used_slots for of_table in (*older.ids, *newer.ids)}
+    ids = (replace(each, used_slots=used_slots[each.table]) for each in _joined("table", older.ids, newer.ids))
     return _sum(
         older,
         newer,
@@ -276,6 +313,7 @@ def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
         exchange=newer.exchange,
         phases=_sum(older.phases, newer.phases, by_phase=by_phase),
         slow_memory=slow_memory,
+        ids=most_used(ids),
         usage_warnings=newer.usage_warnings,
     )
 

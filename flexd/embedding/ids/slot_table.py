@@ -122,6 +122,11 @@ class SlotTable:
             self.refused.words[sets] = words[:, _WORDS:-1].reshape(-1, *self.refused.words.shape[1:])
             self.refused.fills[sets] = words[:, -1].to(torch.int32)
 
+    def used(self) -> torch.Tensor:
+        """Return int64 [tables], the slots that ids have."""
+        mine = torch.arange(self.sets, device=self.uses.device)
+        return self._sums(mine, (self.uses[:-1] != 0).sum(dim=1).unsqueeze(0)).view(-1)
+
     def _slots_of(self, sets: torch.Tensor) -> torch.Tensor:
         return self._all.slots(self.global_sets(sets))
 

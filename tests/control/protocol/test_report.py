@@ -14,7 +14,9 @@ from flexd.control.agent.rank_connection import PendingReports
 from flexd.control.protocol import report as report_module
 from flexd.control.protocol.messages import Fence, MalformedReportError, Progress, decode, encode
 from flexd.control.protocol.report import (
+    MAX_NAMED_ID_TABLES,
     MAX_NAMED_TABLES,
+    IdsReport,
     PhaseReport,
     SlowMemoryReport,
     SlowTableReport,
@@ -168,7 +170,7 @@ def test_the_largest_report_fits_into_a_message() -> None:
     phases = tuple(PhaseReport("p" * 12, *[1e8 / 3] * 5, *[most] * 4) for _ in range(7))
     report = replace(
         full_report(), slow_memory=SlowMemoryReport(tables, most, most, 1e8 / 3), usage_warnings=usage_warnings,
-        phases=phases,
+        phases=phases, ids=tuple(IdsReport(10**4 + at, *[most] * 10) for at in range(MAX_NAMED_ID_TABLES)),
     )  # fmt: skip
     pending = PendingReports()
     pending.add(report)

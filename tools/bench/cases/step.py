@@ -1,6 +1,7 @@
 """A training step: beside its peers on real ranks, and what it launches.
 
-peers: flexd with and without a tap, TorchRec's row-wise sharded EmbeddingCollection (FBGEMM's fused kernel; ``make
+peers: flexd with and without a tap, and without the message by which ranks agree that all push (a rank that does not is
+named at once), TorchRec's row-wise sharded EmbeddingCollection (FBGEMM's fused kernel; ``make
 torchrec``) and ``nn.Embedding`` on each rank alone, in turns on the same ranks and batches over loopback; beside them
 the time of the fewest bytes of a step at the rate of a copy on the device, and flexd's step by phase. dispatch:
 launches and host waits (``sections.dispatch``).
@@ -12,6 +13,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 import flexd
 from flexd.core.placement import RankLayout
 from flexd.core.step_phases import StepPhase
+from flexd.embedding import engine
 from tools.bench.harness import Outcome, at_most, in_turns
 from tools.bench.peers import torchrec_collection
 from tools.bench.ranks import on_ranks
@@ -62,7 +65,16 @@ def flexd_steps(table: flexd.EmbeddingTable, lengths: torch.Tensor) -> tuple[Any
         collection.optimizer.step()
 
     counted = collection.after_lookup
-    return collection, {"flexd": lambda ids: step(ids, None), "flexd with a tap": lambda ids: step(ids, counted)}
+
+    def without_message(ids: torch.Tensor) -> None:
+        with mock.patch.object(engine, "agree_on_sending", return_value=None):
+            step(ids, None)
+
+    return collection, {
+        "flexd": lambda ids: step(ids, None),
+        "flexd with a tap": lambda ids: step(ids, counted),
+        "flexd without the message before a push": without_message,
+    }
 
 
 def torchrec_step(table: flexd.EmbeddingTable, lengths: torch.Tensor) -> Step:
@@ -132,7 +144,7 @@ def measured_on_rank(kind: str, steps: int) -> dict[str, Any]:
 
     turns = in_turns({name: timed(step) for name, step in found.items()}, steps, warm_up=WARM_UP)
     figures: dict[str, Any] = {f"{name}_ms": 1e3 * float(np.median(seconds)) for name, seconds in turns.items()}
-    of_flexd = 2 * (steps + WARM_UP)
+    of_flexd = 3 * (steps + WARM_UP)
     figures["phase_ms"] = {
         str(phase.phase): 1e3 * phase.computed_seconds / of_flexd
         for phase in collection.phases.drain()[0]
