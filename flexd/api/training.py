@@ -124,7 +124,7 @@ class IdsTableStatus(Model):
     own_share: FiniteOrNone = None
     """Own look-ups as a share of all."""
     own_share_of_half_the_rows: FiniteOrNone = None
-    """What it would be with half of the rows, by the order in which ids would lose them..."""
+    """The same with half of the rows, by the order in which ids would lose them..."""
     own_share_of_twice_the_rows: FiniteOrNone = None
     """... and with twice as many: extrapolated from a quarter, a half and all."""
     evictions_per_1000: FiniteOrNone = None

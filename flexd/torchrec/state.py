@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flexd.core.errors import CheckpointError
 from flexd.embedding.checkpoint.changed_tables import TablePaths, TableStates
-from flexd.embedding.checkpoint.sharded_state import CPU, as_dtensor, block_of, raise_if_any_rank_refuses, saved_tables
+from flexd.embedding.checkpoint.sharded_state import CPU, as_dtensor, block_of, raise_if_any_rank_refuses
 from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute
+from flexd.embedding.checkpoint.whole_tables import whole_tables
 from flexd.embedding.meetings import agree_on_reading
 from flexd.embedding.store.slow.tiered_rows import RowColumn
 from flexd.torchrec.replaced_tables import ReplacedTables
@@ -152,7 +153,7 @@ def _states(tables: ReplacedTables) -> dict[_Key, _Part]:
 
 
 def _parts(tables: ReplacedTables) -> dict[_Key, _Part]:
-    saved = {table.spec.name: table for table in saved_tables(tables)}
+    saved = {table.spec.name: table for table in whole_tables(tables)}
     found = {}
     for module in tables.replaced:
         for config, table in zip(module.configs, module.tables, strict=True):

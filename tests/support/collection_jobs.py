@@ -6,8 +6,9 @@ from torch import nn
 
 import flexd
 from flexd.core.placement import REHOMED, Delta, Placement, RankLayout
-from flexd.embedding.checkpoint.sharded_state import CPU, saved_tables
+from flexd.embedding.checkpoint.sharded_state import CPU
 from flexd.embedding.checkpoint.table_rows import collect, fingerprint
+from flexd.embedding.checkpoint.whole_tables import whole_tables
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.embedding_table import EmbeddingTable
 from flexd.embedding.features import Jagged
@@ -72,7 +73,7 @@ def whole_state_dict(collection: EmbeddingCollection) -> dict[str, torch.Tensor]
     engine.settle()
     state: dict[str, torch.Tensor] = {}
     with collection.traffic.uncounted(), torch.no_grad():
-        for table in saved_tables(collection):
+        for table in whole_tables(collection):
             everything = [range(table.homes.rows)] * table.homes.world_size
             whole = collect(engine.groups.world, table.homes, list(table.columns.values()), everything, CPU)
             state |= zip(table.columns, whole, strict=True)

@@ -16,8 +16,9 @@ import torch
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, state_columns
 from flexd.embedding.checkpoint import table_rows
-from flexd.embedding.checkpoint.sharded_state import CPU, SavedTable, id_tables, saved_tables
+from flexd.embedding.checkpoint.sharded_state import CPU, id_tables
 from flexd.embedding.checkpoint.table_rows import collect
+from flexd.embedding.checkpoint.whole_tables import WholeTable, whole_tables
 
 if TYPE_CHECKING:
     from flexd.embedding.collection import EmbeddingCollection
@@ -51,7 +52,7 @@ def save_full(collection: EmbeddingCollection, destination: dict[str, Any], pref
     """Collective. Store all rows with their state and the step on rank 0, and nothing on the others."""
     ids = id_tables(collection)
     with collection.traffic.uncounted(), torch.no_grad():
-        for table in (*saved_tables(collection), *(() if ids is None else ids.tables)):
+        for table in (*whole_tables(collection), *(() if ids is None else ids.tables)):
             columns = list(table.columns.values())
             found = collect(collection.engine.groups.world, table.homes, columns, table.homes.only(0), CPU)
             if collection.rank == 0:
@@ -74,7 +75,7 @@ def load_full(
     """Local. Load the home rows of this rank, and add differences to the lists; with any of the tables nothing is
     loaded."""
     ids = id_tables(collection)
-    tables = [*saved_tables(collection), *(() if ids is None else ids.tables)]
+    tables = [*whole_tables(collection), *(() if ids is None else ids.tables)]
     progress = {} if ids is None else ids.progress()
     known = {f"{prefix}{key}" for table in tables for key in table.columns} | {f"{prefix}step"}
     known |= {f"{prefix}{key}" for key in progress}
@@ -110,7 +111,7 @@ def load_full(
 
 
 def _other_state(
-    tables: Sequence[SavedTable], state: dict[str, Any], prefix: str
+    tables: Sequence[WholeTable], state: dict[str, Any], prefix: str
 ) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """Return the keys of optimizer state of tables that were trained and are read only, and the other way round."""
     dropped: dict[str, set[str]] = {}

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexd.core.keyspace import Homes, KeySpace, TableSpec
-from flexd.embedding.checkpoint.sharded_state import SavedTable
 from flexd.embedding.checkpoint.table_rows import TableHomes
+from flexd.embedding.checkpoint.whole_tables import WholeTable
 from flexd.embedding.ids.slot_table import set_words
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class IdTables:
         for number, (spec, name, width) in enumerate(zip(specs, self.names, widths, strict=True)):
             columns = {_sets_key(name): self._words.narrow(1, 0, width)}
             at = TableHomes(homes, number, engine.groups.rank)
-            self.tables.append(SavedTable(rows + number, spec, at, columns, None, spec.rows))
+            self.tables.append(WholeTable(rows + number, spec, at, columns, None, spec.rows))
 
     def progress(self) -> dict[str, torch.Tensor]:
         """Return for each table int64 [4]: the values of ``UnboundedIds.progress``, in host memory."""
@@ -58,7 +58,7 @@ class IdTables:
             for name in self.names
         }
 
-    def progress_shapes(self, loaded: Sequence[SavedTable]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def progress_shapes(self, loaded: Sequence[WholeTable]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of what ``progress`` has of the tables that are loaded."""
         specs = {table.spec.name for table in loaded}
         return {

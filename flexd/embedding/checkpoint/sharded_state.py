@@ -12,7 +12,7 @@ Replicas are not saved: after loading they are copied again from their homes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from flexd.core.errors import CheckpointError
-from flexd.core.keyspace import TableSpec
-from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.changed_tables import TableStates
-from flexd.embedding.checkpoint.table_rows import TableHomes, collect, distribute, fingerprint
+from flexd.embedding.checkpoint.table_rows import collect, distribute, fingerprint
+from flexd.embedding.checkpoint.whole_tables import WholeTable, whole_tables
 from flexd.embedding.meetings import agree_on_reading
-from flexd.embedding.store.slow.tiered_rows import RowColumn
-from flexd.embedding.store.store import GroupStore
 
 if TYPE_CHECKING:
     from flexd.embedding.checkpoint.id_tables import IdTables
@@ -39,47 +36,6 @@ OTHER_TABLES = (
     "construct the collection with the tables and optimizer of the checkpoint, or, for new and enlarged tables, load "
     "with dcp.load(..., planner=flexd.ChangedTables())"
 )
-
-
-@dataclass(frozen=True)
-class SavedTable:
-    """Tensors of one table.
-
-    Attributes:
-        number: place of the table among all.
-        columns: by their names in a checkpoint, the weights first: [slots, c] views into this rank's store.
-        owner: the rank that saves it; None if all ranks save blocks of it.
-        rows: that a checkpoint has of it.
-        of_ids: whether unbounded ids have its rows.
-    """
-
-    number: int
-    spec: TableSpec
-    homes: TableHomes
-    columns: Mapping[str, RowColumn]
-    owner: int | None
-    rows: int
-    of_ids: bool = False
-
-    @property
-    def rows_by_rank(self) -> list[range]:
-        """The rows that each rank saves."""
-        return self.homes.blocks(self.rows) if self.owner is None else self.homes.only(self.owner, range(self.rows))
-
-    @property
-    def has_part(self) -> bool:
-        """True if this rank saves rows, perhaps an empty block."""
-        return self.owner in (None, self.homes.rank)
-
-    @property
-    def fingerprint_key(self) -> str:
-        # A table whose ids are rows, and one of unbounded ids, must not load the rows of the other.
-        return f"fingerprint.{self.spec.name}{' of unbounded ids' * self.of_ids}"
-
-    @property
-    def has_fingerprint(self) -> bool:
-        """True if the state of this rank has the fingerprint: that of one rank has it."""
-        return self.homes.rank == (self.number % self.homes.world_size if self.owner is None else self.owner)
 
 
 class ShardedState:
@@ -107,7 +63,7 @@ class ShardedState:
         agree_on_reading(self._engine)
         state: dict[str, torch.Tensor] = {}
         ids = id_tables(self._collection)
-        tables = [*saved_tables(self._collection), *(() if ids is None else ids.tables)]
+        tables = [*whole_tables(self._collection), *(() if ids is None else ids.tables)]
         sums = torch.zeros(len(tables), dtype=torch.int64, device=self._collection.device)
         with self._collection.traffic.uncounted(), torch.no_grad():
             for table in tables:
@@ -141,7 +97,7 @@ class ShardedState:
                 or if a table differs from the saved one (a torn checkpoint). The collection is unchanged.
         """
         ids = id_tables(self._collection)
-        tables = [*saved_tables(self._collection), *(() if ids is None else ids.tables)]
+        tables = [*whole_tables(self._collection), *(() if ids is None else ids.tables)]
         changed, faults = False, []
         if isinstance(state_dict, TableStates) and (saved_rows := state_dict.saved_rows) is not None:
             changed = any(saved_rows[table.spec.name] < table.rows for table in tables)
@@ -168,7 +124,7 @@ class ShardedState:
         if ids is not None:
             ids.load(given)
 
-    def _raise_if_torn(self, tables: Sequence[SavedTable], given: Mapping[str, torch.Tensor]) -> None:
+    def _raise_if_torn(self, tables: Sequence[WholeTable], given: Mapping[str, torch.Tensor]) -> None:
         """Collective. Compare the fingerprints of a state with those that were saved with it."""
         sums = torch.zeros(len(tables), dtype=torch.int64, device=self._collection.device)
         for at, table in enumerate(tables):
@@ -189,7 +145,7 @@ class ShardedState:
                 remedy="load another checkpoint",
             )
 
-    def _shapes(self, tables: Sequence[SavedTable]) -> Shapes:
+    def _shapes(self, tables: Sequence[WholeTable]) -> Shapes:
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             key: ((table.rows, held.shape[1]), held.dtype)
             for table in tables
@@ -200,33 +156,6 @@ class ShardedState:
         return shapes | dict.fromkeys(keys, ((), torch.int64))
 
 
-def saved_tables(collection: EmbeddingCollection) -> list[SavedTable]:
-    """Return the tables dim-group by dim-group, and which rank saves each: those that fit a window are spread evenly,
-    by bytes, over owners in ascending order."""
-    of_tables = [
-        (table, _columns(store, collection.keyspace.tables[table]))
-        for store in collection.engine.stores
-        for table in store.group.tables
-    ]
-    row_bytes = [sum(held.shape[1] * held.element_size() for held in columns.values()) for _, columns in of_tables]
-    sizes = [
-        each * collection.keyspace.tables[table].rows for each, (table, _) in zip(row_bytes, of_tables, strict=True)
-    ]
-    total = max(1, sum(size for size in sizes if size <= table_rows.MAX_WINDOW_BYTES))
-    world_size, before = collection.layout.world_size, 0
-    tables = []
-    for number, ((table, columns), size) in enumerate(zip(of_tables, sizes, strict=True)):
-        owner = None
-        if size <= table_rows.MAX_WINDOW_BYTES:
-            owner = min(before * world_size // total, world_size - 1)
-            before += size
-        homes = TableHomes(collection.engine.homes, table, collection.rank)
-        spec = collection.keyspace.tables[table]
-        of_ids = spec.name in collection.engine.admit_after
-        tables.append(SavedTable(number, spec, homes, columns, owner, homes.rows, of_ids))
-    return tables
-
-
 def id_tables(collection: EmbeddingCollection) -> IdTables | None:
     """Return the tables of sets of unbounded ids; None without any."""
     if collection.engine.ids is None:
@@ -234,15 +163,6 @@ def id_tables(collection: EmbeddingCollection) -> IdTables | None:
     from flexd.embedding.checkpoint.id_tables import IdTables  # loaded where a job has unbounded ids
 
     return IdTables(collection, collection.engine.ids)
-
-
-def _columns(store: GroupStore, spec: TableSpec) -> dict[str, RowColumn]:
-    columns = {f"embeddings.{spec.name}.weight": store.rows}
-    first = 0
-    for name, width in store.group.state_columns.items():
-        columns[f"optimizer.{spec.optimizer}.{spec.name}.{name}"] = store.state.narrow(1, first, width)
-        first += width
-    return columns
 
 
 def as_dtensor(block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

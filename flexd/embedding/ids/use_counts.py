@@ -1,4 +1,4 @@
-"""What the daemon is told of unbounded ids."""
+"""The use of unbounded ids, for the daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What unbounded ids cost a step, and the start of a large table.
+"""Times of a step with unbounded ids and of the start of a large table, beside ids that are rows.
 
 The same look-ups in turns on 2 x 2 ranks over loopback: of a table whose ids are rows already, and of unbounded ids. A
 rank looks up 25,600 ids a step, Zipf-popular (1.05) of 200,000, of which one in twenty is new. In the fixed table new
