@@ -129,9 +129,11 @@ class DaemonComponents:
         self.operator = OperatorCommands(config.control, decisions, self._history, self.coordinator, throttle)
         self._executions = Executions(keyspace, self.coordinator, self._history, decisions)
         self._prices = LivePrices(config.cluster(), self.training, self.coordinator)
+        self._counts_rows = isinstance(source, TapSource)
         maker = PlanMaker(
-            config.planner, keyspace, self._prices, self.ingestor.profile, self.coordinator, self.training
-        )
+            config.planner, keyspace, self._prices, self.ingestor.profile, self.coordinator, self.training,
+            counts_rows=self._counts_rows,
+        )  # fmt: skip
         self.drift = DriftMonitor(maker, self.coordinator, self._executions)
         planning = Planning(
             config, maker, self.coordinator, self._executions, self.drift.planned, self.operator.record_withheld,
@@ -210,8 +212,20 @@ class DaemonComponents:
         if name == "epoch_live":
             self._record_migrations()
             self.training.new_generation()
+            self._warn_of_unbounded_ids()
         elif name == "tap_urgent":
             self.ingestor.snapshots.request()
+
+    def _warn_of_unbounded_ids(self) -> None:
+        live = self.coordinator.live()
+        if live is None or live.trainer is None or self._counts_rows:
+            return
+        if names := live.trainer.unbounded_tables(self.inspect.keyspace.tables):
+            logger.warning(
+                "tables %s have unbounded ids in the trainer, and a stream has ids, not the rows that they have: none "
+                "of their rows is copied - count with stream.source.kind tap, or leave the tables out of the stream",
+                ", ".join(sorted(names)),
+            )
 
     def apply_config(self, config: Config) -> None:
         """Apply settings that differ from the current ones only in ``flexd.config.model.HOT_KEYS``.

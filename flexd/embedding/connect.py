@@ -235,8 +235,12 @@ def _trainer_settings(collection: EmbeddingCollection) -> TrainerSettings:
     pooling = places if engine.pooling_at.pooled else ""
     tables = collection.keyspace.tables
     only_read = "".join("r" if table.name in collection.keyspace.read_only else "-" for table in tables)
+    unbounded = "".join("u" if table.name in engine.admit_after else "-" for table in tables)
     wire = engine.arm.arms[0].wire or None
-    return TrainerSettings(collection.given_exchange, wire, pooling, only_read if "r" in only_read else "")
+    return TrainerSettings(
+        collection.given_exchange, wire, pooling, only_read if "r" in only_read else "",
+        unbounded if "u" in unbounded else "",
+    )  # fmt: skip
 
 
 def _used_arm(engine: RowEngine) -> UsedExchange:

@@ -253,7 +253,8 @@ class TrainingJob:
 
     Attributes:
         exchange, comm_dtype: of their collections.
-        at_owner: tables that are pooled at the owner; none of their rows is copied or moves.
+        uncopied: tables of which no row is copied or moves: those that are pooled at the owner, and those of unbounded
+            ids whose rows are not counted.
         read_only: tables that are not trained.
         chooses_exchange: whether the ranks choose their exchange by measuring.
         passes: forward passes for each step of the optimizer, as the ranks report them. Their gradients are pushed
@@ -262,27 +263,35 @@ class TrainingJob:
 
     exchange: Exchange = Exchange.CHAIN
     comm_dtype: str | None = None
-    at_owner: frozenset[str] = frozenset()
+    uncopied: frozenset[str] = frozenset()
     passes: int = 1
     read_only: frozenset[str] = frozenset()
     chooses_exchange: bool = False
 
     @classmethod
     def of(
-        cls, trainer: TrainerSettings | None, tables: Sequence[TableSpec], passes: int = 1, measured: str = ""
+        cls,
+        trainer: TrainerSettings | None,
+        tables: Sequence[TableSpec],
+        passes: int = 1,
+        measured: str = "",
+        *,
+        counts_rows: bool = True,
     ) -> TrainingJob:
         """Return what the trainer says of itself, and the defaults for values that this version does not know.
 
         Args:
             tables: of the job, in order.
             measured: the exchange that a trainer with ``exchange="auto"`` has chosen; empty: the chain.
+            counts_rows: accesses come from the ranks' taps, which count rows, where a stream has ids.
         """
         if trainer is None:
             return cls(passes=passes)
+        at_owner = frozenset(name for name, place in trainer.pooling_at_by_table(tables).items() if place == "owner")
         return cls(
             _EXCHANGES.get(trainer.exchange, _EXCHANGES.get(measured, cls.exchange)),
             trainer.comm_dtype if trainer.comm_dtype in DTYPE_BYTES else None,
-            frozenset(name for name, place in trainer.pooling_at_by_table(tables).items() if place == "owner"),
+            at_owner if counts_rows else at_owner | trainer.unbounded_tables(tables),
             passes,
             trainer.read_only_tables(tables),
             trainer.exchange == "auto",
@@ -304,13 +313,13 @@ def cheaper_exchange(plan: Plan) -> str:
 
 
 def plan_limits(settings: PlannerConfig, job: TrainingJob) -> PlanLimits:
-    """Return pins and excluded tables. No row of a table that is pooled at the owner is copied."""
+    """Return pins and excluded tables."""
     return PlanLimits(
         pins=tuple(
             RowPin(pin.table, Tier[pin.tier], None if pin.rows is None else np.array(pin.rows, dtype=np.int64))
             for pin in settings.pins
         ),
-        exclude_tables=job.at_owner.union(settings.exclude_tables),
+        exclude_tables=job.uncopied.union(settings.exclude_tables),
     )
 
 
@@ -404,6 +413,7 @@ class PlanMaker:
         settings: others may be set, for the next look.
         prices: the cluster that prices plans.
         profile: makes the profile of (accesses of the whole job per step, layout of the ranks).
+        counts_rows: as of ``TrainingJob.of``.
     """
 
     def __init__(
@@ -414,6 +424,8 @@ class PlanMaker:
         profile: Callable[[float, RankLayout], Profile],
         coordinator: Coordinator,
         training: TrainingMonitor,
+        *,
+        counts_rows: bool = True,
     ) -> None:
         self.settings = settings
         self.keyspace = keyspace
@@ -421,6 +433,7 @@ class PlanMaker:
         self._profile = profile
         self._coordinator = coordinator
         self._training = training
+        self._counts_rows = counts_rows
 
     def accesses_per_step(self, world_size: int) -> float | None:
         """Return the accesses of the whole job per step with so many ranks; None if not known yet."""
@@ -442,8 +455,9 @@ class PlanMaker:
             )
         training = self._training
         job = TrainingJob.of(
-            topology.trainer, self.keyspace.tables, training.passes_per_step(), training.measured_exchange()
-        )
+            topology.trainer, self.keyspace.tables, training.passes_per_step(), training.measured_exchange(),
+            counts_rows=self._counts_rows,
+        )  # fmt: skip
         return PlanBasis(
             self.settings, KeySpace(self.keyspace.tables, job.read_only), topology, job,
             self.prices.cluster, self._coordinator.placement(),
@@ -465,7 +479,7 @@ def plan_moves(plan: Plan, basis: PlanBasis, affinity: AffinityMonitor | None) -
     settings, live, topology, keyspace, room = basis.settings, basis.live, basis.topology, basis.keyspace, None
     layout = topology.layout
     if settings.rehomed_slots_share > 0 and layout.nodes > 1:
-        excluded = basis.job.at_owner.union(settings.exclude_tables)
+        excluded = basis.job.uncopied.union(settings.exclude_tables)
         room = MoveRoom(keyspace, layout, basis.room_for_moves, plan.target, excluded)
     outlook = wanted = None
     if affinity is not None:

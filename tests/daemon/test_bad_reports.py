@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from flexd.config.model import Config
-from flexd.control.protocol.report import SentBytes, SlowMemoryReport, SlowTableReport, StepReport
+from flexd.control.protocol.report import SentBytes, SlowMemoryReport, SlowTableReport, StepReport, TrainerSettings
 from flexd.daemon import Daemon
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.ranks_in_threads import Ranks
@@ -105,3 +105,15 @@ def test_impossible_reports_are_refused_by_field_and_the_rest_goes_on(
     lines = [record for record in caplog.records if "report_refused" in record.message]
     assert len(lines) <= sum(1 + int(math.log2(count)) for count in malformed.values())
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_table_of_unbounded_ids_is_named_where_a_stream_has_ids(
+    start: Callable[..., Any], make_config: Callable[..., Config], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(
+        job="job", tables=[{"name": "item", "rows": 50_000, "dim": 8}, {"name": "shop", "rows": 1_000, "dim": 16}]
+    )
+    trainer = TrainerSettings("chain", unbounded="u-")
+    port = start(config).daemon.components.coordinator.port
+    with Ranks(port, secret=None, identities=lambda identity: replace(identity, trainer=trainer)):
+        until(lambda: "tables item have unbounded ids in the trainer" in caplog.text, SECONDS, lambda: caplog.text)

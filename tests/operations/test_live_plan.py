@@ -45,12 +45,20 @@ def test_every_setting_is_passed_on() -> None:
     limits, shape = plan_limits(settings, job), job.shape
     assert (shape.micro_batches, shape.comm_dtype, shape.frozen_tables) == (4, "float16", {"b"})
     assert job.exchange is Exchange.DIRECT_DEDUP
-    assert job.at_owner == {"a"}
+    assert job.uncopied == {"a"}
     assert limits.exclude_tables == {"a", "b"}, "no row of a table that is pooled at the owner is copied"
     whole, rows = limits.pins
     assert (whole.table, whole.tier, whole.rows) == ("c", Tier.NODE, None)
     assert (rows.table, rows.tier) == ("d", Tier.DEVICE)
     np.testing.assert_array_equal(rows.rows, [3, 1])
+
+
+def test_rows_of_unbounded_ids_are_copied_where_rows_are_counted_and_not_ids() -> None:
+    trainer = TrainerSettings("chain", unbounded="-u-")
+    assert trainer.fits(3)
+    assert not trainer.fits(4)
+    assert TrainingJob.of(trainer, TABLES).uncopied == set()
+    assert TrainingJob.of(trainer, TABLES, counts_rows=False).uncopied == {"b"}
 
 
 def test_a_trainer_that_says_nothing_or_what_is_not_known_has_the_defaults() -> None:

@@ -37,24 +37,31 @@ class TrainerSettings:
         pooling: a letter for each table, in order: where its look-ups are pooled, r at the requester, o at the owner,
             - if they are not; empty if those of no table are.
         read_only: a letter for each table, in order: r if it is read only, - if it is trained; empty if all are.
+        unbounded: a letter for each table, in order: u if its ids are unbounded, - if they are rows; empty if all are.
     """
 
     exchange: str = ""
     comm_dtype: str | None = None
     pooling: str = ""
     read_only: str = ""
+    unbounded: str = ""
 
     def fits(self, table_count: int) -> bool:
         """Return whether it can be of so many tables."""
         return all(
             len(letters) in (0, table_count) and set(letters) <= set(known)
-            for letters, known in ((self.pooling, "ro-"), (self.read_only, "r-"))
+            for letters, known in ((self.pooling, "ro-"), (self.read_only, "r-"), (self.unbounded, "u-"))
         )
 
     def read_only_tables(self, tables: Sequence[TableSpec]) -> frozenset[str]:
         """Return the names of the tables that are read only."""
         pairs = zip(tables, self.read_only, strict=False)
         return frozenset(table.name for table, letter in pairs if letter == "r")
+
+    def unbounded_tables(self, tables: Sequence[TableSpec]) -> frozenset[str]:
+        """Return the names of the tables of unbounded ids."""
+        pairs = zip(tables, self.unbounded, strict=False)
+        return frozenset(table.name for table, letter in pairs if letter == "u")
 
     def pooling_at_by_table(self, tables: Sequence[TableSpec]) -> dict[str, str]:
         """Return "requester" or "owner" by name of each pooled table."""

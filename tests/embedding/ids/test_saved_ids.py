@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import flexd
 from flexd.core.placement import Placement, RankLayout
@@ -260,3 +261,25 @@ def test_ids_from_elsewhere_have_their_rows_at_once(ranks: Ranks, layout: RankLa
         for id_, row in before["items"].items():
             assert id_ is None or after["items"][id_] == row
         assert after["users"] == before["users"]
+
+
+def load_others_by_dcp(rank: int, layout: RankLayout, path: str) -> Any:
+    def load(tables: Any, planner: Any = None) -> Any:
+        collection = made(layout, tables, 3)
+        dcp.load({"tables": flexd.ShardedState(collection)}, checkpoint_id=f"{path}/dcp", planner=planner)
+        return state_of(collection)
+
+    with pytest.raises(CheckpointException) as rows_then:
+        load((("users", 140, 0), ITEMS, SHOPS))
+    enlarged = error_of(load, (("users", 300, 1), ITEMS, SHOPS), flexd.ChangedTables())
+    return str(rows_then.value), enlarged, load((USERS, ITEMS, SHOPS, ("new", 70, 1)), flexd.ChangedTables())
+
+
+def test_whole_tables_of_other_sizes_are_refused_and_new_ones_begin(ranks: Ranks, saved: tuple[Path, Any]) -> None:
+    path, (states, _, _) = saved
+    for rows_then, enlarged, new in ranks(2).run(load_others_by_dcp, RankLayout(2, 1), str(path)):
+        assert "fingerprint.users" in rows_then
+        assert "table 'users' of unbounded ids has 140 rows in the checkpoint and 300 here" in enlarged
+        assert "CheckpointSeries can load" in enlarged
+        assert new.pop("new").keys() == {None}
+        assert new == states[2][0]
