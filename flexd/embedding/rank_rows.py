@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from flexd.core.keyspace import HomeRun, KeySpace, homes_of
+from flexd.embedding import devices
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.migration.row_carrier import ChangesHomeRows
@@ -137,7 +139,7 @@ class RankRows:
 
     @torch.no_grad()
     def begin_rows(self, addresses: torch.Tensor, states: Mapping[str, float]) -> list[tuple[int, torch.Tensor]]:
-        """Set int64 [n] distinct rows to zero and their state to its initial value, wherever this rank holds them.
+        """Set int64 [n] ascending rows to zero and their state to its initial value, wherever this rank holds them.
 
         Args:
             states: as of ``InitialRows``.
@@ -149,17 +151,24 @@ class RankRows:
             SlowMemoryError: cold rows cannot be read or written.
         """
         changed = []
-        for number, store in enumerate(self.stores):
-            mine = addresses[(addresses >= store.group.first_key) & (addresses < store.group.end_key)]
+        sizes = [len(addresses)]
+        if len(self.stores) > 1:
+            ends = devices.uploaded([store.group.end_key for store in self.stores], addresses.device)
+            places = torch.searchsorted(addresses, ends).tolist()
+            sizes = [end - first for first, end in pairwise([0, *places])]
+        for number, (store, mine) in enumerate(zip(self.stores, addresses.split_with_sizes(sizes), strict=True)):
             if not len(mine):
                 continue
             held, slots, _ = store.locate(mine)
             slots = slots[held]
             zeros = torch.zeros((len(slots), store.value_bytes), dtype=torch.uint8, device=store.rows.device)
             begun = store.fitted(zeros, states[store.group.optimizer])
-            at_home = slots < store.home_rows
-            store.write_homes(begun[at_home], slots[at_home])
-            store.unpack(begun[~at_home], slots[~at_home])
+            if store.tier is None:
+                store.unpack(begun, slots)
+            else:
+                at_home = slots < store.home_rows
+                store.write_homes(begun[at_home], slots[at_home])
+                store.unpack(begun[~at_home], slots[~at_home])
             changed.append((number, slots))
         return changed
 

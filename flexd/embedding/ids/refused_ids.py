@@ -29,15 +29,15 @@ class FilterChange:
     """Changes of the filters by the ids that a step refuses.
 
     Attributes:
-        words: int64 [w] places of words.
-        values: int64 [w] their new values.
+        words: int64 [4 n] places of words, repeats allowed.
+        bits: int64 [4 n], the bit that is set in each, 0 for one that is.
         sets: int64 [n], repeats allowed.
         fills: int32 [n] of each, ``RefusedIds.fills``.
-        emptied: int64 [m] filters.
+        emptied: int64 [n] filters; some are of no set.
     """
 
     words: torch.Tensor
-    values: torch.Tensor
+    bits: torch.Tensor
     sets: torch.Tensor
     fills: torch.Tensor
     emptied: torch.Tensor
@@ -79,9 +79,10 @@ class RefusedIds:
         fills = self.fills[sets.clamp(max=self.sets)].to(torch.int64)
         turn = fills & 1
         bits = ((gated * 2 + turn) * _BITS).unsqueeze(1) + self._bits(ids)
-        distinct = torch.unique(bits)
-        words, place = torch.unique_consecutive(distinct >> 6, return_inverse=True)
-        added = torch.zeros_like(words).index_add_(0, place, torch.ones_like(distinct) << (distinct & 63))
+        bits = bits.view(-1).sort().values
+        words, bit = bits >> 6, torch.ones_like(bits) << (bits & 63)
+        again = torch.nn.functional.pad(bits[1:] == bits[:-1], (1, 0))
+        bit.masked_fill_(again | (self.words.view(-1)[words] & bit).ne(0), 0)
         totals = torch.nn.functional.pad(refused.to(torch.int64).cumsum(0), (1, 0))
         held = totals[torch.searchsorted(sets, sets, right=True)] - totals[torch.searchsorted(sets, sets)]
         held += fills >> 1
@@ -89,13 +90,13 @@ class RefusedIds:
         filled = torch.where(full, 1 - turn, held * 2 + turn)
         return FilterChange(
             words,
-            self.words.view(-1)[words] | added,
+            bit,
             gated,
             filled.to(torch.int32),
-            (gated * 2 + 1 - turn)[full],
+            torch.where(full, gated * 2 + 1 - turn, self.sets * 2),
         )
 
     def apply(self, change: FilterChange) -> None:
-        self.words.view(-1).index_copy_(0, change.words, change.values)
+        self.words.view(-1).index_add_(0, change.words, change.bits)
         self.words.view(-1, _WORDS).index_fill_(0, change.emptied, 0)
         self.fills.index_copy_(0, change.sets, change.fills)

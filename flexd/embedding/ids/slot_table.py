@@ -220,20 +220,20 @@ class SlotTable:
         if not len(at):
             return at, torch.zeros_like(at, dtype=torch.bool)
         mine = sets.index_select(0, at)
-        within, row = torch.unique_consecutive(mine, return_inverse=True)
-        number = torch.arange(len(mine), device=mine.device) - torch.searchsorted(mine, mine)
-        last, uses = (column.index_select(0, within).to(torch.int64) for column in (self.last, self.uses))
+        # What is asked of a set, of the first of its ids here.
+        row = torch.searchsorted(mine, mine)
+        number = torch.arange(len(mine), device=mine.device) - row
+        last, uses = (column.index_select(0, mine).to(torch.int64) for column in (self.last, self.uses))
         uses = uses.abs_()
-        bonuses = torch.zeros_like(within).index_copy_(0, row, bonus.index_select(0, at))
-        order = (last + bonuses.unsqueeze(1) * floor_log2(uses)).mul_(SLOTS).add_(self._slots)
+        order = (last + bonus.index_select(0, at).unsqueeze(1) * floor_log2(uses)).mul_(SLOTS).add_(self._slots)
         order.masked_fill_(last >= step - 1, _NEVER)
         # The table does not know yet which slots this step uses.
-        place = torch.searchsorted(within, sets).clamp_(max=len(within) - 1)
-        inside = used & (within.index_select(0, place) == sets)
+        place = torch.searchsorted(mine, sets).clamp_(max=len(mine) - 1)
+        inside = used & (mine.index_select(0, place) == sets)
         order = torch.nn.functional.pad(order, (0, 0, 0, 1)).view(-1)
-        order.index_fill_(0, torch.where(inside, place * SLOTS + slots, len(within) * SLOTS), _NEVER)
+        order.index_fill_(0, torch.where(inside, place * SLOTS + slots, len(mine) * SLOTS), _NEVER)
         order = torch.where(uses == 0, self._slots - SLOTS, order.view(-1, SLOTS)[:-1])
-        order.masked_fill_(self._slots >= self._slots_of(within).unsqueeze(1), _NEVER)
+        order.masked_fill_(self._slots >= self._slots_of(mine).unsqueeze(1), _NEVER)
         # No more than are wanted, where reading how many that is costs nothing.
         most = min(SLOTS, int(number.max()) + 1) if devices.in_host_memory(number) else SLOTS
         best, by_order = order.topk(most, dim=1, largest=False)

@@ -46,6 +46,7 @@ class Resolution:
         decisions: of this rank's sets; None: ranks gave the look-up up.
         fresh: int64 [f] ascending addresses of the rows of ids that were admitted in this step; equal on all ranks.
         shared: int64 [f] the address of the shared row of each.
+        every_shared: int64 [tables] ascending, the addresses of all shared rows.
         fresh_groups: dim-groups that have any.
         counted: whether it is for training, and changes slots when it is applied.
         step, version: of ``UnboundedIds`` for which it was made.
@@ -58,6 +59,7 @@ class Resolution:
     decisions: SlotDecisions | None
     fresh: torch.Tensor
     shared: torch.Tensor
+    every_shared: torch.Tensor
     fresh_groups: tuple[int, ...]
     counted: bool
     step: int
@@ -81,7 +83,7 @@ class Resolution:
         found: dict[int, torch.Tensor] = {}
         if not self.fresh_groups:
             return found
-        fresh, shared = self.fresh, torch.unique(self.shared)
+        fresh, shared = self.fresh, self.every_shared
         for group in self.fresh_groups:
             keys = route.keys[0][group]
             rows = torch.arange(len(keys), device=keys.device)
@@ -279,7 +281,7 @@ class UnboundedIds:
                 self.apply(ahead.before)
             step = self.next_step + ahead.steps
         resolution = Resolution(
-            replace(found, unresolved=None), None, none, none, (), counted, step, self.version,
+            replace(found, unresolved=None), None, none, none, none, (), counted, step, self.version,
             served[:, 1:].sum(axis=0).tolist(), given.features, none,
         )  # fmt: skip
         if agreement.fault or agreement.diverged:
@@ -376,7 +378,8 @@ class UnboundedIds:
         number = torch.searchsorted(self._first_keys, begun, right=True) - 1
         begun, order = homes.addresses(begun).sort()
         shared = homes.addresses(self._shared_keys)
-        of_tables = torch.zeros_like(shared).index_fill_(0, number, 1).tolist()
+        one_table = len(self.sets.tables) == 1
+        of_tables = [1] if one_table else torch.zeros_like(shared).index_fill_(0, number, 1).tolist()
         by_key = sorted(self.sets.tables, key=lambda table: table.first_key)
         tables = tuple(table.table for table, begins in zip(by_key, of_tables, strict=True) if begins)
         added = [shared[at] for at, begins in enumerate(of_tables) if begins]
@@ -388,5 +391,6 @@ class UnboundedIds:
             numbers[group] += 1
         found = replace(found, keys=torch.cat([part for of_group in parts for part in of_group]), numbers=numbers)
         return replace(
-            resolution, found=found, fresh=begun, shared=shared[number][order], fresh_groups=tuple(sorted({*groups}))
-        )
+            resolution, found=found, fresh=begun, shared=shared[number][order], every_shared=shared.sort().values,
+            fresh_groups=tuple(sorted({*groups})),
+        )  # fmt: skip
