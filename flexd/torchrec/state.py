@@ -153,6 +153,12 @@ def _states(tables: ReplacedTables) -> dict[_Key, _Part]:
 
 
 def _parts(tables: ReplacedTables) -> dict[_Key, _Part]:
+    if unbounded := tables.engine.admit_after:
+        raise CheckpointError(
+            f"tables {', '.join(sorted(unbounded))} have unbounded ids, and TorchRec's checkpoints do not say which "
+            "have rows",
+            remedy="flexd.ShardedState(tables) or flexd.CheckpointSeries(tables, directory)",
+        )
     saved = {table.spec.name: table for table in whole_tables(tables)}
     found = {}
     for module in tables.replaced:

@@ -17,9 +17,9 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
-from flexd.core.errors import EmbeddingError
+from flexd.core.errors import CheckpointError, EmbeddingError
 from flexd.core.placement import RankLayout
-from flexd.torchrec import replace
+from flexd.torchrec import FusedOptimizerState, ModelState, replace
 from tests.support.rank_pool import RankPool
 
 ROWS, DIM = 80, 4
@@ -110,6 +110,14 @@ def test_hashed_ids_begin_anew_with_a_warning() -> None:
     assert "4 ids were hashed" in logger.warning.call_args[0][0] % logger.warning.call_args[0][1:]
     assert tables.rows_of("users", torch.tensor(IDS)).tolist() == [-1] * 4
     assert tables.tables[0].admit_after == 2
+
+
+def test_checkpoints_of_torchrec_would_lose_the_ids_and_are_refused() -> None:
+    model = Model(True)
+    tables = replace(model, layout=RankLayout(1, 1))
+    for state in (ModelState(model, tables), FusedOptimizerState(tables)):
+        with pytest.raises(CheckpointError, match="tables users have unbounded ids"):
+            state.state_dict()
 
 
 def test_what_flexd_does_not_return_is_refused() -> None:
