@@ -75,9 +75,9 @@ class Rank:
             )
             yield torch.from_numpy(ids)
 
-    def train(self, name: str, steps: int) -> list[float]:
+    def train(self, which: str, steps: int) -> list[float]:
         """Return the seconds of each step."""
-        collection, loop, dense = self._runs[name]
+        collection, loop, dense = self._runs[which]
         seconds = []
         for _ in range(steps):
             dist.barrier()

@@ -29,7 +29,7 @@ def step_seconds(setting: IdsSetting, rate_mbit: float | None, rounds: int, step
         cluster.limit(rate_mbit)
         for turn in range(rounds + 1):
             for name in RUNS:
-                answers = ranks.ask(60 + STEP_SECONDS * steps, "train", name=name, steps=steps)
+                answers = ranks.ask(60 + STEP_SECONDS * steps, "train", which=name, steps=steps)
                 if turn:
                     found[name] += np.mean(answers, axis=0).tolist()
     return {name: float(np.median(seconds)) for name, seconds in found.items()}
