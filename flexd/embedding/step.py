@@ -52,6 +52,8 @@ class ForwardPass:
         resolution: of its unbounded ids; None: there are none.
         sources: by dim-group int64 [rows], for each row of the route's first station the row whose value it has, as
             ``Resolution.sources``.
+        added: shared rows of unbounded ids by dim-group that are looked up behind those of the batch.
+        begun: rows of all dim-groups that begin; at least as many as have the value of another one.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class ForwardPass:
     ) -> None:
         self.resolution = resolution
         agreed = not route.agreement.fault and not route.agreement.diverged
+        self.begun = 0 if resolution is None else len(resolution.fresh)
+        self.added = {} if resolution is None else resolution.added
         self.sources = resolution.sources(route) if resolution is not None and agreed else {}
         self.recomputes = in_backward_pass()
         self.route = route
@@ -80,16 +84,15 @@ class ForwardPass:
     def with_sources(self, rows: Sequence[torch.Tensor], *, expand: bool) -> list[torch.Tensor]:
         """Return per dim-group [requests, dim], or without ``expand`` [rows of the first station, dim], of such rows
         as they are stored."""
-        found = [
-            part.index_select(0, self.sources[group]) if group in self.sources else part
-            for group, part in enumerate(rows)
-        ]
-        if not expand:
-            return found
-        return [
-            part if first.expand is None else part.index_select(0, first.expand)
-            for part, first in zip(found, self.route.stations[0], strict=True)
-        ]
+        found = []
+        for group, (part, first) in enumerate(zip(rows, self.route.stations[0], strict=True)):
+            places, sources = first.expand if expand else None, self.sources.get(group)
+            if sources is not None:
+                places = sources if places is None else sources.index_select(0, places)
+                # The batch did not ask for the shared rows behind its own.
+                places = places[: len(places) - self.added.get(group, 0)] if expand else places
+            found.append(part if places is None else part.index_select(0, places))
+        return found
 
     def grads_of_sources(self) -> list[torch.Tensor]:
         """Return ``grads``, those of rows that have the value of another one also as that one's."""
@@ -97,8 +100,11 @@ class ForwardPass:
         for group, sources in self.sources.items():
             if self._trained[group]:
                 other = sources != torch.arange(len(sources), device=sources.device)
-                moved = grads[group].masked_fill(~other.unsqueeze(1), 0)
-                grads[group] = grads[group].index_add(0, sources, moved)
+                most = min(len(sources), self.begun)
+                rows = torch.nonzero_static(other, size=most, fill_value=0).view(-1)
+                known = torch.arange(most, device=rows.device) < other.sum()
+                moved = grads[group].index_select(0, rows).masked_fill_(~known.unsqueeze(1), 0)
+                grads[group] = grads[group].index_add(0, sources.index_select(0, rows), moved)
         return grads
 
     @property

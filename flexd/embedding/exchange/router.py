@@ -246,11 +246,14 @@ class Router:
 
     @in_phase(StepPhase.PUSH)
     def reduce(self, route: Route, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum per group [requests of this rank, dim] gradients of equal rows -> [rows of station 0, dim]."""
+        """Sum per group [requests of this rank, dim] gradients of equal rows -> [rows of station 0, dim]. The last
+        requests may have none."""
         first = route.stations[0]
         totals = self._zeros([0 if rows.expand is None else rows.rows for rows in first])
         return [
-            grad.to(wide) if rows.expand is None else total.index_add_(0, rows.expand, grad.to(wide))
+            _with_rows(grad.to(wide), rows.rows)
+            if rows.expand is None
+            else total.index_add_(0, rows.expand[: len(grad)], grad.to(wide))
             for rows, grad, wide, total in zip(first, grads, self.wide, totals, strict=True)
         ]
 
@@ -393,3 +396,9 @@ def _union_served(
     section = torch.div(distinct, end - first, rounding_mode="floor")
     numbers = section.new_zeros(lookup.groups * peers).scatter_add_(0, section, torch.ones_like(section))
     return distinct - section * (end - first) + first, numbers
+
+
+def _with_rows(grads: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return [rows, dim]: zeros behind [n, dim] gradients."""
+    missing = rows - len(grads)
+    return torch.nn.functional.pad(grads, (0, 0, 0, missing)) if missing else grads

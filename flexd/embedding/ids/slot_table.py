@@ -194,8 +194,8 @@ class SlotTable:
         size = min(_SAMPLED, len(sets))
         some = slice(first := step * 0x9E3779B1 % (len(sets) - size + 1), first + size)
         sets, own = sets[some], own[some]
-        last, uses = (column.index_select(0, sets).to(torch.int64) for column in (self.last, self.uses))
-        scores = (last + bonus[some].unsqueeze(1) * floor_log2(uses.abs_())).masked_fill_(uses == 0, -1)
+        last, uses = self.last.index_select(0, sets), self.uses.index_select(0, sets)
+        scores = floor_log2(uses.abs_()).mul_(bonus[some].unsqueeze(1)).add_(last).masked_fill_(uses == 0, -1)
         mine = scores.gather(1, (places[some] % SLOTS).unsqueeze(1))
         above, slots = (scores > mine).sum(dim=1), self._slots_of(sets)
         return self._sums(sets, torch.stack([own, own * (2 * above < slots), own * (4 * above < slots)]))
@@ -223,16 +223,15 @@ class SlotTable:
         # What is asked of a set, of the first of its ids here.
         row = torch.searchsorted(mine, mine)
         number = torch.arange(len(mine), device=mine.device) - row
-        last, uses = (column.index_select(0, mine).to(torch.int64) for column in (self.last, self.uses))
-        uses = uses.abs_()
-        order = (last + bonus.index_select(0, at).unsqueeze(1) * floor_log2(uses)).mul_(SLOTS).add_(self._slots)
-        order.masked_fill_(last >= step - 1, _NEVER)
+        last, uses = self.last.index_select(0, mine), self.uses.index_select(0, mine)
+        order = floor_log2(uses.abs_()).mul_(bonus.index_select(0, at).unsqueeze(1)).add_(last)
+        order.mul_(SLOTS).add_(self._slots).masked_fill_(last >= step - 1, _NEVER)
         # The table does not know yet which slots this step uses.
         place = torch.searchsorted(mine, sets).clamp_(max=len(mine) - 1)
         inside = used & (mine.index_select(0, place) == sets)
-        order = torch.nn.functional.pad(order, (0, 0, 0, 1)).view(-1)
+        order = torch.cat([order.view(-1), order.new_empty(1)])
         order.index_fill_(0, torch.where(inside, place * SLOTS + slots, len(mine) * SLOTS), _NEVER)
-        order = torch.where(uses == 0, self._slots - SLOTS, order.view(-1, SLOTS)[:-1])
+        order = torch.where(uses == 0, self._slots - SLOTS, order[:-1].view(-1, SLOTS))
         order.masked_fill_(self._slots >= self._slots_of(mine).unsqueeze(1), _NEVER)
         # No more than are wanted, where reading how many that is costs nothing.
         most = min(SLOTS, int(number.max()) + 1) if devices.in_host_memory(number) else SLOTS
@@ -255,9 +254,9 @@ class SlotTable:
 
 
 def floor_log2(numbers: torch.Tensor) -> torch.Tensor:
-    """Return int64: of int64 numbers from 1 to 2**31 the floor of the logarithm to base 2, exactly; of 0 undefined."""
-    bits = numbers.clamp(min=1).to(torch.float64).view(torch.int64)
-    return (bits >> _MANTISSA_BITS) - _EXPONENT_BIAS
+    """Return int64: of integers from 1 to 2**31 the floor of the logarithm to base 2, exactly; of 0 undefined."""
+    bits = numbers.to(torch.float64).view(torch.int64)
+    return bits.bitwise_right_shift_(_MANTISSA_BITS).sub_(_EXPONENT_BIAS)
 
 
 def distinct_ids(sets: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -47,7 +47,7 @@ class Resolution:
         fresh: int64 [f] ascending addresses of the rows of ids that were admitted in this step; equal on all ranks.
         shared: int64 [f] the address of the shared row of each.
         every_shared: int64 [tables] ascending, the addresses of all shared rows.
-        fresh_groups: dim-groups that have any.
+        added: by dim-group that has any, the number of shared rows that ``found`` has behind those of the batch.
         counted: whether it is for training, and changes slots when it is applied.
         step, version: of ``UnboundedIds`` for which it was made.
         look_ups: look-ups over all ranks of each table.
@@ -60,7 +60,7 @@ class Resolution:
     fresh: torch.Tensor
     shared: torch.Tensor
     every_shared: torch.Tensor
-    fresh_groups: tuple[int, ...]
+    added: Mapping[int, int]
     counted: bool
     step: int
     version: int
@@ -81,10 +81,8 @@ class Resolution:
         """Return by dim-group int64 [rows], for each row of the route's first station the row whose value it has:
         itself, or the shared row if its id was admitted in this step."""
         found: dict[int, torch.Tensor] = {}
-        if not self.fresh_groups:
-            return found
         fresh, shared = self.fresh, self.every_shared
-        for group in self.fresh_groups:
+        for group in self.added:
             keys = route.keys[0][group]
             rows = torch.arange(len(keys), device=keys.device)
             at = torch.searchsorted(fresh, keys).clamp_(max=len(fresh) - 1)
@@ -281,7 +279,7 @@ class UnboundedIds:
                 self.apply(ahead.before)
             step = self.next_step + ahead.steps
         resolution = Resolution(
-            replace(found, unresolved=None), None, none, none, none, (), counted, step, self.version,
+            replace(found, unresolved=None), None, none, none, none, {}, counted, step, self.version,
             served[:, 1:].sum(axis=0).tolist(), given.features, none,
         )  # fmt: skip
         if agreement.fault or agreement.diverged:
@@ -392,5 +390,5 @@ class UnboundedIds:
         found = replace(found, keys=torch.cat([part for of_group in parts for part in of_group]), numbers=numbers)
         return replace(
             resolution, found=found, fresh=begun, shared=shared[number][order], every_shared=shared.sort().values,
-            fresh_groups=tuple(sorted({*groups})),
+            added={group: groups.count(group) for group in sorted({*groups})},
         )  # fmt: skip
