@@ -65,19 +65,17 @@ def load_managed(
     """
     known = module._managed_collision_collection._managed_collision_modules[table]
     ids = getattr(known, "_mch_sorted_raw_ids", None)
-    hashed = getattr(known, "_input_hash_func", None) is not None
-    none = torch.empty(0, dtype=torch.int64, device=weight.device)
-    ids = none if ids is None or ids.is_meta or weight.is_meta else ids
-    used = (ids != _NO_ID).nonzero().view(-1)
-    if hashed and len(used):
-        logger.warning("table %r: its %d ids were hashed by input_hash_func; all begin anew", name, len(used))
-        used = none
-    mine = used[tables.rank :: tables.layout.world_size]
-    rows = known._mch_remapped_ids_mapping[mine] - known._output_global_offset if len(used) else mine
-    values = weight[rows] if len(used) else torch.zeros((0, tables.tables[tables.keyspace.index[name]].dim))
-    found = tables.load_ids(name, ids[mine], values)
-    if len(mine) and bool((found < 0).any()):
-        logger.warning("table %r: %d ids of its module have no row of their own", name, int((found < 0).sum()))
+    mine, rows = torch.empty(0, dtype=torch.int64), weight.new_empty((0, weight.shape[1]), device="cpu")
+    if ids is not None and not ids.is_meta and not weight.is_meta:
+        used = (ids != _NO_ID).nonzero().view(-1)
+        if known._input_hash_func is not None and len(used):
+            logger.warning("table %r: its %d ids were hashed by input_hash_func; all begin anew", name, len(used))
+        else:
+            used = used[tables.rank :: tables.layout.world_size]
+            mine, rows = ids[used], weight[known._mch_remapped_ids_mapping[used] - known._output_global_offset]
+    found = tables.load_ids(name, mine.to(tables.device), rows.to(tables.device))
+    if lost := int((found < 0).sum()):
+        logger.warning("table %r: %d ids of its module have no row of their own", name, lost)
 
 
 class ReplacedManagedCollisions(nn.Module):

@@ -103,6 +103,15 @@ def test_known_ids_keep_their_rows_and_new_ones_get_some(pair: RankPool, pooled:
         assert texts == [f"ReplacedManagedCollisions {kind}"]
 
 
+def test_a_model_on_meta_has_no_ids_yet() -> None:
+    with torch.device("meta"):
+        model = Model(False)
+    tables = replace(model, layout=RankLayout(1, 1))
+    model(features(*IDS)).backward()
+    tables.optimizer.step()
+    assert sorted(tables.rows_of("users", torch.tensor(IDS)).tolist())[0] >= 0
+
+
 def test_hashed_ids_begin_anew_with_a_warning() -> None:
     model, _ = known_before(False, known={"input_hash_func": lambda ids, size: ids % size})
     with mock.patch("flexd.torchrec.managed_collisions.logger") as logger:
