@@ -135,8 +135,16 @@ def close(one: dict[str, dict[int, list[float]]], other: dict[str, dict[int, lis
             np.testing.assert_allclose(row, other[name][id_], rtol=0, atol=1e-9, err_msg=f"{name} {id_}")
 
 
-@pytest.mark.parametrize("layout", [RankLayout(1, 1), RankLayout(3, 1), RankLayout(2, 2)])
-@pytest.mark.parametrize(("kind", "number"), [("series", 1), ("series", 3), ("dcp", 3), ("whole", 3)])
+@pytest.mark.parametrize(
+    ("kind", "number", "layout"),
+    [
+        ("series", 1, RankLayout(2, 2)),
+        ("series", 3, RankLayout(1, 1)),
+        ("series", 3, RankLayout(3, 1)),
+        ("dcp", 3, RankLayout(3, 1)),
+        ("whole", 3, RankLayout(3, 1)),
+    ],
+)
 def test_any_ranks_go_on_as_if_training_had_not_ended(
     ranks: Ranks, saved: tuple[Path, Any], layout: RankLayout, kind: str, number: int, tmp_path: Path
 ) -> None:
