@@ -166,8 +166,11 @@ class SeriesDirectory:
     def complete(self, manifest: Manifest) -> None:
         """Let a save that is written whole be one."""
         partial = self.partial(manifest.number)
+        fields = {"format": FORMAT, **asdict(manifest)}
+        if manifest.ids is None:  # as releases wrote it that did not know unbounded ids
+            del fields["ids"]
         with (partial / _MANIFEST).open("x") as file:
-            file.write(json.dumps({"format": FORMAT, **asdict(manifest)}))
+            file.write(json.dumps(fields))
             file.flush()
             os.fsync(file.fileno())
         _sync(partial)

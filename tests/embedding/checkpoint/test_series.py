@@ -1,6 +1,7 @@
 """Series of checkpoints on real gloo ranks: rows that changed since the last one, rotation, crashes and damage."""
 
 import io
+import json
 import os
 import shutil
 import tempfile
@@ -249,6 +250,9 @@ def test_the_newest_are_kept_with_what_they_build_on(ranks: Ranks, tmp_path: Pat
     assert [save["base"] for save in saves] == [None, 1, 2, None, 4, 5, None, 7, 8]
     assert 0 < saves[1]["rows"] < saves[0]["rows"] == saves[3]["rows"] == 87
     assert saves[8]["rows"] == 9, "nothing but what load_rows set"
+    assert "ids" not in json.loads((tmp_path / "save-00000009" / "manifest.json").read_text()), (
+        "older releases refuse it"
+    )
     for result in ranks(1).run(load, RankLayout(1, 1), str(tmp_path), "adam", [8, None], {}):
         check(result, saves[7:])
 
