@@ -16,6 +16,7 @@ from flexd.embedding.collection import EmbeddingCollection
 from tests.support.collection_jobs import OPTIMIZERS, offer, random_placement, tables, train_steps, whole
 from tests.support.forked import Forked
 from tests.support.rank_pool import Ranks, error_of
+from tests.support.until import until
 
 FOUR_RANKS = RankLayout(2, 2)
 Tables = dict[str, np.ndarray]
@@ -62,6 +63,8 @@ def run(rank: int, layout: RankLayout, path: str, fast_memory_bytes: int | None)
     for step in range(4):
         train_steps(collection, 2 * step, 1)
         saved.append(whole(collection))
+        # Held would hold what is left of the one before, for which the save waits.
+        until(lambda number=step: not number or number in series.numbers(), 45, series.numbers)
         with Held() as held:
             assert series.save({"step": torch.tensor(step)}, background=True) is None
             train_steps(collection, 2 * step + 1, 1)
