@@ -97,6 +97,8 @@ MAY_BE_EMPTY = {
     ("flexd-control", "Chunks held back"): "no chunk waits without a limit",
     ("flexd-overview", "Slow memory: misses and wait"): "all rows are fast",
     ("flexd-overview", "Slow memory: bytes"): "all rows are fast",
+    ("flexd-overview", "Unbounded ids: look-ups with a row of their own"): "all ids are rows",
+    ("flexd-overview", "Unbounded ids: rows that change ids"): "all ids are rows",
 }
 
 
