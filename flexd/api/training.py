@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from flexd.control.protocol.report import StepReport, UsedExchange
     from flexd.core.keyspace import TableSpec
     from flexd.core.placement import RankLayout
+    from flexd.operations.ids_monitor import IdsTotals
     from flexd.operations.training_monitor import (
-        IdsTotals,
         PhaseAverages,
         RankAverages,
         SlowMemoryTotals,

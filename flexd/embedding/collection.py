@@ -408,8 +408,10 @@ class EmbeddingCollection(TableAccess):
             self.engine.count_read()
         if self.after_lookup is not None and self._trains():
             with self.engine.guard.publishing():  # the other ranks may be in the next exchange already
-                resolution = routed.forward_pass.resolution
-                self.after_lookup(routed.features if resolution is None else resolution.with_rows(routed.features))
+                resolution, ids, features = routed.forward_pass.resolution, self.engine.ids, routed.features
+                if ids is not None and resolution is not None:
+                    features = ids.with_rows(resolution, features)
+                self.after_lookup(features)
         return rows
 
     def _checked_again(self, given: Any, check: Callable[[], None], features: Mapping[str, Jagged]) -> FeatureKeys:

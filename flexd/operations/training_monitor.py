@@ -15,11 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.control.protocol.report import (
-    IDS_QUANTITIES,
     PHASE_QUANTITIES,
     SLOW_TABLE_QUANTITIES,
     BatchReport,
-    IdsReport,
     PlacementState,
     SentBytes,
     SlowMemoryReport,
@@ -28,6 +26,7 @@ from flexd.control.protocol.report import (
 )
 from flexd.core.step_phases import ExchangeReason, StepPhase
 from flexd.core.usage_warnings import MAX_TEXT, UsageWarningKind, UsageWarningReport
+from flexd.operations.ids_monitor import IdsMonitor, IdsTotals
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -169,25 +168,6 @@ class SlowMemoryTotals:
     wait_share: float
 
 
-IDS_HALF_LIFE_SECONDS = 600.0
-"""Of what is recent of unbounded ids."""
-
-
-@dataclass(frozen=True)
-class IdsTotals:
-    """Unbounded ids of one table over all ranks.
-
-    Attributes:
-        used_slots: rows that ids have now.
-        counts: int64 [quantities], of ``IDS_QUANTITIES``, since the daemon started.
-        recent: float64 [quantities], decayed.
-    """
-
-    used_slots: int
-    counts: npt.NDArray[np.int64]
-    recent: npt.NDArray[np.float64]
-
-
 TRAFFIC_KINDS = ("all_to_all", "sync", "migration")
 LINKS = ("intra", "inter")
 
@@ -290,11 +270,7 @@ class TrainingMonitor:
         # Seconds of slow memory and of all steps, decayed.
         self._recent = np.zeros(2)
         self._recent_at = time.monotonic()
-        # By table: totals, and what is recent with its time; by table and rank: slots in use.
-        self._tables = tables
-        self._ids: dict[int, npt.NDArray[np.int64]] = {}
-        self._recent_ids: dict[int, tuple[npt.NDArray[np.float64], float]] = {}
-        self._used_slots: dict[tuple[int, int], int] = {}
+        self._ids = IdsMonitor(tables)
 
     def add(self, rank: int, report: StepReport) -> None:
         """Add one report. A rank's look-ups are summed over tiers and averaged with exponential weights."""
@@ -304,7 +280,7 @@ class TrainingMonitor:
                 return
             self._add_to_interval(report)
             self._add_slow_memory(report)
-            self._add_ids(rank, report.ids)
+            self._ids.add(rank, report.ids)
             self._ranks[rank] = RankAverages.of(report, self._ranks.get(rank))
             self._totals = added(self._totals, report)
 
@@ -349,29 +325,10 @@ class TrainingMonitor:
             self._slow.seconds + slow.seconds,
         )  # fmt: skip
 
-    def _add_ids(self, rank: int, reports: Sequence[IdsReport]) -> None:
-        """Add what a rank reports of unbounded ids; tables that the daemon does not have are left out."""
-        now = time.monotonic()
-        for report in reports:
-            if report.table >= self._tables:
-                continue
-            counts = np.array([getattr(report, name) for name in IDS_QUANTITIES], dtype=np.int64)
-            known = self._ids.get(report.table, np.zeros_like(counts))
-            self._ids[report.table] = np.minimum(known + np.minimum(counts, _MOST), _MOST)
-            recent, since = self._recent_ids.get(report.table, (np.zeros(len(counts)), now))
-            self._recent_ids[report.table] = recent * 0.5 ** ((now - since) / IDS_HALF_LIFE_SECONDS) + counts, now
-            self._used_slots[report.table, rank] = report.used_slots
-
     def ids(self) -> dict[int, IdsTotals]:
         """Return the totals of tables of unbounded ids, by number of the table."""
         with self._lock:
-            return {
-                table: IdsTotals(
-                    min(_MOST, sum(used for (of, _), used in self._used_slots.items() if of == table)), counts.copy(),
-                    self._recent_ids[table][0].copy(),
-                )
-                for table, counts in sorted(self._ids.items())
-            }  # fmt: skip
+            return self._ids.totals()
 
     def usage_warnings(self) -> tuple[UsageWarningTotal, ...]:
         """Return the totals of the kinds of usage warnings that were reported, the newest first."""
@@ -398,7 +355,7 @@ class TrainingMonitor:
         """Forget the averages of the ranks of the previous topology generation."""
         with self._lock:
             self._ranks.clear()
-            self._used_slots.clear()
+            self._ids.forget_ranks()
 
     def accesses_per_step(self, world_size: int) -> float | None:
         """Return the look-ups of the whole job per step; None until a rank has reported.

@@ -171,12 +171,22 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
     assert counted == sum(len(j.values) for s in range(steps) for r in range(4) for j in some(0, s, r).values())
 
 
+def _heard(agent: _RecordingAgent, tables: int) -> TrainingMonitor:
+    """Return a daemon's monitor to which all reports came in progress messages."""
+    monitor, fence = TrainingMonitor(tables), m.Fence("job", "a1", 2, 7, "token")
+    for report in agent.reports:
+        message = m.decode(m.encode(m.Progress(fence, 0, 0, report)))
+        assert isinstance(message, m.Progress)
+        monitor.add(0, message.report)
+    return monitor
+
+
 def test_the_daemon_sees_what_slow_memory_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted on a rank, sent in a progress message, summed, shown."""
     monkeypatch.setattr("flexd.embedding.connect.SLOW_MEMORY_SECONDS", 0.0)
     specs = [flexd.EmbeddingTable("item", 60, 4), flexd.EmbeddingTable("shop", 30, 4)]
     collection = flexd.EmbeddingCollection(specs, optimizer=flexd.SGD(0.1), fast_memory_bytes=6 * (16 + 64))
-    agent, monitor = _RecordingAgent(), TrainingMonitor(len(specs))
+    agent = _RecordingAgent()
     connection = Connection(collection, agent)  # type: ignore[arg-type]
     for item, shop in (
         ([1, 2, 3, 2], [7]),
@@ -188,9 +198,7 @@ def test_the_daemon_sees_what_slow_memory_did(monkeypatch: pytest.MonkeyPatch) -
         sum(rows.values.sum() for rows in found.values()).backward()  # type: ignore[union-attr]
         collection.optimizer.step()
     connection.close()
-    for report in agent.reports:
-        monitor.add(0, m.decode(m.encode(m.Progress(m.Fence("job", "a1", 2, 7, "token"), 0, 0, report))).report)  # type: ignore[union-attr]
-    shown = slow_memory_status(monitor.slow_memory(), collection.keyspace.tables)
+    shown = slow_memory_status(_heard(agent, len(specs)).slow_memory(), collection.keyspace.tables)
     assert {each.table: (each.used, each.missed) for each in shown.tables} == {"item": (8, 6), "shop": (5, 3)}
     assert (shown.used, shown.missed, shown.evicted, shown.written) == (13, 9, 3, 3)
     assert min(shown.bytes_read, shown.bytes_written, shown.wait_seconds) > 0
@@ -233,7 +241,7 @@ def test_the_daemon_sees_the_use_of_unbounded_ids(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("flexd.embedding.connect.IDS_SECONDS", 0.0)
     specs = [flexd.EmbeddingTable("item", 60, 4), flexd.EmbeddingTable("user", 30, 4, ids="unbounded")]
     collection = flexd.EmbeddingCollection(specs, optimizer=flexd.SGD(0.1))
-    agent, monitor = _RecordingAgent(), TrainingMonitor(len(specs))
+    agent = _RecordingAgent()
     connection = Connection(collection, agent)  # type: ignore[arg-type]
 
     def train(*ids: int) -> None:
@@ -245,9 +253,7 @@ def test_the_daemon_sees_the_use_of_unbounded_ids(monkeypatch: pytest.MonkeyPatc
     collection.reset_parameters()  # no row is an id's
     train(7)
     connection.close()
-    for report in agent.reports:
-        monitor.add(0, m.decode(m.encode(m.Progress(m.Fence("job", "a1", 2, 7, "token"), 0, 0, report))).report)  # type: ignore[union-attr]
-    shown = ids_status(monitor.ids(), collection.keyspace.tables)
+    shown = ids_status(_heard(agent, len(specs)).ids(), collection.keyspace.tables)
     (of_users,) = shown.tables
     assert (of_users.table, of_users.rows, of_users.rows_used) == ("user", 30, 1)
     assert (of_users.look_ups, of_users.own, of_users.admitted, of_users.evicted) == (6, 1, 4, 0)

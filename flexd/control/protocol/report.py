@@ -55,19 +55,21 @@ class TrainerSettings:
 
     def read_only_tables(self, tables: Sequence[TableSpec]) -> frozenset[str]:
         """Return the names of the tables that are read only."""
-        pairs = zip(tables, self.read_only, strict=False)
-        return frozenset(table.name for table, letter in pairs if letter == "r")
+        return _with_letter("r", self.read_only, tables)
 
     def unbounded_tables(self, tables: Sequence[TableSpec]) -> frozenset[str]:
         """Return the names of the tables of unbounded ids."""
-        pairs = zip(tables, self.unbounded, strict=False)
-        return frozenset(table.name for table, letter in pairs if letter == "u")
+        return _with_letter("u", self.unbounded, tables)
 
     def pooling_at_by_table(self, tables: Sequence[TableSpec]) -> dict[str, str]:
         """Return "requester" or "owner" by name of each pooled table."""
         places = {"r": "requester", "o": "owner"}
         pairs = zip(tables, self.pooling, strict=False)
         return {table.name: places[letter] for table, letter in pairs if letter in places}
+
+
+def _with_letter(wanted: str, letters: str, tables: Sequence[TableSpec]) -> frozenset[str]:
+    return frozenset(table.name for table, letter in zip(tables, letters, strict=False) if letter == wanted)
 
 
 @dataclass(frozen=True)

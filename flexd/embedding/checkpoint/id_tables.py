@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class IdTables:
-    """The sets of a collection, copied; ``load`` puts them back after they were replaced.
+    """The sets of a collection, copied; ``load`` makes the copies its sets, after they were replaced.
 
     Attributes:
         tables: one for each table of unbounded ids.
@@ -68,12 +68,17 @@ class IdTables:
         }
 
     def load(self, progress: Mapping[str, torch.Tensor]) -> None:
-        """Go on with the words of ``tables`` and what ``progress`` returned, after ``RowEngine.steps`` was set."""
+        """Go on with the words of ``tables`` and what ``progress`` returned, after ``RowEngine.steps`` was set. Tables
+        of which it has nothing begin without ids."""
         self._ids.reset()
-        slots = self._ids.slots
+        slots, sets = self._ids.slots, self._ids.sets
+        found = {name: progress[key].tolist() for name in self.names if (key := _progress_key(name)) in progress}
+        for number, name in enumerate(self.names):
+            if name not in found:
+                mine, _ = sets.of_rank(number, slots.rank, slots.world_size)
+                self._words[torch.div(mine, slots.world_size, rounding_mode="floor")] = 0
         slots.unpack(self._gated, self._words[self._gated], filters=True)
         slots.unpack(self._others, self._words[self._others, : set_words(filters=False)], filters=False)
-        found = {name: progress[key].tolist() for name in self.names if (key := _progress_key(name)) in progress}
         step, seen_steps, stepped, _ = next(iter(found.values()), (0, 0, 1, 0))
         look_ups = {name: of_table[3] for name, of_table in found.items()}
         self._ids.load_progress(

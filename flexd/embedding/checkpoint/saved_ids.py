@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from flexd.core.arrays import Int64Array
-from flexd.embedding import devices
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.saved_rows import Manifest, RowWindow, read_windows
 from flexd.embedding.checkpoint.saved_tables import SavedTables
+from flexd.embedding.exchange.addressed_rows import AddressedRows
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.ids.id_sets import SLOTS, IdSets, UnboundedTable
 from flexd.embedding.ids.slot_table import SlotTable, floor_log2, set_words
@@ -121,7 +121,7 @@ def _target(ids: UnboundedIds, tables: SavedTables, name: str) -> _Target | None
     """Return None if this job lacks the table."""
     if name not in ids.admit_after:
         return None
-    number = next(number for number, table in enumerate(ids.sets.tables) if table.name == name)
+    number = ids.sets.index[name]
     words, filters = set_words(filters=tables.admit_after[name] > 1), ids.admit_after[name] > 1
     rows = tables.saved.tables[tables.saved.index[name]].rows
     if rows == ids.sets.tables[number].rows:
@@ -135,7 +135,7 @@ def _moved(world: Peers, ids: UnboundedIds, name: str, old: _Target) -> Int64Arr
     """Collective. Give rows to the ids of a table that had another number of rows, and return those that they had
     before, as in ``SavedTables.moved``."""
     sets, slots, table = ids.sets, ids.slots, old.sets.tables[0]
-    number = next(number for number, each in enumerate(sets.tables) if each.name == name)
+    number = sets.index[name]
     at = (old.slots.uses[:-1].view(-1) != 0).nonzero().view(-1)
     rows = old.sets.keys(old.slots.global_sets(torch.div(at, SLOTS, rounding_mode="floor")), at % SLOTS)
     columns = [column.view(-1)[at].to(torch.int64) for column in (old.slots.ids, old.slots.last, old.slots.uses)]
@@ -167,10 +167,6 @@ def _moved(world: Peers, ids: UnboundedIds, name: str, old: _Target) -> Int64Arr
 
 def _at_home(world: Peers, sets: torch.Tensor, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Collective. Send int64 [n, w] words of int64 [n] sets to the homes of the sets; return those that arrive."""
-    order, counts = devices.ordered(sets % world.size, world.size)
-    ones, width = [1] * world.size, 1 + words.shape[1]
-    sent, received = counts.tolist(), world.all_to_all(counts, ones, ones).tolist()
-    joined = torch.cat([sets.unsqueeze(1), words], dim=1).index_select(0, order)
-    arrived = world.all_to_all(joined.view(-1), [n * width for n in sent], [n * width for n in received])
-    arrived = arrived.view(-1, width)
+    joined = torch.cat([sets.unsqueeze(1), words], dim=1)
+    arrived = AddressedRows.exchanged(world, sets % world.size, joined).arrived
     return arrived[:, 0].contiguous(), arrived[:, 1:]

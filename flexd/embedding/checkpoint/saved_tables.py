@@ -18,9 +18,9 @@ from flexd.core.arrays import Int64Array
 from flexd.core.errors import CheckpointError
 from flexd.core.keyspace import NO_KEY, KeySpace, TableSpec
 from flexd.core.sharding_types import ROW_WISE
-from flexd.embedding import devices
 from flexd.embedding.checkpoint import table_rows
 from flexd.embedding.checkpoint.saved_rows import KEY_BYTES, Manifest, read_windows
+from flexd.embedding.exchange.addressed_rows import AddressedRows
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.store.store import GroupStore
 
@@ -175,12 +175,7 @@ def send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: 
     places = torch.arange(len(addresses), device=addresses.device)
     for part in range(parts):
         of_part = places[part::parts]
-        order, counts = devices.ordered(homes.index_select(0, of_part), world.size)
-        received_counts = world.all_to_all(counts, [1] * world.size, [1] * world.size).tolist()
-        received = world.all_to_all(
-            joined.index_select(0, of_part.index_select(0, order)).view(-1),
-            [count * width for count in counts.tolist()], [count * width for count in received_counts],
-        ).view(-1, width)  # fmt: skip
+        received = AddressedRows.exchanged(world, homes[of_part], joined[of_part]).arrived
         slots = store.home_slots(received[:, :KEY_BYTES].clone().view(torch.int64).view(-1))
         store.write_homes(received[:, KEY_BYTES:], slots)
 

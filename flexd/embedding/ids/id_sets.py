@@ -53,6 +53,7 @@ class IdSets:
 
     Attributes:
         tables: in the order of their sets.
+        index: number in ``tables`` of each by its name.
         total: number of sets.
         gated: number of sets of tables with ``admit_after`` 2.
         ends: int64 [tables], the sets behind those of each.
@@ -60,6 +61,7 @@ class IdSets:
 
     def __init__(self, tables: Sequence[UnboundedTable], device: torch.device) -> None:
         self.tables = tuple(sorted(tables, key=lambda table: -table.admit_after))
+        self.index = {table.name: number for number, table in enumerate(self.tables)}
         firsts = list(accumulate((table.sets for table in self.tables), initial=0))
         self.total = firsts[-1]
         self.gated = sum(table.sets for table in self.tables if table.admit_after > 1)
@@ -102,8 +104,8 @@ class IdSets:
 
     def rows(self, keys: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Return int64 [n], the rows of int64 [n] keys of the tables of int64 [n] ``numbers`` in ``tables``."""
-        first: torch.Tensor = self._first_key[numbers]
-        return keys - first
+        found: torch.Tensor = keys - self._first_key[numbers]
+        return found
 
     def places(self, rows: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (int64 [n] sets, int64 [n] slots) of int64 [n] rows of a table, none of them the shared one."""

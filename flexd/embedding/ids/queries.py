@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.embedding import devices
 from flexd.embedding.checkpoint.saved_tables import send_home
 from flexd.embedding.engine import RowEngine
+from flexd.embedding.exchange.addressed_rows import AddressedRows
 from flexd.embedding.ids.id_sets import SLOTS
 from flexd.embedding.ids.slot_table import distinct_ids
 from flexd.embedding.ids.unbounded_ids import UnboundedIds
@@ -60,7 +60,10 @@ def load_ids(
     known, number = _of_table(engine, table)
     spec = engine.keyspace.tables[table]
     fits = ids.dim() == 1 and ids.dtype == torch.int64 and values.shape == (len(ids), spec.dim)
-    wrong = engine.groups.world.all_gather(torch.tensor([not fits], device=known.slots.ids.device)).view(-1).tolist()
+    agree_on_reading(engine)
+    with engine.calling(), engine.router.traffic.uncounted():
+        faults = engine.groups.world.all_gather(torch.tensor([not fits], device=known.slots.ids.device))
+    wrong = faults.view(-1).tolist()
     if any(wrong):
         raise EmbeddingError(
             f"load_ids of table {spec.name!r}: ids of rank {wrong.index(True)} are no int64 [n], or its values are no "
@@ -113,16 +116,6 @@ def _ask(
     """
     agree_on_reading(engine)
     world = engine.groups.world
-    order, counts = devices.ordered(sets % world.size, world.size)
     with engine.calling(), engine.router.traffic.uncounted():
-        ones = [1] * world.size
-        sent, received = counts.tolist(), world.all_to_all(counts, ones, ones).tolist()
-        width = words.shape[1]
-        arrived = world.all_to_all(
-            words.index_select(0, order).view(-1), [width * n for n in sent], [width * n for n in received]
-        )
-        answers = answer(arrived.view(-1, width))
-        width = answers.shape[1]
-        back = world.all_to_all(answers.view(-1), [width * n for n in received], [width * n for n in sent])
-    back = back.view(-1, width)
-    return torch.empty_like(back).index_copy_(0, order, back)
+        asked = AddressedRows.exchanged(world, sets % world.size, words)
+        return asked.answered(world, answer(asked.arrived))

@@ -28,8 +28,8 @@ and of these the ones of ids among the half and the quarter of the slots of thei
 fewer rows would have kept too (R. Mattson et al., Evaluation techniques for storage hierarchies, IBM Systems Journal
 9/2, 1970)."""
 
-_SAMPLED = 256
-"""Distinct ids of a step."""
+_SAMPLED, _SAMPLED_STEPS = 256, 16
+"""Distinct ids of a step, of one step in so many."""
 _WORDS = 2 * SLOTS
 _NEVER = 2**63 - 1
 _MOST_USES = 2**31 - 1
@@ -191,6 +191,8 @@ class SlotTable:
             places: int64 [n] of the slots that ids have.
             own: int64 [n] look-ups of ids that have one.
         """
+        if step % _SAMPLED_STEPS:
+            return torch.zeros((len(self._all.tables), 3), dtype=torch.int64, device=own.device)
         size = min(_SAMPLED, len(sets))
         some = slice(first := step * 0x9E3779B1 % (len(sets) - size + 1), first + size)
         sets, own = sets[some], own[some]

@@ -52,7 +52,7 @@ class Resolution:
         step, version: of ``UnboundedIds`` for which it was made.
         look_ups: look-ups over all ranks of each table.
         features: of the batch that have unbounded ids.
-        rows: int64 [n], of their ids one after another.
+        keys, numbers: int64 [n], of their ids one after another the key, and the table in ``IdSets.tables``.
     """
 
     found: FeatureKeys
@@ -66,16 +66,8 @@ class Resolution:
     version: int
     look_ups: Sequence[int]
     features: Sequence[str]
-    rows: torch.Tensor
-
-    def with_rows(self, features: Mapping[str, Jagged]) -> dict[str, Jagged]:
-        """Return the features of the batch with rows in place of unbounded ids."""
-        sizes = [len(features[name].values) for name in self.features]
-        rows = dict(zip(self.features, self.rows.split_with_sizes(sizes), strict=True))
-        return {
-            name: Jagged.checked(rows[name], jagged.lengths) if name in rows else jagged
-            for name, jagged in features.items()
-        }
+    keys: torch.Tensor
+    numbers: torch.Tensor
 
     def sources(self, route: Route) -> dict[int, torch.Tensor]:
         """Return by dim-group int64 [rows], for each row of the route's first station the row whose value it has:
@@ -231,6 +223,16 @@ class UnboundedIds:
         if len(resolution.fresh):
             self._engine.begin_rows(resolution.fresh, self._initial_states())
 
+    def with_rows(self, resolution: Resolution, features: Mapping[str, Jagged]) -> dict[str, Jagged]:
+        """Return the features of a batch with rows in place of unbounded ids."""
+        sizes = [len(features[name].values) for name in resolution.features]
+        found = self.sets.rows(resolution.keys, resolution.numbers).split_with_sizes(sizes)
+        rows = dict(zip(resolution.features, found, strict=True))
+        return {
+            name: Jagged.checked(rows[name], jagged.lengths) if name in rows else jagged
+            for name, jagged in features.items()
+        }
+
     def _seen(self, step: int, look_ups: Sequence[int]) -> tuple[int, list[int]]:
         """Return ``seen_steps`` and ``seen_look_ups`` after a look-up."""
         steps = self.seen_steps + (step > self.step)
@@ -280,7 +282,7 @@ class UnboundedIds:
             step = self.next_step + ahead.steps
         resolution = Resolution(
             replace(found, unresolved=None), None, none, none, none, {}, counted, step, self.version,
-            served[:, 1:].sum(axis=0).tolist(), given.features, none,
+            served[:, 1:].sum(axis=0).tolist(), given.features, none, given.numbers,
         )  # fmt: skip
         if agreement.fault or agreement.diverged:
             return resolution
@@ -293,8 +295,7 @@ class UnboundedIds:
         decisions, keys, fresh = self._decide(arrived.view(-1, 2), resolution, seeded=trains)
         keys, fresh_counts = self._answer(world, keys, fresh, asked, answered)
         keys = keys.index_select(0, number)
-        rows = self.sets.rows(keys, given.numbers)
-        resolution = replace(resolution, decisions=decisions, rows=rows)
+        resolution = replace(resolution, decisions=decisions, keys=keys)
         return self._resolved(world, resolution, given, keys, fresh, fresh_counts)
 
     def _trained(self) -> torch.Tensor:

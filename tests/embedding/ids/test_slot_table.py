@@ -132,8 +132,8 @@ def test_what_fewer_slots_would_have_kept_is_known_from_the_order_of_the_slots()
     for every, expected in ((10, (1, 1)), (20, (1, 0)), (50, (0, 0))):
         sets = IdSets([UnboundedTable("t", 0, 65, 0, 1)], CPU)
         table, first = SlotTable(sets, 0, 1, CPU), torch.zeros(1, dtype=torch.int64)
-        for step in range(1, 2 * every):
-            looked_up = torch.tensor([7 if step % every == 1 else 1000 + step])
+        for step in range(1, 65):  # of a step in sixteen there is a sample
+            looked_up = torch.tensor([7 if step in (64 - every, 64) else 1000 + step])
             table.apply(table.decide(first, looked_up, torch.ones_like(first), step, torch.ones_like(first)))
         assert table.counts[0, 1] == 1
         assert table.counts[0, 6:].tolist() == [1, *expected]

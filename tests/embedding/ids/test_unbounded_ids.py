@@ -113,6 +113,20 @@ def test_a_state_dict_has_the_ids_and_loads_where_the_table_is_the_same() -> Non
         first.rows_of("items", rows)
 
 
+def test_whole_tables_without_ids_leave_none_with_a_row() -> None:
+    first, second = collection(full_state_dict=True), collection(full_state_dict=True)
+    train(first, 5, 6)
+    for _ in range(3):
+        train(second, 7)
+    state = {key: value for key, value in first.state_dict().items() if not key.startswith("ids.")}
+    with pytest.raises(RuntimeError, match=r"ids\.users\.progress"):
+        second.load_state_dict(state)
+    second.load_state_dict(state, strict=False)
+    assert second.rows_of("users", torch.tensor([5, 6, 7])).tolist() == [-1] * 3
+    train(second, 8)
+    assert second.rows_of("users", torch.tensor([8])).tolist() == [0]
+
+
 def test_text_has_the_ids_that_the_stream_counts() -> None:
     texts = ["a", "Zürich", "", "a"]
     ids = flexd.hash_ids(texts)

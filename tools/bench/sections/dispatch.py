@@ -39,7 +39,7 @@ from tools.bench import mirror_ranks
 from tools.bench.harness import Outcome, at_most
 from tools.bench.mirror_ranks import mirrored
 
-MAX_LAUNCHES, MAX_LAUNCHES_OF_IDS, MAX_WAITS = 400, 720, 16
+MAX_LAUNCHES, MAX_LAUNCHES_OF_IDS, MAX_WAITS = 400, 700, 16
 DIMS = (16, 32, 64, 128)
 MILLISECONDS = {100: 12.0, 1935: 25.0}
 """Processor time a step at the most, by number of tables."""
