@@ -97,7 +97,7 @@ def run(check: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
 
 
 NEEDED = ("numpy", "pydantic", "pyyaml", "numba", "pyarrow", "fastapi", "uvicorn", "scipy")
-FORMATS = ("orjson", "fastavro", "protobuf", "xxhash")
+FORMATS = ("orjson", "protobuf", "xxhash")
 _CONNECT_SECONDS = 2.0
 # Larger than ``struct timex`` on any Linux; with modes = 0 the kernel only fills it in.
 _TIMEX_BYTES = 512

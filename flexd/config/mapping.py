@@ -53,8 +53,8 @@ class MappingConfig(Section):
     over in ``json`` and ``protobuf``."""
     definition: Annotated[str | None, Field(validate_default=True)] = None
     """Of ``avro``: a schema file, for messages without a schema registry's header; or, for messages with one, a
-    directory of ``ID.avsc`` or the registry's URL. Of ``protobuf``: a descriptor set
-    (``protoc --include_imports --descriptor_set_out``)."""
+    directory of ``ID.avsc`` or the URL of the registry, whose references are followed. Of ``protobuf``: a descriptor
+    set (``protoc --include_imports --descriptor_set_out``)."""
     message: Annotated[str | None, Field(validate_default=True)] = None
     """Of ``protobuf``: full name of the message type."""
     table: str | dict[str, str]

@@ -8,7 +8,6 @@ bytes, is refused.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -16,8 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from flexd.core.errors import ConfigError
 from flexd.stream import codec
+from flexd.stream.avro.decoder import ITEMS, Decoder
+from flexd.stream.avro.schema import Type
 from flexd.stream.paths import FieldPath
-from flexd.stream.schemas import HEADER_BYTES, MAX_DEFINITION_BYTES, AvroSchemas, import_extra
+from flexd.stream.schemas import HEADER_BYTES, MAX_DEFINITION_BYTES, MAX_SCHEMAS, AvroSchemas, import_extra
 
 if TYPE_CHECKING:
     from flexd.config.mapping import MappingConfig
@@ -120,24 +121,37 @@ def _checked_events(found: Any) -> list[Any]:
 
 
 class AvroReader:
-    """One datum per message, by a schema file, or by the schema that a registry's header names."""
+    """One datum per message, by a schema file, or by the schema that a registry's header names. Only fields that a path
+    names are read, or all if none does."""
 
     def __init__(self, schemas: AvroSchemas) -> None:
         self._schemas = schemas
-        self._read = import_extra("fastavro").schemaless_reader
+        self._wanted: dict[str, Any] | None = None
+        self._head_bytes = 0 if schemas.by_id is None else HEADER_BYTES
+        # By the header.
+        self._decoders: dict[bytes, Decoder] = {}
+        # Compiled before the first message: it takes seconds, or little with numba's cache.
+        Decoder(Type("boolean"), None).read(b"\0", 0)
 
     def events(self, payload: bytes) -> Sequence[Any]:
-        schema, start = self._schemas.of(payload)
-        stream = io.BytesIO(payload)
-        stream.seek(start)
+        head = payload[: self._head_bytes]
+        decoder = self._decoders.get(head)
         try:
-            found = self._read(stream, schema)
-        # The library has no error of its own: it fails in as many ways as there are types.
-        except Exception as error:
-            self._refuse(payload, f"{type(error).__name__}: {str(error)[:200]}")
-        if stream.tell() != len(payload):
-            self._refuse(payload, f"{len(payload) - stream.tell()} bytes behind the record")
+            if decoder is None or not payload:
+                decoder = self._decoder(payload, head)
+            found, end = decoder.read(payload, len(head))
+        except ValueError as error:
+            self._refuse(payload, str(error)[:200])
+        if end != len(payload):
+            self._refuse(payload, f"{len(payload) - end} bytes behind the record")
         return _checked_events(found) if type(found) is list else [found]
+
+    def _decoder(self, payload: bytes, head: bytes) -> Decoder:
+        schema = self._schemas.of(payload)
+        if len(self._decoders) >= MAX_SCHEMAS:
+            self._decoders.clear()
+        decoder = self._decoders[head] = Decoder(schema, self._wanted)
+        return decoder
 
     def _refuse(self, payload: bytes, problem: str) -> NoReturn:
         what, remedy = "", "compare the schema with the producer's"
@@ -148,6 +162,10 @@ class AvroReader:
         codec.fail("corrupt", f"no record of the schema: {problem}{what}", remedy)
 
     def steps(self, path: FieldPath) -> tuple[Steps, ...]:
+        at = self._wanted = {} if self._wanted is None else self._wanted
+        for number, segment in enumerate(path.segments):
+            for name in (ITEMS, *segment) if number else segment:
+                at = at.setdefault(name, {})
         return key_steps(path)
 
 

@@ -12,18 +12,21 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 from flexd.core.errors import ConfigError, MissingExtraError
 from flexd.stream import codec
+from flexd.stream.avro.schema import Type, parse
 
 # A zero byte and four of the schema's number.
 HEADER_BYTES = 5
 MAX_DEFINITION_BYTES = 2**20
 MAX_SCHEMAS = 256
+MAX_REFERENCES = 64
 REGISTRY_SECONDS = 3.0
-"""Deadline of one answer of a registry: the stream waits for it."""
+"""Deadline of a registry's answers for one schema: the stream waits for them."""
 RETRY_SECONDS = 30.0
 """Time before an unknown or unreadable schema, or a registry that does not answer, is tried again."""
 _EXTRA = {"google.protobuf": "protobuf"}
@@ -48,41 +51,39 @@ class AvroSchemas:
         clock: monotonic seconds.
 
     Attributes:
-        by_id: fetches the text of a schema; None with one schema for all.
+        by_id: fetches a schema, the last one, and before it those whose names it uses; None with one schema for all.
 
     Raises:
         ConfigError: the schema file, or the directory, cannot be used.
-        MissingExtraError: fastavro is not installed.
     """
 
     def __init__(self, definition: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._parse = import_extra("fastavro").parse_schema
         self._clock = clock
-        self._known: dict[int, Any] = {}
+        self._known: dict[int, Type] = {}
         # By number: why it cannot be had, and when that was found.
         self._refused: dict[int, tuple[str, float]] = {}
         self._silent: tuple[str, float] = ("", -RETRY_SECONDS)
-        self.by_id: Callable[[int], bytes | bytearray] | None = None
-        self._only: Any = None
+        self.by_id: Callable[[int], list[Any]] | None = None
+        self._only: Type | None = None
         if definition.startswith(("http://", "https://")):
             self.by_id = lambda number: _of_registry(definition.rstrip("/"), number)
         elif (path := Path(definition)).is_dir():
-            self.by_id = lambda number: _read(path / f"{number}.avsc")
+            self.by_id = lambda number: [_read(path / f"{number}.avsc")]
         else:
             try:
-                self._only = self._checked(_read(path))
+                self._only = _parsed([_read(path)])
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f"stream.mapping.definition: {definition}: {error}",
                     remedy="give a readable Avro schema, a directory of ID.avsc, or a registry's URL",
                 ) from error
 
-    def of(self, payload: bytes) -> tuple[Any, int]:
-        """Return the schema of a message and where its datum begins. Raises CodecError: there is none."""
-        if self.by_id is None:
+    def of(self, payload: bytes) -> Type:
+        """Return the schema of a message. Raises CodecError: there is none."""
+        if self._only is not None:
             if not payload:
                 codec.fail("empty", "no bytes")
-            return self._only, 0
+            return self._only
         if payload[:1] != b"\0" or len(payload) < HEADER_BYTES:
             codec.refuse_head(payload)
             codec.fail(
@@ -91,16 +92,16 @@ class AvroSchemas:
             )  # fmt: skip
         number = int.from_bytes(payload[1:HEADER_BYTES], "big")
         schema = self._known.get(number)
-        return (self._fetched(number) if schema is None else schema), HEADER_BYTES
+        return self._fetched(number) if schema is None else schema
 
-    def _fetched(self, number: int) -> Any:
+    def _fetched(self, number: int) -> Type:
         now = self._clock()
         for problem, since in (self._silent, self._refused.get(number, self._silent)):
             if now - since < RETRY_SECONDS:
                 codec.fail("unknown_schema", f"schema {number}: {problem}", _REMEDY)
         assert self.by_id is not None  # noqa: S101 - the caller has checked it
         try:
-            schema = self._checked(self.by_id(number))
+            schema = _parsed(self.by_id(number))
         except (OSError, ValueError) as error:
             codec.fail("unknown_schema", f"schema {number}: {self._remember(number, error)}", _REMEDY)
         if len(self._known) >= MAX_SCHEMAS:
@@ -124,61 +125,25 @@ class AvroSchemas:
         self._refused[number] = problem, self._clock()
         return problem
 
-    def _checked(self, raw: bytes | bytearray) -> Any:
-        """Parse a schema. Raises ValueError if it is none, or one whose values could exceed every bound."""
-        try:
-            text = json.loads(raw)
-            check_bounds(text)
-            return self._parse(text)
-        # The library has errors of its own beside KeyError, TypeError and others.
-        except Exception as error:
-            raise ValueError(f"no schema that can be read: {str(error)[:200]}") from error
+
+def _parsed(schemas: list[Any]) -> Type:
+    """Parse the last one. Raises ValueError if it is none, or one whose values could exceed every bound."""
+    try:
+        return parse(schemas[-1], schemas[:-1])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no schema that can be read: {str(error)[:200]}") from error
 
 
-def check_bounds(schema: Any) -> None:
-    """Raise ValueError if a record holds itself, or a list has items that take no bytes: a short message could make the
-    reader recurse, or count, without end."""
-    named: dict[str, bool] = {}
-
-    def is_empty(node: Any, inside: tuple[str, ...]) -> bool:
-        if isinstance(node, list):
-            for each in node:
-                is_empty(each, inside)
-            return False
-        if isinstance(node, str):
-            # By the last part of the name: namespaces are inherited.
-            name = node.rpartition(".")[2]
-            if name in inside:
-                raise ValueError(f"record {node} holds itself")
-            return node == "null" or named.get(name, False)
-        if not isinstance(node, dict) or len(inside) > 32:
-            raise ValueError("a type that is none, or of more than 32 levels")
-        kind = node.get("type")
-        if kind in ("record", "error"):
-            name = str(node.get("name")).rpartition(".")[2]
-            fields = [is_empty(field.get("type"), (*inside, name)) for field in node.get("fields", ())]
-            named[name] = all(fields) or named.get(name, False)
-            return all(fields)
-        if kind in ("array", "map"):
-            if is_empty(node.get("items" if kind == "array" else "values"), (*inside, "")) and kind == "array":
-                raise ValueError("an array has items without bytes")
-            return False
-        if kind == "fixed":
-            named[str(node.get("name"))] = not node.get("size")
-            return not node.get("size")
-        if kind == "enum":
-            return False
-        return is_empty(kind, inside)
-
-    is_empty(schema, ())
-
-
-def _read(path: Path) -> bytes | bytearray:
+def _read(path: Path) -> Any:
     with path.open("rb") as file:
-        return _bounded(file.read(MAX_DEFINITION_BYTES + 1))
+        raw = _bounded(file.read(MAX_DEFINITION_BYTES + 1))
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no schema that can be read: {str(error)[:200]}") from error
 
 
-def _bounded(raw: bytes | bytearray) -> bytes | bytearray:
+def _bounded(raw: bytearray | bytes) -> bytearray | bytes:
     if len(raw) > MAX_DEFINITION_BYTES:
         raise ValueError(f"more than {MAX_DEFINITION_BYTES} bytes")
     return raw
@@ -199,13 +164,37 @@ def _login(url: str) -> str | None:
     return known and "Basic " + base64.b64encode(f"{known[0]}:{known[2]}".encode()).decode()
 
 
-def _of_registry(url: str, number: int) -> bytes:
+def _of_registry(url: str, number: int) -> list[Any]:
+    """Return a schema behind those that it refers to, directly or by way of others."""
     deadline = time.monotonic() + REGISTRY_SECONDS
-    request = urllib.request.Request(f"{url}/schemas/ids/{number}", headers={"Accept": "application/json"})
+    answers: dict[str, Any] = {}
+    references: dict[str, list[str]] = {}
+    paths = [f"/schemas/ids/{number}"]
+    while paths:
+        path = paths.pop()
+        if path in answers:
+            continue
+        if len(answers) >= MAX_REFERENCES:
+            raise ValueError(f"it refers to more than {MAX_REFERENCES} schemas")
+        document = _answer(url, path, deadline)
+        answers[path] = json.loads(document["schema"])
+        try:
+            references[path] = [
+                f"/subjects/{urllib.parse.quote(each['subject'], safe='')}/versions/{int(each['version'])}"
+                for each in document.get("references") or ()
+            ]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"references that cannot be read: {error}") from error
+        paths += references[path]
+    return [answers[path] for path in TopologicalSorter(references).static_order()]
+
+
+def _answer(url: str, path: str, deadline: float) -> Any:
+    request = urllib.request.Request(f"{url}{path}", headers={"Accept": "application/json"})
     if login := _login(url):
         # Not for the host that a redirection names.
         request.add_unredirected_header("Authorization", login)
-    with urllib.request.urlopen(request, timeout=REGISTRY_SECONDS) as answer:
+    with urllib.request.urlopen(request, timeout=max(deadline - time.monotonic(), 0.01)) as answer:
         raw = bytearray()
         while part := answer.read1(2**16):
             raw += part
@@ -217,4 +206,4 @@ def _of_registry(url: str, number: int) -> bytes:
         raise ValueError("the registry's answer has no schema")
     if document.get("schemaType", "AVRO") != "AVRO":
         raise ValueError(f"it is of type {str(document['schemaType'])[:40]}, not Avro")
-    return str(document["schema"]).encode()
+    return document

@@ -23,6 +23,19 @@ ANSWERS = {
     6: json.dumps({"schema": 'syntax = "proto3";', "schemaType": "PROTOBUF"}),
     7: json.dumps({"schema": "x" * (schemas.MAX_DEFINITION_BYTES + 1)}),
     8: json.dumps({"schema": json.dumps(SCHEMA | {"fields": [{"name": "it", "type": "E"}]})}),
+    11: json.dumps({"schema": '["null", "shop.Order"]', "references": [{"subject": "a/b", "version": 2}]}),
+    12: json.dumps({"schema": '"shop.Order"', "references": [{"subject": "loop", "version": 1}]}),
+    13: json.dumps({"schema": '"shop.Order"', "references": [{"version": 1}]}),
+    14: json.dumps({"schema": '"int"', "references": [{"subject": f"s{n}", "version": 1} for n in range(70)]}),
+}
+LINE = {"type": "record", "name": "shop.Line", "fields": [{"name": "sku", "type": "string"}]}
+ORDER = {"type": "record", "name": "shop.Order", "fields": [
+    {"name": "line", "type": "Line"}, {"name": "other", "type": "shop.Line"}]}  # fmt: skip
+SUBJECTS = {
+    "/subjects/a%2Fb/versions/2": {"schema": json.dumps(ORDER), "references": [{"subject": "line", "version": 1}]},
+    "/subjects/line/versions/1": {"schema": json.dumps(LINE)},
+    "/subjects/loop/versions/1": {"schema": json.dumps(LINE), "references": [{"subject": "loop", "version": 1}]},
+    **{f"/subjects/s{n}/versions/1": {"schema": '"int"'} for n in range(70)},
 }
 DRIPS = 9
 MOVED = 10
@@ -43,6 +56,11 @@ class Handler(BaseHTTPRequestHandler):
         assert isinstance(self.server, Registry)
         self.server.paths.append(self.path)
         self.server.logins.append(self.headers["Authorization"])
+        if self.path in SUBJECTS:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(SUBJECTS[self.path]).encode())
+            return
         number = int(self.path.rpartition("/")[2])
         if number == MOVED:
             self.send_response(302)
@@ -92,7 +110,7 @@ def refusal(of: AvroSchemas, number: int) -> str:
 def test_a_schema_is_asked_for_once(registry: Registry) -> None:
     of = AvroSchemas(registry.url)
     found = [of.of(framed(3)) for _ in range(5)]
-    assert (found[0][0]["name"], found[0][1]) == ("E", 5)
+    assert found[0].names == ["id"]
     assert registry.paths == ["/schemas/ids/3"]
 
 
@@ -100,7 +118,7 @@ def test_a_schema_is_asked_for_once(registry: Registry) -> None:
     ("number", "text"),
     [
         (4, "the registry answers 404"), (5, "no schema that can be read|Expecting value"), (6, "type PROTOBUF"),
-        (7, "more than 1048576 bytes"), (8, "holds itself"),
+        (7, "more than 1048576 bytes"), (8, "holds itself"), (13, "references that cannot be read: 'subject'"),
     ],
 )  # fmt: skip
 def test_what_is_no_schema_is_named_and_asked_for_again_later(registry: Registry, number: int, text: str) -> None:
@@ -113,6 +131,15 @@ def test_what_is_no_schema_is_named_and_asked_for_again_later(registry: Registry
     clock.sleep(RETRY_SECONDS)
     refusal(of, number)
     assert len(registry.paths) == 3
+
+
+def test_schemas_that_one_refers_to_are_fetched_with_it(registry: Registry) -> None:
+    of = AvroSchemas(registry.url)
+    _, order = of.of(framed(11)).inner
+    assert [(part.kind, part.names) for part in order.inner] == [("record", ["sku"])] * 2
+    assert registry.paths == ["/schemas/ids/11", "/subjects/a%2Fb/versions/2", "/subjects/line/versions/1"]
+    assert "cycle" in refusal(of, 12)
+    assert "more than 64 schemas" in refusal(of, 14)
 
 
 def test_a_registry_that_does_not_end_its_answer_holds_the_stream_up_once(
