@@ -135,9 +135,9 @@ def read(data: Any, at: Any, program: Any, count: int, scratch: Any, result: Any
                     if at >= 0:
                         _, at = _number(data, at, end)
                 reason = min(at, 0)
-                # Each item takes a byte. The least int64 stays negative.
-                if reason == 0 and not 0 <= value <= end - at:
-                    reason = SHORT if value > 0 else LENGTH
+                # The least int64 stays negative. Of too many items one is behind the end: each takes a byte.
+                if reason == 0 and value < 0:
+                    reason = LENGTH
                 if reason == 0 and value == 0:
                     if column >= 0:
                         scratch[used], scratch[used + 1] = column, total[depth - 1]

@@ -172,6 +172,9 @@ def test_blocks_with_their_size_in_bytes_and_values_of_more_than_a_message_had_b
 def test_why_a_datum_is_refused(schema: Any, data: bytes, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         Decoder(parse(schema), None).read(data, 0)
+    if isinstance(schema, dict) and schema["type"] == "record":
+        with pytest.raises(ValueError, match=re.escape(says)):
+            Decoder(parse(schema), {}).read(data, 0)
 
 
 def test_a_number_that_is_no_time_is_left_to_the_mapping() -> None:
