@@ -165,7 +165,8 @@ def test_blocks_with_their_size_in_bytes_and_values_of_more_than_a_message_had_b
         # The least int64, which has no opposite.
         ({"type": "array", "items": "long"}, b"\xff" * 9 + b"\x01\x00", "a length is negative"),
         ({"type": "map", "values": "long"}, b"\x02\x03", "a length is negative"),
-        ({"type": "record", "name": "R", "fields": [{"name": "a", "type": "long"}, {"name": "b", "type": "double"}]},
+        ({"type": "record", "name": "R", "fields": [{"name": "s", "type": {"type": "record", "name": "S", "fields": [
+            {"name": "a", "type": "long"}, {"name": "b", "type": "double"}]}}]},
          b"\x02\x00\x00", "the message ends in b, from byte 1"),
     ],
 )  # fmt: skip
