@@ -13,6 +13,7 @@ import os
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,16 +126,28 @@ class TableFile(StoredMatrix):
         return made
 
     def windows(self, rows: range, window_bytes: int) -> Iterator[tuple[range, torch.Tensor]]:
-        each = max(1, window_bytes // (self.row_bytes * rows.step))
-        buffer = torch.empty(min(each, len(rows)) * rows.step * self.row_bytes, dtype=torch.uint8)
+        # Of two buffers one is read into while the other is used: the disk and a processor work at the same time. Both
+        # are small enough for a processor's cache.
+        each = max(1, window_bytes // (8 * self.row_bytes * rows.step))
+        windows = [rows[first : first + each] for first in range(0, len(rows), each)]
+        size = min(each, len(rows)) * rows.step * self.row_bytes
+        buffers = [torch.empty(size, dtype=torch.uint8) for _ in windows[:2]]
         try:
-            with self.path.open("rb", buffering=0) as file:
-                for first in range(0, len(rows), each):
-                    some = rows[first : first + each]
+            with self.path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:
+
+                def read(number: int) -> torch.Tensor:
+                    some, buffer = windows[number], buffers[number % 2]
                     wanted = (some[-1] - some[0] + 1) * self.row_bytes
                     file.seek(self.first_byte + some[0] * self.row_bytes)
                     _fill(file, buffer.numpy().data[:wanted])
-                    yield some, buffer[:wanted].view(self.dtype).view(-1, self.shape[1])[:: rows.step]
+                    return buffer[:wanted].view(self.dtype).view(-1, self.shape[1])[:: rows.step]
+
+                ahead = [reader.submit(read, 0)] if windows else []
+                for number, some in enumerate(windows):
+                    part = ahead.pop().result()
+                    if number + 1 < len(windows):
+                        ahead.append(reader.submit(read, number + 1))
+                    yield some, part
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error}", remedy="keep it until it is loaded") from error
 

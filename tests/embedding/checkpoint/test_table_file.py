@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,8 +225,14 @@ def test_a_cut_file_and_a_name_that_is_not_there_are_named(tmp_path: Path) -> No
     save_safetensors(path, {"a": torch.zeros(2, 3), "b": torch.ones(2, 3)})
     with pytest.raises(CheckpointError, match="no tensor '' - tensor= one of a, b"):
         TableFile.of(path)
-    ((rows, part),) = TableFile.of(path, "b").windows(range(2), 100)
+    ((rows, part),) = TableFile.of(path, "b").windows(range(2), 1000)
     assert (rows, part.tolist()) == (range(2), [[1.0] * 3] * 2)
+    # A part keeps its values while the next one is read.
+    save_safetensors(path, {"b": torch.arange(30.0).view(10, 3)})
+    for rows, part in TableFile.of(path).windows(range(1, 10, 2), 1):
+        time.sleep(0.002)
+        assert part.tolist() == [[3.0 * rows[0], 3.0 * rows[0] + 1, 3.0 * rows[0] + 2]]
+    save_safetensors(path, {"a": torch.zeros(2, 3), "b": torch.ones(2, 3)})
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="is cut"):
         TableFile.of(path, "b")
