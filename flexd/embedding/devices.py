@@ -49,6 +49,27 @@ def block_rows(rows: torch.Tensor, of_host: int, of_accelerator: int) -> int:
     return max(1, (of_host if in_host_memory(rows) else of_accelerator) // rows.shape[1])
 
 
+def order_of(numbers: torch.Tensor) -> torch.Tensor:
+    """Return int64 [n], an order of int64 [n] numbers in which they ascend; that of equal ones is not defined."""
+    if not in_host_memory(numbers):
+        return torch.sort(numbers).indices
+    # With the processor's vector instructions: a fifth of torch's time.
+    return torch.from_numpy(np.argsort(numbers.numpy()))
+
+
+def stable_order_of(numbers: torch.Tensor) -> torch.Tensor:
+    """Return int64 [n], the order of int64 [n] numbers from 0 on in which they ascend; equal ones stay as they are."""
+    if not in_host_memory(numbers):
+        return torch.sort(numbers, stable=True).indices
+    # numpy sorts 16 bits by their values, in a tenth of the time of a comparing sort.
+    keys = numbers.numpy()
+    order, bits = np.argsort(keys.astype(np.uint16), kind="stable"), 16
+    while len(keys) and int(keys.max()) >> bits:
+        order = order[np.argsort((keys[order] >> bits).astype(np.uint16), kind="stable")]
+        bits += 16
+    return torch.from_numpy(order)
+
+
 def uploaded(
     numbers: Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.int64], device: torch.device
 ) -> torch.Tensor:

@@ -43,12 +43,14 @@ class UnresolvedIds:
         places: int64 [n] places in the keys of the batch, those of bags after the others; there is the key of the
             shared row of the table.
         features: names of the features that have them, one after another.
+        sizes: number of ids of each table in ``IdSets.tables``.
     """
 
     ids: torch.Tensor
     numbers: torch.Tensor
     places: torch.Tensor
     features: Sequence[str]
+    sizes: Sequence[int]
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,26 @@ class IdSets:
         self.total = firsts[-1]
         self.gated = sum(table.sets for table in self.tables if table.admit_after > 1)
         columns = [(first, t.sets, t.slots, t.first_key) for first, t in zip(firsts, self.tables, strict=False)]
-        self._first, self._sets, self._slots, self._first_key = torch.tensor(columns, device=device).T.contiguous()
-        self.ends = self._first + self._sets
+        self._columns = torch.tensor(columns, device=device)
+        self._first = self._columns[:, 0].contiguous()
+        self.ends = self._first + self._columns[:, 1]
 
     def of_ids(self, ids: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Return int64 [n], the sets of int64 [n] ids of the tables of int64 [n] ``numbers`` in ``tables``."""
+        first, count, _, _ = self._of(numbers)
         positive = (splitmix64(ids.clone()) >> 1).bitwise_and_(2**63 - 1)
-        return positive.remainder_(self._sets[numbers]).add_(self._first[numbers])
+        return positive.remainder_(count).add_(first)
+
+    def of_each(self, column: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Return int64 [n], the value of int64 [tables] ``column`` for each of int64 [n] ``numbers`` in ``tables``."""
+        return column.expand(numbers.shape) if len(self.tables) == 1 else column.index_select(0, numbers)
+
+    def _of(self, numbers: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return for each of int64 [n] ``numbers`` in ``tables`` the first set, the number of sets, that of slots, and
+        the first key: int64 [n]."""
+        if len(self.tables) == 1:
+            return [column.expand(numbers.shape) for column in self._columns.unbind(1)]
+        return self._columns.index_select(0, numbers).unbind(1)
 
     def of_table(self, places: torch.Tensor, number: int) -> torch.Tensor:
         """Return int64 [n], the sets of int64 [n] places among those of a table."""
@@ -88,24 +101,23 @@ class IdSets:
 
     def numbers(self, sets: torch.Tensor) -> torch.Tensor:
         """Return int64 [n], the table of each of int64 [n] sets."""
+        if len(self.tables) == 1:
+            return torch.zeros_like(sets)
         return torch.searchsorted(self._first, sets, right=True) - 1
 
     def slots(self, sets: torch.Tensor) -> torch.Tensor:
         """Return int64 [n], the number of slots of each of int64 [n] sets."""
-        number = self.numbers(sets)
-        count, place = self._sets[number], sets - self._first[number]
-        return torch.div(self._slots[number] - place + count - 1, count, rounding_mode="floor")
+        first, count, slots, _ = self._of(self.numbers(sets))
+        return torch.div(slots - (sets - first) + count - 1, count, rounding_mode="floor")
 
     def keys(self, sets: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Return int64 [n] keys of the rows of int64 [n] slots in int64 [n] sets; of -1 the key of the shared row."""
-        number = self.numbers(sets)
-        own = slots * self._sets[number] + sets - self._first[number]
-        return torch.where(slots < 0, self._slots[number], own).add_(self._first_key[number])
+        first, count, shared, first_key = self._of(self.numbers(sets))
+        return torch.where(slots < 0, shared, slots * count + sets - first).add_(first_key)
 
     def rows(self, keys: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Return int64 [n], the rows of int64 [n] keys of the tables of int64 [n] ``numbers`` in ``tables``."""
-        found: torch.Tensor = keys - self._first_key[numbers]
-        return found
+        return keys - self._of(numbers)[3]
 
     def places(self, rows: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (int64 [n] sets, int64 [n] slots) of int64 [n] rows of a table, none of them the shared one."""

@@ -73,8 +73,8 @@ def load_ids(
     sets = known.sets.of_ids(ids, torch.full_like(ids, number))
 
     def admit(asked: torch.Tensor) -> torch.Tensor:
-        order, first, place = distinct_ids(*asked.T.contiguous())
-        at, id_ = asked.index_select(0, order[first]).T.contiguous()
+        order, begins, place = distinct_ids(*asked.T.contiguous())
+        at, id_ = asked.index_select(0, order.index_select(0, begins)).T.contiguous()
         decided = known.slots.decide(at, id_, torch.full_like(at, 2), known.next_step, torch.ones_like(at))
         # They read the rows that they have now, and not the shared one.
         known.slots.apply(replace(decided, uses=decided.uses.abs()))

@@ -32,7 +32,10 @@ _SAMPLED, _SAMPLED_STEPS = 256, 16
 """Distinct ids of a step, of one step in so many."""
 _WORDS = 2 * SLOTS
 _NEVER = 2**63 - 1
+_FEW = 4
 _MOST_USES = 2**31 - 1
+# Slots that are compared at once: of a host as many as its caches hold.
+_BLOCK_SLOTS, _BLOCK_SLOTS_OF_ACCELERATOR = 1 << 16, 1 << 26
 # Of float64.
 _MANTISSA_BITS, _EXPONENT_BIAS = 52, 1023
 
@@ -132,9 +135,15 @@ class SlotTable:
 
     def find(self, sets: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return int64 [n], the slot of each id in its set, -1 if it has none."""
-        equal = self.ids.index_select(0, sets) == ids.unsqueeze(1)
+        step = devices.block_rows(self.ids, _BLOCK_SLOTS, _BLOCK_SLOTS_OF_ACCELERATOR)
+        parts = zip(torch.split(sets, step), torch.split(ids, step), strict=True)
         # The lowest: free slots, whose ids are 0, are behind those that are used.
-        ranks = equal.view(torch.uint8).mul_(self._lowest_first).amax(dim=1)
+        ranks = torch.cat(
+            [
+                (self.ids.index_select(0, part) == of_part.unsqueeze(1)).view(torch.uint8).mul_(self._lowest_first)
+                .amax(dim=1) for part, of_part in parts
+            ]
+        )  # fmt: skip
         slots = (SLOTS - ranks.to(torch.int64)).clamp_(max=SLOTS - 1)
         known = (ranks > 0) & (self.uses.view(-1)[sets * SLOTS + slots] != 0)
         return torch.where(known, slots, -1)
@@ -226,18 +235,18 @@ class SlotTable:
         row = torch.searchsorted(mine, mine)
         number = torch.arange(len(mine), device=mine.device) - row
         last, uses = self.last.index_select(0, mine), self.uses.index_select(0, mine)
-        order = floor_log2(uses.abs_()).mul_(bonus.index_select(0, at).unsqueeze(1)).add_(last)
-        order.mul_(SLOTS).add_(self._slots).masked_fill_(last >= step - 1, _NEVER)
-        # The table does not know yet which slots this step uses.
+        # Used in this step, which the table does not know yet, or in the one before; or there is no such slot.
+        blocked = (last >= max(step - 1, 1)).logical_or_(self._slots >= self._slots_of(mine).unsqueeze(1))
         place = torch.searchsorted(mine, sets).clamp_(max=len(mine) - 1)
         inside = used & (mine.index_select(0, place) == sets)
-        order = torch.cat([order.view(-1), order.new_empty(1)])
-        order.index_fill_(0, torch.where(inside, place * SLOTS + slots, len(mine) * SLOTS), _NEVER)
-        order = torch.where(uses == 0, self._slots - SLOTS, order[:-1].view(-1, SLOTS))
-        order.masked_fill_(self._slots >= self._slots_of(mine).unsqueeze(1), _NEVER)
+        blocked = torch.cat([blocked.view(-1), blocked.new_empty(1)])
+        blocked.index_fill_(0, torch.where(inside, place * SLOTS + slots, len(mine) * SLOTS), 1)
+        # The lowest of free slots, whose ``last`` is 0, is the first of all: 0 has the lowest exponent.
+        order = torch.addcmul(last.to(torch.int64), exponents(uses.abs_()), bonus.index_select(0, at).unsqueeze(1))
+        order = order.mul_(SLOTS).add_(self._slots).masked_fill_(blocked[:-1].view(-1, SLOTS), _NEVER)
         # No more than are wanted, where reading how many that is costs nothing.
         most = min(SLOTS, int(number.max()) + 1) if devices.in_host_memory(number) else SLOTS
-        best, by_order = order.topk(most, dim=1, largest=False)
+        best, by_order = _lowest(order, most)
         number_here = number.clamp(max=most - 1)
         free = (best[row, number_here] != _NEVER) & (number < SLOTS)
         chosen = torch.where(free, by_order[row, number_here], -1)
@@ -255,23 +264,58 @@ class SlotTable:
         self.counts += decisions.counts
 
 
+def _lowest(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [n, count] lowest of [n, m] numbers, ascending, and their places. Changes ``numbers``."""
+    if count > _FEW:
+        best, places = numbers.topk(count, dim=1, largest=False)
+        return best, places
+    # On a host topk takes as long as eight of these.
+    found = []
+    for _ in range(count):
+        found.append(numbers.min(dim=1, keepdim=True))
+        numbers.scatter_(1, found[-1].indices, _NEVER)
+    best, places = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+    return best, places
+
+
+def exponents(numbers: torch.Tensor) -> torch.Tensor:
+    """Return int64: of integers from 1 to 2**31 the floor of the logarithm to base 2, exactly, plus a constant; of 0
+    less than of all others."""
+    return numbers.to(torch.float64).view(torch.int64).bitwise_right_shift_(_MANTISSA_BITS)
+
+
 def floor_log2(numbers: torch.Tensor) -> torch.Tensor:
     """Return int64: of integers from 1 to 2**31 the floor of the logarithm to base 2, exactly; of 0 undefined."""
-    bits = numbers.to(torch.float64).view(torch.int64)
-    return bits.bitwise_right_shift_(_MANTISSA_BITS).sub_(_EXPONENT_BIAS)
+    return exponents(numbers).sub_(_EXPONENT_BIAS)
 
 
-def distinct_ids(sets: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Order int64 [n] ids by set, and in each set by id.
+def distinct_ids(
+    sets: torch.Tensor | None, ids: torch.Tensor, *, waits: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Order int64 [n] ids by set, if there are several, and in each set by id.
+
+    Args:
+        waits: the host may wait for the device to know how many are distinct.
 
     Returns:
-        (int64 [n] order; bool [n]: in this order, it is the first of its set and id; int64 [n]: for each given id the
-        number of its distinct one).
+        (int64 [n] order; int64 [d]: the places in this order at which a distinct one begins, or [n], of which those
+        behind are n, where the host must not wait; int64 [n]: for each given id the number of its distinct one).
     """
-    by_id = torch.sort(ids, stable=True).indices
-    order = by_id.index_select(0, torch.sort(sets.index_select(0, by_id), stable=True).indices)
+    order = devices.order_of(ids)
+    if sets is not None:
+        order = order.index_select(0, devices.stable_order_of(sets.index_select(0, order)))
     first = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-    of_set, of_id = sets.index_select(0, order), ids.index_select(0, order)
-    first[1:] = (of_set[1:] != of_set[:-1]) | (of_id[1:] != of_id[:-1])
+    of_id = ids.index_select(0, order)
+    first[1:] = of_id[1:] != of_id[:-1]
+    if sets is not None:
+        of_set = sets.index_select(0, order)
+        first[1:] |= of_set[1:] != of_set[:-1]
     number = torch.empty_like(order).index_copy_(0, order, first.to(torch.int64).cumsum(0) - 1)
-    return order, first, number
+    if waits or devices.in_host_memory(ids):
+        return order, first.nonzero().view(-1), number
+    return order, torch.nonzero_static(first, size=len(ids), fill_value=len(ids)).view(-1), number
+
+
+def counts_of(begins: torch.Tensor, size: int) -> torch.Tensor:
+    """Return int64 [d], the number of ids of each distinct one of ``size`` by the places at which they begin."""
+    return begins.diff(append=begins.new_full((1,), size))

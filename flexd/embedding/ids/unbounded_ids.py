@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from flexd.embedding import devices
@@ -24,7 +25,7 @@ from flexd.embedding.exchange.hop import Agreement, Hop, host_numbers
 from flexd.embedding.exchange.route import FeatureKeys, Route, UnresolvedIds
 from flexd.embedding.features import Jagged
 from flexd.embedding.ids.id_sets import IdSets, UnboundedTable
-from flexd.embedding.ids.slot_table import SlotDecisions, SlotTable, distinct_ids
+from flexd.embedding.ids.slot_table import SlotDecisions, SlotTable, counts_of, distinct_ids
 from flexd.embedding.step import in_backward_pass
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 _BONUS = 2
 """Steps by which twice as many uses count, in those in which the table sees as many look-ups as it has slots."""
 _WINDOW_STEPS = 1024
-_COUNT_BITS = 32
 _STATE_VERSION = 1
 
 
@@ -262,17 +262,20 @@ class UnboundedIds:
         counted = trains and not again
         hop = Hop(world, lambda homes: homes)
         none = torch.empty(0, dtype=torch.int64, device=self._device)
-        given = found.unresolved or UnresolvedIds(none, none, none, ())
         size, tables = world.size, len(self.sets.tables)
-        sets = self.sets.of_ids(given.ids, given.numbers)
-        home = sets % size
-        order, first, number = distinct_ids(
-            home * self.sets.total + torch.div(sets, size, rounding_mode="floor"), given.ids
-        )
-        sent = home.new_zeros(size).index_add_(0, home.index_select(0, order), first.to(torch.int64))
-        weights = (self._trained() * counted)[given.numbers]
-        look_ups = weights.new_zeros(tables).index_add_(0, given.numbers, weights)
-        columns = torch.cat([sent.unsqueeze(1), look_ups.expand(size, tables)], dim=1)
+        given = found.unresolved or UnresolvedIds(none, none, none, (), [0] * tables)
+        several = tables > 1
+        order, begins, number = distinct_ids(given.numbers if several else None, given.ids, waits=False)
+        chosen = order.index_select(0, begins.clamp(max=len(order) - 1))
+        ids, numbers = given.ids.index_select(0, chosen), given.numbers.index_select(0, chosen)
+        sets = self.sets.of_ids(ids, numbers)
+        home = torch.where(begins < len(order), sets % size, size)
+        by_home = devices.stable_order_of(home)
+        ends = torch.arange(size + 1, device=self._device)
+        sent = torch.searchsorted(home.index_select(0, by_home), ends).diff()
+        trained = [int(counted and table.name not in self._engine.keyspace.read_only) for table in self.sets.tables]
+        look_ups = [n * of_table for n, of_table in zip(given.sizes, trained, strict=True)]
+        columns = torch.cat([sent.unsqueeze(1), devices.uploaded(look_ups, self._device).expand(size, tables)], dim=1)
         changed = None if ahead is None else ahead.changed
         requested, served, agreement, _ = hop.exchange_sizes(columns, agreement, found.faulty, changed=changed)
         step = self.step if again else self.next_step
@@ -287,43 +290,49 @@ class UnboundedIds:
         if agreement.fault or agreement.diverged:
             return resolution
         asked, answered = requested[:, 0].tolist(), served[:, 0].tolist()
-        chosen = order.index_select(0, torch.nonzero_static(first, size=sum(asked)).view(-1))
-        counts = weights.new_zeros(len(chosen)).index_add_(0, number, weights)
-        places = torch.div(sets.index_select(0, chosen), size, rounding_mode="floor")
-        words = torch.stack([given.ids.index_select(0, chosen), places << _COUNT_BITS | counts], dim=1)
-        arrived = world.all_to_all(words.view(-1), [2 * n for n in asked], [2 * n for n in answered])
-        decisions, keys, fresh = self._decide(arrived.view(-1, 2), resolution, seeded=trains)
-        keys, fresh_counts = self._answer(world, keys, fresh, asked, answered)
-        keys = keys.index_select(0, number)
+        by_home = by_home[: sum(asked)]
+        counts = counts_of(begins, len(order)) * self.sets.of_each(devices.uploaded(trained, self._device), numbers)
+        words = [ids.view(-1, 1), counts.to(torch.int32).view(-1, 1), numbers.to(torch.int32).view(-1, 1)]
+        message = devices.packed(*words[: 2 + several]).index_select(0, by_home)
+        width = message.shape[1]
+        arrived = world.all_to_all(message.view(-1), [width * n for n in asked], [width * n for n in answered])
+        asks = devices.unpacked(arrived.view(-1, width), words[: 2 + several])
+        decisions, slots, fresh = self._decide([each.view(-1) for each in asks], resolution, seeded=trains)
+        slots, fresh_counts = self._answer(world, slots, fresh, asked, answered)
+        keys = self.sets.keys(sets.index_select(0, by_home), slots)
+        # Where the host does not know how many ids are distinct, those behind them are no one's.
+        keys = torch.empty_like(sets).index_copy_(0, by_home, keys).index_select(0, number)
         resolution = replace(resolution, decisions=decisions, keys=keys)
         return self._resolved(world, resolution, given, keys, fresh, fresh_counts)
 
-    def _trained(self) -> torch.Tensor:
-        """Return int64 [tables]: 1 for those that are trained."""
-        read_only = self._engine.keyspace.read_only
-        return torch.tensor([int(table.name not in read_only) for table in self.sets.tables], device=self._device)
-
     def _decide(
-        self, arrived: torch.Tensor, resolution: Resolution, *, seeded: bool
+        self, asks: Sequence[torch.Tensor], resolution: Resolution, *, seeded: bool
     ) -> tuple[SlotDecisions, torch.Tensor, torch.Tensor]:
-        """Decide about int64 [n, 2] ids that arrived.
+        """Decide about ids that arrived.
+
+        Args:
+            asks: [n] ids, counts and, of several tables, their numbers in ``IdSets.tables``.
 
         Returns:
-            (decisions; int64 [n] keys; int64 [f] keys of those that begin).
+            (decisions; int64 [n] slots; int64 [f] keys of those that begin).
         """
-        ids, word = arrived.T.contiguous()
-        sets, counts = word >> _COUNT_BITS, word & (1 << _COUNT_BITS) - 1
-        order, first, number = distinct_ids(sets, ids)
-        chosen = order[first]
-        counts = counts.new_zeros(len(chosen)).index_add_(0, number, counts)
+        ids, counts = asks[:2]
+        numbers = asks[2].to(torch.int64) if len(asks) > 2 else torch.zeros_like(ids)
+        world = self._engine.groups.layout.world_size
+        sets = torch.div(self.sets.of_ids(ids, numbers), world, rounding_mode="floor")
+        order, begins, number = distinct_ids(sets, ids)
+        chosen = order.index_select(0, begins)
+        totals = torch.nn.functional.pad(counts.index_select(0, order).cumsum(0), (1, 0))
+        counts = totals.index_select(0, counts_of(begins, len(order)) + begins) - totals.index_select(0, begins)
         sets, ids = sets.index_select(0, chosen), ids.index_select(0, chosen)
         steps, look_ups = self._seen(resolution.step, resolution.look_ups)
         every = self.slots.global_sets(sets)
         of_ids = self.bonus(every, steps, look_ups)
         decisions = self.slots.decide(sets, ids, counts, resolution.step, of_ids)
         slots = decisions.slots if seeded else torch.where(decisions.fresh, -1, decisions.slots)
-        keys = self.sets.keys(every, slots)
-        return decisions, keys.index_select(0, number), keys[decisions.fresh & seeded]
+        begun = (decisions.fresh & seeded).nonzero().view(-1)
+        fresh = self.sets.keys(every.index_select(0, begun), slots.index_select(0, begun))
+        return decisions, slots.index_select(0, number), fresh
 
     def bonus(self, sets: torch.Tensor, steps: int, look_ups: Sequence[int]) -> torch.Tensor:
         """Return int64 [n], of int64 [n] sets the steps by which twice as many uses outweigh a later last use, after so
@@ -332,26 +341,31 @@ class UnboundedIds:
             max(1, _BONUS * table.slots * steps // max(1, total))
             for table, total in zip(self.sets.tables, look_ups, strict=True)
         ]
-        return devices.uploaded(of_tables, self._device)[self.sets.numbers(sets)]
+        return self.sets.of_each(devices.uploaded(of_tables, self._device), self.sets.numbers(sets))
 
     def _answer(
-        self, world: Peers, keys: torch.Tensor, fresh: torch.Tensor, asked: list[int], answered: list[int]
+        self, world: Peers, slots: torch.Tensor, fresh: torch.Tensor, asked: list[int], answered: list[int]
     ) -> tuple[torch.Tensor, list[int]]:
-        """Collective. Send int64 [n] keys back. Returns (int64 [m] keys of the ids of this rank; the number of rows
-        that begin at each home)."""
-        size = world.size
-        peers = torch.arange(size, device=self._device)
+        """Collective. Send int64 [n] slots back, a byte each. Returns (int64 [m] slots of the ids of this rank; the
+        number of rows that begin at each home)."""
+        size, header = world.size, devices.uploaded([len(fresh)], self._device).view(torch.uint8)
+        width = len(header)
 
-        def after_headers(numbers: list[int]) -> torch.Tensor:
-            of_peers = devices.uploaded(numbers, self._device)
-            shifts = peers.repeat_interleave(of_peers, output_size=sum(numbers))
-            return torch.arange(1, sum(numbers) + 1, device=self._device) + shifts
+        def places(numbers: list[int]) -> list[torch.Tensor]:
+            """Return int64 [size x 8] of the headers, one before the slots of each peer, and those of the slots."""
+            before = np.arange(1, size + 1) * width
+            of_headers = (np.cumsum(numbers) - numbers + before)[:, None] - np.arange(width, 0, -1)
+            of_slots = np.arange(sum(numbers)) + np.repeat(before, numbers)
+            both = np.concatenate([of_headers.reshape(-1), of_slots])
+            return list(devices.uploaded(both, self._device).split_with_sizes([size * width, len(of_slots)]))
 
-        message = keys.new_full((len(keys) + size,), len(fresh)).index_copy_(0, after_headers(answered), keys)
-        back = world.all_to_all(message, [n + 1 for n in answered], [n + 1 for n in asked])
-        places = after_headers(asked)
-        headers = devices.uploaded(asked, self._device).cumsum(0) - devices.uploaded(asked, self._device) + peers
-        return back.index_select(0, places), host_numbers(back.index_select(0, headers)).tolist()
+        of_headers, of_slots = places(answered)
+        message = header.new_empty(len(slots) + size * width).index_copy_(0, of_headers, header.repeat(size))
+        message.index_copy_(0, of_slots, slots.to(torch.int8).view(torch.uint8))
+        back = world.all_to_all(message, [n + width for n in answered], [n + width for n in asked])
+        of_headers, of_slots = places(asked)
+        numbers = host_numbers(back.index_select(0, of_headers).view(torch.int64)).tolist()
+        return back.index_select(0, of_slots).view(torch.int8).to(torch.int64), numbers
 
     def _resolved(
         self,

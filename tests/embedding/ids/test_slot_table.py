@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.embedding.ids.id_sets import SLOTS, IdSets, UnboundedTable
-from flexd.embedding.ids.slot_table import COUNTS, SlotTable, distinct_ids, floor_log2
+from flexd.embedding.ids.slot_table import COUNTS, SlotTable, counts_of, distinct_ids, floor_log2
 from tests.support.plain_ids import PlainIds
 
 CPU = torch.device("cpu")
@@ -23,9 +23,10 @@ def home_rows(
     all_sets = sets.of_ids(torch.from_numpy(ids), torch.from_numpy(numbers))
     for rank, table in enumerate(tables):
         mine = all_sets % len(tables) == rank
-        order, first, place = distinct_ids(all_sets[mine] // len(tables), torch.from_numpy(ids)[mine.numpy()])
-        counts = torch.bincount(place, minlength=int(first.sum()))
-        chosen = order[first]
+        order, begins, place = distinct_ids(all_sets[mine] // len(tables), torch.from_numpy(ids)[mine.numpy()])
+        counts = torch.bincount(place, minlength=len(begins))
+        assert torch.equal(counts, counts_of(begins, len(place)))
+        chosen = order[begins]
         local = (all_sets[mine] // len(tables))[chosen]
         own, number = torch.from_numpy(ids)[mine.numpy()][chosen], torch.from_numpy(numbers)[mine.numpy()][chosen]
         decisions = table.decide(local, own, counts, step, torch.tensor(bonus)[number])
