@@ -3,6 +3,7 @@ would count them."""
 
 from __future__ import annotations
 
+import operator
 import re
 import statistics
 from collections import Counter
@@ -26,6 +27,7 @@ _ITEM = re.compile(
 _ID = re.compile(r"(id|ids|key|code)$", re.IGNORECASE)
 _SAMPLE = re.compile(r"request|impression|event|trace|message|^_?id$|uuid", re.IGNORECASE)
 _TABLE = re.compile(r"feature|table|embedding", re.IGNORECASE)
+_HASH = re.compile(r"[0-9a-f]{8,}", re.IGNORECASE)
 _TYPE = re.compile(r"type|event|kind|action|name", re.IGNORECASE)
 # Of the present time in each unit.
 _UNITS = {"seconds": 1e9, "milliseconds": 1e12, "microseconds": 1e15, "nanoseconds": 1e18}
@@ -200,6 +202,8 @@ def guess(seen: EventsSeen) -> Guess:
         tables = dict.fromkeys(sorted(set(name.values)), rows)
     else:
         tables = {_table_name(rows): rows}
+        for each in _beside(rows, [each for each in ids if each not in (rows, user, sample)]):
+            tables.setdefault(_table_name(each), each)
         # A user who is often unknown has no row to count.
         if user is not None and user is not rows and user.events >= 0.99 * rows.events:
             tables.setdefault(_table_name(user), user)
@@ -225,6 +229,24 @@ def _best(fields: Iterable[FieldSeen], score: Any) -> FieldSeen | None:
     return best[3] if best is not None and best[0] else None
 
 
+def _beside(rows: FieldSeen, others: Iterable[FieldSeen]) -> list[FieldSeen]:
+    """Return further ids of the object that has the rows, such as an event of many features has: those whose names say
+    so, lists beside a list, and names that differ by their number."""
+    parent = rows.path.removesuffix("[*]").rpartition(".")[0]
+    stem = re.sub(r"\d+$", "", rows.name)
+    found = []
+    for each in others:
+        # A number for each event names nothing that is seen again.
+        is_unique = each.distinct == len(each.values) > 8
+        if each.path.removesuffix("[*]").rpartition(".")[0] != parent or each.distinct < 3 or is_unique:
+            continue
+        both_lists = rows.path.endswith("[*]") and each.path.endswith("[*]")
+        is_numbered = stem != rows.name and re.fullmatch(re.escape(stem) + r"\d+", each.name)
+        if both_lists or is_numbered or _ID.search(each.name):
+            found.append(each)
+    return found
+
+
 def _user_likeness(each: FieldSeen) -> int:
     parents = each.path.rpartition(".")[0].rpartition(".")[2]
     by_name, by_parent = bool(_USER.search(each.name)), bool(_USER.search(parents))
@@ -238,7 +260,8 @@ def _likeness(each: FieldSeen) -> float:
         return 0
     path_says = bool(_ITEM.search(each.name)) or bool(_ITEM.search(each.path)) * 0.5
     ends = bool(_ID.search(each.name))
-    return 4 * path_says + 2 * ends + bool(each.stars) + min(each.distinct / max(len(each.values), 1), 0.9)
+    is_hash = all(type(value) is str and _HASH.fullmatch(value) for value in each.values)
+    return 4 * path_says + 2 * ends + is_hash + bool(each.stars) + min(each.distinct / max(len(each.values), 1), 0.9)
 
 
 def _time(leaves: Iterable[FieldSeen]) -> tuple[FieldSeen | None, str | None]:
@@ -248,9 +271,13 @@ def _time(leaves: Iterable[FieldSeen]) -> tuple[FieldSeen | None, str | None]:
         if unit is not None:
             found.append((bool(_TIME.search(each.name)), each.events, each, unit))
     best = max(found, key=lambda it: it[:2], default=None)
-    if best is None or not (best[0] or best[3] != "seconds"):
+    if best is None or not (best[0] or best[3] != "seconds" or _ascends(best[2].values)):
         return None, None
     return best[2], None if best[3] == "typed" else best[3]
+
+
+def _ascends(values: Sequence[Any]) -> bool:
+    return len(values) > 8 and values[0] < values[-1] and all(map(operator.le, values, values[1:]))
 
 
 def _unit(each: FieldSeen) -> str | None:
