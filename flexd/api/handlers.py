@@ -106,7 +106,7 @@ class Components:
                     self.training.usage_warnings(),
                 ),
                 "slow_memory": slow_memory_status(self.training.slow_memory(), self.keyspace.tables),
-                "unbounded_ids": ids_status(self.training.ids(), self.keyspace.tables),
+                "unbounded_ids": ids_status(self.training.ids(), self.ingestor.ids_seen(), self.keyspace.tables),
                 "prices": prices_status(planning.maker.prices),
                 "last_plan": None
                 if last is None

@@ -21,6 +21,7 @@ from flexd.core.model import (
     summary,
     with_zeros,
 )
+from flexd.core.stream_ids import IdsOfStream
 from flexd.core.usage_warnings import UsageWarningKind
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         TrafficInterval,
         UsageWarningTotal,
     )
+    from flexd.sketch.id_stream import IdsSeen
 
 
 _OF_TABLES = (("table",), MAX_LABEL_VALUES)
@@ -135,6 +137,8 @@ class IdsStatus(Model):
     """Tables of unbounded ids."""
 
     tables: tuple[IdsTableStatus, ...] = ()
+    of_stream: tuple[IdsOfStream, ...] = ()
+    """Of the tables whose ids the stream has."""
 
     FAMILIES = (
         gauge("flexd_ids_rows_used", "Rows that unbounded ids have, by table.", by_table("rows_used"), *_OF_TABLES),
@@ -149,12 +153,16 @@ class IdsStatus(Model):
     )  # fmt: skip
 
 
-def ids_status(totals: Mapping[int, IdsTotals], tables: Sequence[TableSpec]) -> IdsStatus | None:
+def ids_status(
+    totals: Mapping[int, IdsTotals], seen: Mapping[str, IdsSeen], tables: Sequence[TableSpec]
+) -> IdsStatus | None:
     """Return what is known of the tables of unbounded ids; None without any."""
     from flexd.control.protocol.report import IDS_QUANTITIES
 
-    if not totals:
+    if not totals and not seen:
         return None
+    rows = {table.name: table.rows for table in tables}
+    of_stream = tuple(IdsOfStream.from_object(each, table=name, rows=rows[name]) for name, each in seen.items())
     found = []
     for number, of_table in totals.items():
         counts = dict(zip(IDS_QUANTITIES, of_table.counts.tolist(), strict=True))
@@ -163,7 +171,7 @@ def ids_status(totals: Mapping[int, IdsTotals], tables: Sequence[TableSpec]) -> 
         known: dict[str, Any] = {**shown, **_id_shares(recent)}
         spec = tables[number]
         found.append(IdsTableStatus(table=spec.name, rows=spec.rows, rows_used=of_table.used_slots, **known))
-    return IdsStatus(tables=tuple(found))
+    return IdsStatus(tables=tuple(found), of_stream=of_stream)
 
 
 def _id_shares(recent: Mapping[str, float]) -> dict[str, float]:

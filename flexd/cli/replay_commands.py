@@ -20,8 +20,8 @@ from flexd.stream.sample_kinds import BatchOptions, SampleKind, SampleLengths
 if TYPE_CHECKING:
     from flexd.core.keyspace import TableSpec
     from flexd.core.placement import RankLayout
+    from flexd.daemon.stream_sample import StreamRead
     from flexd.simulate.accesses import Accesses
-    from flexd.sketch.coaccess import CoAccess
     from flexd.topology.cluster import Cluster
 
 
@@ -113,20 +113,20 @@ class ReplayOptions:
         options = BatchOptions(self.history, self.batch, steps, self.samples, self.lengths, self.micro_batches)
         return trace_accesses("built-in trace" if path is None else path.stem, events, layout, self.row(), options)
 
-    def of_config(self, file: Path, seconds: float, layout: RankLayout, steps: int) -> tuple[Accesses, CoAccess | None]:
-        """Return accesses drawn from the stream of a daemon's file, and samples of it."""
+    def of_config(self, file: Path, seconds: float, layout: RankLayout, steps: int) -> tuple[Accesses, StreamRead]:
+        """Return accesses drawn from the stream of a daemon's file, and what was read of it."""
         from flexd.daemon.config_file import load_with_known_tables
         from flexd.daemon.stream_sample import read_source
         from flexd.simulate.accesses import profile_accesses
 
         loaded = load_with_known_tables(file)
-        profile, sampled = read_source(loaded, seconds)
+        read = read_source(loaded, seconds)
         accesses = profile_accesses(
-            loaded.job, profile, loaded.keyspace().tables, layout,
+            loaded.job, read.profile, loaded.keyspace().tables, layout,
             accesses_per_rank=(self.batch or DRAWN_BATCH) * self.history, steps=steps, seed=self.seed,
             micro_batches=self.micro_batches,
         )  # fmt: skip
-        return accesses, sampled
+        return accesses, read
 
 
 StreamOption = Annotated[
@@ -299,27 +299,31 @@ def advise(given: AdviseOptions) -> None:
     if (given.trace is None) == (given.config is None):
         problem = "no accesses to advise on" if given.trace is None else "--trace and --config are given"
         raise ConfigError(problem, remedy="give a trace (--trace FILE) or a daemon's configuration (--config FILE)")
+    from flexd.core.stream_ids import IdsOfStream
     from flexd.simulate.advice import NOW, AdviceSettings, affinity_of_samples, affinity_of_trace
     from flexd.simulate.advice import advise as advise_on
     from flexd.simulate.simulation import SimulationSettings
 
     layout, measured, replay = given.cluster.layout(), given.measured, given.replay
-    cluster, sampled = given.cluster.load(given.scale), None
+    cluster, read = given.cluster.load(given.scale), None
     if given.config is None:
         accesses = replay.of_trace(given.trace, layout, given.steps)
     else:
-        accesses, sampled = replay.of_config(given.config, given.seconds, layout, given.steps)
+        accesses, read = replay.of_config(given.config, given.seconds, layout, given.steps)
     settings = AdviceSettings(
         measured.step_ms / 1e3, None if measured.computing_ms is None else measured.computing_ms / 1e3,
         measured.row_work_ms / 1e3, NOW[measured.now], given.scale, given.price_error, given.worth,
     )  # fmt: skip
     simulated = SimulationSettings(replica_fraction=replay.replica_fraction)
     found = advise_on(accesses, layout, cluster, simulated, settings, show_progress(given.steps))
-    if sampled is None:
+    if read is None or read.coaccess is None:
         affinity = affinity_of_trace(accesses, layout)
     else:
-        affinity = affinity_of_samples(sampled, accesses.keyspace, layout, found.accesses_per_step)
-    present(found.model_copy(update={"affinity": affinity}), given.output)
+        affinity = affinity_of_samples(read.coaccess, accesses.keyspace, layout, found.accesses_per_step)
+    seen = {} if read is None else read.ids
+    tables = {table.name: table.rows for table in accesses.keyspace.tables}
+    ids = tuple(IdsOfStream.from_object(each, table=name, rows=tables[name]) for name, each in seen.items())
+    present(found.model_copy(update={"affinity": affinity, "unbounded_ids": ids}), given.output)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,10 @@ class TableConfig(Section):
     """Type of the rows."""
     optimizer: RowOptimizer = "sgd"
     """Decides how much optimizer state migrates with a row."""
+    ids: Literal["rows", "unbounded"] = "rows"
+    """``unbounded``: any integers, which the trainer gives rows (``flexd.EmbeddingTable(ids="unbounded")``). A stream
+    then says how many rows they deserve (``flexd advise``, ``flexd status``); rows are copied only where a tap counts
+    them."""
     sharding: str = ROW_WISE
     """Sharding type, as the trainer has it: ``row_wise`` (rows spread over all ranks), ``table_row_wise:N`` (over the
     ranks of node N), ``table_wise:R`` (whole on rank R) or ``data_parallel`` (spread, with copies of all rows
@@ -145,6 +149,10 @@ class Config(Section):
                 remedy="list them, or start the training once with a daemon that runs",
             )
         return KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, t.optimizer, t.sharding) for t in self.tables])
+
+    def unbounded(self) -> frozenset[str]:
+        """Return the names of the tables of unbounded ids."""
+        return frozenset(table.name for table in self.tables or () if table.ids == "unbounded")
 
     def cluster(self) -> Cluster:
         """Return the cluster. Raises TopologyError if the preset is not known, or the file cannot be used."""

@@ -104,6 +104,7 @@ class DaemonComponents:
         self._journal = PlacementJournal(directory / "placement")
         work = OffsetsInWork(directory)
         source = make_source(config, work)
+        self._counts_rows = isinstance(source, TapSource)
         self._snapshots = SnapshotStore(directory / "snapshots", config.state.keep_snapshots)
         self.ingestor = Ingestor(
             source,
@@ -117,6 +118,7 @@ class DaemonComponents:
             supervisor=supervisor,
             work=work,
             decoder=make_decoder(config),
+            unbounded=() if self._counts_rows else config.unbounded(),
             start_empty=config.state.on_unusable == "reset",
         )
         throttle = Throttle(ThrottleLimits(**config.control.throttle.model_dump()))
@@ -129,7 +131,6 @@ class DaemonComponents:
         self.operator = OperatorCommands(config.control, decisions, self._history, self.coordinator, throttle)
         self._executions = Executions(keyspace, self.coordinator, self._history, decisions)
         self._prices = LivePrices(config.cluster(), self.training, self.coordinator)
-        self._counts_rows = isinstance(source, TapSource)
         maker = PlanMaker(
             config.planner, keyspace, self._prices, self.ingestor.profile, self.coordinator, self.training,
             counts_rows=self._counts_rows,
@@ -220,10 +221,17 @@ class DaemonComponents:
         live = self.coordinator.live()
         if live is None or live.trainer is None or self._counts_rows:
             return
-        if names := live.trainer.unbounded_tables(self.inspect.keyspace.tables):
+        theirs, ours = live.trainer.unbounded_tables(self.inspect.keyspace.tables), self.inspect.settings.unbounded()
+        if names := theirs - ours:
             logger.warning(
                 "tables %s have unbounded ids in the trainer, and a stream has ids, not the rows that they have: none "
-                "of their rows is copied - count with stream.source.kind tap, or leave the tables out of the stream",
+                "of their rows is copied - count with stream.source.kind tap, or say ids: unbounded of them in tables",
+                ", ".join(sorted(names)),
+            )
+        if names := ours - theirs:
+            logger.warning(
+                "tables %s have ids: unbounded in the configuration, and in the trainer ids are rows: the counts of "
+                "their rows are wrong - correct tables",
                 ", ".join(sorted(names)),
             )
 

@@ -1,6 +1,8 @@
 """Profile of a stream without a daemon, or of what a running daemon has counted; neither disturbs the daemon."""
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from flexd.config.model import Config
 from flexd.config.sections import KafkaSourceConfig, TapSourceConfig
@@ -10,6 +12,7 @@ from flexd.daemon import state_directory
 from flexd.daemon.config_file import make_decoder, make_source, sketch_settings
 from flexd.sketch import restore
 from flexd.sketch.coaccess import CoAccess
+from flexd.sketch.id_stream import IdsSeen
 from flexd.sketch.ingestor import Ingestor
 from flexd.sketch.profile import Profile
 from flexd.sketch.snapshot import SnapshotStore
@@ -20,11 +23,25 @@ SAMPLE_BYTES = 2**26
 _LOOK_SECONDS = 0.2
 
 
-def read_source(config: Config, seconds: float) -> tuple[Profile, CoAccess | None]:
-    """Return the profile of the configured source, and training samples with the rows that occur together.
+@dataclass(frozen=True)
+class StreamRead:
+    """Counts of a source that was read.
+
+    Attributes:
+        coaccess: training samples with the rows that occur together; None: a tap sends none.
+        ids: of the tables of unbounded ids, by name; a tap counts the rows that they have.
+    """
+
+    profile: Profile
+    coaccess: CoAccess | None
+    ids: Mapping[str, IdsSeen]
+
+
+def read_source(config: Config, seconds: float) -> StreamRead:
+    """Return what is counted of the configured source.
 
     Of a stream it is what ``read_sample`` reads in ``seconds``, of a tap what the job's daemon had counted at its
-    newest snapshot. A tap sends no samples.
+    newest snapshot.
 
     Raises:
         ConfigError: a file of options cannot be read.
@@ -48,10 +65,10 @@ def read_source(config: Config, seconds: float) -> tuple[Profile, CoAccess | Non
         )
     if not counted.sketches.samples:
         raise StreamError(f"{counted.path}: no access was counted yet", remedy="wait until the ranks' taps have sent")
-    return counted.sketches.profile(), None  # a tap sends no samples
+    return StreamRead(counted.sketches.profile(), None, {})
 
 
-def read_sample(config: Config, seconds: float) -> tuple[Profile, CoAccess | None]:
+def read_sample(config: Config, seconds: float) -> StreamRead:
     """Read the configured source for so long, or to its present end if that comes first.
 
     A topic is read in a consumer group of its own, so that no partition is taken from a daemon, and nothing is
@@ -73,7 +90,7 @@ def read_sample(config: Config, seconds: float) -> tuple[Profile, CoAccess | Non
     ingestor = Ingestor(
         make_source(config), config.keyspace().tables, sketch_settings(config), None,
         poll_seconds=config.stream.poll_seconds, max_message_bytes=config.stream.max_message_bytes,
-        decoder=make_decoder(config),
+        decoder=make_decoder(config), unbounded=config.unbounded(),
     )  # fmt: skip
     ingestor.start()
     try:
@@ -82,13 +99,13 @@ def read_sample(config: Config, seconds: float) -> tuple[Profile, CoAccess | Non
         while time.monotonic() < deadline and not (ingestor.sketches.samples and ingestor.idle_seconds):
             time.sleep(_LOOK_SECONDS)
         problems = ingestor.problems()
-        profile, coaccess = ingestor.profile(), ingestor.sketches.coaccess()
+        read = StreamRead(ingestor.profile(), ingestor.sketches.coaccess(), ingestor.ids_seen())
     finally:
         ingestor.stop(CLOSE_SECONDS)
-    if not profile.samples:
+    if not read.profile.samples:
         raise StreamError(
             f"no access was read in {seconds:g} s: "
             + ("; ".join(text for _, text in problems) or "the stream has no messages"),
             remedy="check stream.source, or read for longer",
         )
-    return profile, coaccess
+    return read

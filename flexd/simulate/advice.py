@@ -20,6 +20,7 @@ from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace
 from flexd.core.model import HIDDEN, Model, Show
 from flexd.core.placement import RankLayout
+from flexd.core.stream_ids import IdsOfStream
 from flexd.planner.affinity.outlook import AffinityOutlook, plan_affinity
 from flexd.planner.affinity.window import sampled_window
 from flexd.planner.model.cost import PredictedRange
@@ -179,6 +180,7 @@ class Advice(ReplayModel):
         reused_share: share of a batch's distinct rows that the step before touches on any rank.
         worth: least share of the step that an option must save to be advised.
         options: by name, in the order of ``OPTIONS``.
+        unbounded_ids: of the tables of such in a stream; their look-ups are priced as if hashed into the rows.
         best: the option whose low end saves most; None if none pays by ``worth``.
     """
 
@@ -192,6 +194,7 @@ class Advice(ReplayModel):
     options: Annotated[dict[str, Prediction], Show("predicted")]
     best: str | None
     affinity: AffinityAdvice | None = None
+    unbounded_ids: Annotated[tuple[IdsOfStream, ...], Show("unbounded ids")] = ()
 
     @property
     def best_option(self) -> Prediction | None:
@@ -242,6 +245,7 @@ def advise(
         best=max(worthwhile, key=lambda name: options[name].saved_seconds.low, default=None),
         messages=(),
         affinity=None,
+        unbounded_ids=(),
     )
     return found.model_copy(update={"messages": tuple(_messages(found))})
 

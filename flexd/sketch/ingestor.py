@@ -8,7 +8,7 @@ import operator
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from flexd.core import tap_counts
 from flexd.core.errors import CodecError, FlexdError
@@ -17,6 +17,7 @@ from flexd.core.placement import RankLayout
 from flexd.core.supervision import Backoff, Supervisor, UnsafeStateError, fault_point
 from flexd.core.tap_counts import TapCounts
 from flexd.sketch.dead_letters import DeadLetterFile
+from flexd.sketch.id_stream import IdsSeen, IdStream
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.restore import restore
 from flexd.sketch.sketch_set import AccessCounts, SketchSet, warm_up
@@ -259,6 +260,7 @@ class Ingestor:
         work: records what is being counted; the source records in the same one what it reads. Closed by the thread.
         decoder: of messages in another format than flexd's own; used by the thread.
         supervisor: of the process; records the faults of the thread.
+        unbounded: tables whose ids in the stream are unbounded.
         start_empty: set saved state aside that cannot be used, and start without it.
 
     Raises:
@@ -280,11 +282,13 @@ class Ingestor:
         work: OffsetsInWork | None = None,
         decoder: Decoder | None = None,
         supervisor: Supervisor | None = None,
+        unbounded: Collection[str] = (),
         start_empty: bool = False,
     ) -> None:
         self.restored = restore(store, tables, settings, start_empty=start_empty)
         self.source = source
         self.sketches = self.restored.sketches
+        self.sketches.id_streams = {table.name: IdStream(table.rows) for table in tables if table.name in unbounded}
         self.snapshots = SnapshotCycle(
             store, snapshot_interval_seconds, source, self.sketches, lambda: self._generation
         )
@@ -314,8 +318,14 @@ class Ingestor:
         warm_up(
             {choice.kind for choice in self.sketches.choices()},
             coaccess=self.sketches.coaccess_sample is not None,
+            unbounded=bool(self.sketches.id_streams),
         )
         self._thread.start()
+
+    def ids_seen(self) -> dict[str, IdsSeen]:
+        """Return what the stream says of the tables of unbounded ids, by name."""
+        with self.sketches.lock:
+            return {name: stream.seen() for name, stream in self.sketches.id_streams.items()}
 
     def stop(self, timeout_seconds: float) -> bool:
         """End the thread after a last snapshot. Return True if it ended within the deadline."""

@@ -23,6 +23,7 @@ from flexd.sketch.coaccess import MIN_BYTES, CoAccess, CoAccessSample
 from flexd.sketch.count_min_table import FAILURE_PROBABILITY, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH, CountMinTable, error_share
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.dense_table import DenseTable
+from flexd.sketch.id_stream import IdStream, hashed_rows
 from flexd.sketch.logarithmic_table import LogTable, packed_bytes, relative_error
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.table_sketch import AccessSample, Kind, SketchSettings, TableChoice, TableSketch
@@ -176,6 +177,8 @@ class SketchSet:
 
     Attributes:
         lock: the readers below take it; ``ingest``, ``ingest_tap`` and ``state`` do not.
+        id_streams: tables of unbounded ids by name, whose ids are counted; not saved. Their accesses count for rows by
+            hash, so that an exchange can be priced; they say nothing of the rows that the ids have.
         damage: what interrupted a message, so that the counters hold an unknown part of it and must not be saved; None
             while they can be trusted.
 
@@ -193,6 +196,7 @@ class SketchSet:
         self.settings = settings
         self.lock = threading.Lock()
         self.damage: BaseException | None = None
+        self.id_streams: dict[str, IdStream] = {}
         self._decay = ForwardDecay(settings.half_life_seconds, settings.max_future_seconds, settings.late_after_seconds)
         choices = choose(specs, settings.memory_bytes, settings.max_hot_rows, logarithmic=settings.logarithmic)
         self._tables = {
@@ -261,6 +265,9 @@ class SketchSet:
             return AccessCounts()
         time, late, clamped = self._decay.admit(event_time_seconds, arrival_seconds)
         ids = rows if rows.flags.c_contiguous else rows.copy()
+        if (stream := self.id_streams.get(table)) is not None:
+            stream.add(ids, time)
+            ids = hashed_rows(ids, stream.rows)
         negative, outside = to.sketch.add(ids, source_rank, time, self._decay)
         if sequence_lengths is not None and self.coaccess_sample is not None:
             self.coaccess_sample.add(to.index, ids, sequence_lengths, source_rank, time, step, sample_ids, user_ids)
@@ -467,12 +474,13 @@ def _accesses(table: TableProfile, total_weight: float, given: Mapping[str, floa
     return float(given) * table.weight / total_weight if total_weight > 0 else 0.0
 
 
-def warm_up(used: Collection[str] = tuple(KINDS), *, coaccess: bool = False) -> None:
+def warm_up(used: Collection[str] = tuple(KINDS), *, coaccess: bool = False, unbounded: bool = False) -> None:
     """Compile the kernels before the first message, which takes seconds, or little with numba's cache.
 
     Args:
         used: kinds of tables, as in ``TableChoice.kind``.
         coaccess: whether rows that occur together are sampled.
+        unbounded: whether a table has unbounded ids.
     """
     spec, decay, accesses = TableSpec("warm-up", 64, 1), ForwardDecay(None, 0.0), np.arange(4096) % 64
     for kind in KINDS:
@@ -485,6 +493,10 @@ def warm_up(used: Collection[str] = tuple(KINDS), *, coaccess: bool = False) -> 
             table.rescale(1)
             table.profile(decay, 8)
             table.load(*table.state())
+    if unbounded:
+        for rows in (accesses, accesses.astype(np.int32)):
+            IdStream(64).add(rows, 0.0)
+            hashed_rows(rows, 64)
     if coaccess:
         sample, lengths = CoAccessSample([64], MIN_BYTES, None), np.ones(4096, np.int32)
         for rows in (accesses, accesses.astype(np.int32)):

@@ -111,9 +111,13 @@ def test_a_table_of_unbounded_ids_is_named_where_a_stream_has_ids(
     start: Callable[..., Any], make_config: Callable[..., Config], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(
-        job="job", tables=[{"name": "item", "rows": 50_000, "dim": 8}, {"name": "shop", "rows": 1_000, "dim": 16}]
-    )
+        job="job",
+        tables=[
+            {"name": "item", "rows": 50_000, "dim": 8}, {"name": "shop", "rows": 1_000, "dim": 16, "ids": "unbounded"},
+        ],
+    )  # fmt: skip
     trainer = TrainerSettings("chain", unbounded="u-")
     port = start(config).daemon.components.coordinator.port
     with Ranks(port, secret=None, identities=lambda identity: replace(identity, trainer=trainer)):
         until(lambda: "tables item have unbounded ids in the trainer" in caplog.text, SECONDS, lambda: caplog.text)
+        until(lambda: "tables shop have ids: unbounded in the configuration" in caplog.text, SECONDS)

@@ -39,7 +39,7 @@ def test_a_topic_is_read_to_its_end_in_a_group_of_its_own() -> None:
         )  # fmt: skip
         until(lambda: daemon.poll(500) or len(daemon.assignment()) == 2, 120)
         partitions = daemon.assignment()
-        profile, _ = read_sample(config, 60.0)
+        profile = read_sample(config, 60.0).profile
         assert profile.samples == 100
         assert profile.tables[0].weight > 0
         daemon.poll(50)

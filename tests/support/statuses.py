@@ -7,6 +7,7 @@ from flexd.api.status import DaemonStatus, SnapshotStatus
 from flexd.api.stream import ProfileStatus, SketchStatus, StreamStatus, TableSketchStatus
 from flexd.api.training import IdsStatus, IdsTableStatus, SlowMemoryStatus, SlowTableStatus
 from flexd.control.daemon.migration import MigrationRecord, MigrationState
+from flexd.core.stream_ids import IdsOfStream
 
 _PLAN = PlanReport(plan_id="p7", reason="drift", promotions=1200, demotions=300)
 _COMMITTED = MigrationRecord(
@@ -105,7 +106,14 @@ UNBOUNDED_IDS = HEALTHY.model_copy(
                     own_share_of_twice_the_rows=0.93, evictions_per_1000=2.24,
                 ),
                 IdsTableStatus(table="crosses", rows=1_000_000),
-            )
+            ),
+            of_stream=(
+                IdsOfStream(
+                    table="sessions", rows=2_000_000, look_ups=70_000_000, distinct=31_457_280.0,
+                    new_per_hour=2_400_000.0, once_share=0.61, own_share_of_half_the_rows=0.32, own_share=0.43,
+                    own_share_of_twice_the_rows=0.51, evictions_per_1000=412.5,
+                ),
+            ),
         )
     }
 )  # fmt: skip

@@ -13,7 +13,7 @@ is that of the other events.
 ``--trace`` reads an npz file of int arrays ``sample``, ``table``, ``row`` and ``ts``, one element per look-up,
 ascending by time: table 0 has the tags of each sample, table 1 the person. Without it events are made up, of people
 whose interest is one of 64 topics and of whom most come a few times. ``--quick`` trains on a few of these. cost: a step
-and a start (``sections.ids_cost``).
+and a start (``sections.ids_cost``). stream: rows that a stream says are worth having (``sections.ids_stream``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import flexd
 from flexd.embedding.ids.slot_table import COUNTS
 from flexd.embedding.row_hashes import splitmix64
 from tools.bench.harness import Outcome, at_least, at_most, of_runs
-from tools.bench.sections import id_policies, ids_cost
+from tools.bench.sections import id_policies, ids_cost, ids_stream
 
 DIM, CANDIDATES, BATCH = 16, 8, 256
 SHARES = (8, 32)
@@ -243,4 +243,4 @@ def run(options: Namespace) -> Outcome:
     return Outcome(figures, checks)
 
 
-SECTIONS = {"policies": run, "cost": ids_cost.section}
+SECTIONS = {"policies": run, "cost": ids_cost.section, "stream": ids_stream.section}
