@@ -21,7 +21,7 @@ except ImportError as error:
     ) from error
 
 from flexd.torchrec.replaced_tables import FlexEmbeddingBagCollection, FlexEmbeddingCollection, ReplacedTables
-from flexd.torchrec.replacement import replace
+from flexd.torchrec.replacement import replace, restore
 from flexd.torchrec.sharding import sharding_plan
 from flexd.torchrec.state import FusedOptimizerState, ModelState
 
@@ -32,5 +32,6 @@ __all__ = [
     "ModelState",
     "ReplacedTables",
     "replace",
+    "restore",
     "sharding_plan",
 ]

@@ -78,6 +78,35 @@ def load_managed(
         logger.warning("table %r: %d ids of its module have no row of their own", name, lost)
 
 
+def write_managed(
+    tables: EmbeddingCollection, name: str, module: BaseManagedCollisionEmbeddingCollection, table: str
+) -> None:
+    """Collective. Let a module know the ids that have rows, as those of the same number.
+
+    Args:
+        name: of the table in ``tables``.
+        table: its name in the module.
+
+    Raises:
+        EmbeddingError: the module knows ids by a hash, or has another number of rows.
+    """
+    known = module._managed_collision_collection._managed_collision_modules[table]
+    size = next(one.rows for one in tables.tables if one.name == name)
+    if known._input_hash_func is not None or known._zch_size != size:
+        raise EmbeddingError(
+            f"the module of table {name!r} has {known._zch_size} rows"
+            + (" and an input_hash_func" if known._input_hash_func is not None else ""),
+            remedy=f"construct it with zch_size={size} and without input_hash_func",
+        )
+    rows = torch.arange(size, device=tables.device)
+    ids, has = (each.to(known._mch_sorted_raw_ids.device) for each in tables.ids_of(name, rows))
+    order = torch.where(has, ids, _NO_ID).argsort(stable=True)
+    known._mch_sorted_raw_ids.copy_(torch.where(has, ids, _NO_ID)[order])
+    known._mch_remapped_ids_mapping.copy_(order + known._output_global_offset)
+    for metadata in known._mch_metadata.values():
+        metadata.copy_(has[order])
+
+
 class ReplacedManagedCollisions(nn.Module):
     """Stands for a ``ManagedCollisionEmbeddingCollection`` or ``ManagedCollisionEmbeddingBagCollection``."""
 

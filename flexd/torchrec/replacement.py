@@ -19,7 +19,7 @@ from flexd.embedding.collection import EmbeddingCollection as FlexdCollection
 from flexd.embedding.embedding_table import UNBOUNDED
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.torchrec.configs import attached_optimizers
-from flexd.torchrec.managed_collisions import ReplacedManagedCollisions, load_managed, managed_collisions
+from flexd.torchrec.managed_collisions import ReplacedManagedCollisions, load_managed, managed_collisions, write_managed
 from flexd.torchrec.replaced_tables import (
     ReplacedEmbeddingBagCollection,
     ReplacedEmbeddingCollection,
@@ -127,6 +127,48 @@ def replace(
         parent, _, name = outside.rpartition(".")
         setattr(model.get_submodule(parent), name, ReplacedManagedCollisions(model.get_submodule(path)))
     return tables
+
+
+@torch.no_grad()
+def restore(model: nn.Module, tables: ReplacedTables) -> None:
+    """Collective. Write rows, and the ids that have them, into a model of TorchRec's modules, as before ``replace``.
+
+    ::
+
+        exported = Model()                          # as it was before replace(), on each rank
+        flexd.torchrec.restore(exported, tables)
+        torch.save(exported.state_dict(), path)     # on one
+
+    Each rank's model holds whole tables. Optimizer state stays behind.
+
+    Args:
+        model: with the same tables as the model that was replaced.
+
+    Raises:
+        EmbeddingError: it has other tables, or a module of managed collisions that cannot know their ids. Tables before
+            that one are written then.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+    for path, module in _places(model):
+        found.setdefault(id(module), (path, module))
+    managed, taken = managed_collisions(model), dict[str, str]()
+    sizes = {table.name: (table.rows, table.dim) for table in tables.tables}
+    written: list[tuple[str, nn.Parameter, tuple[Any, str] | None]] = []
+    for path, module in found.values():
+        one = _described(path, module, taken)
+        taken |= dict.fromkeys([*one.table_names, *(lookup.name for lookup in one.lookups)], path)
+        outside = managed.get(path)
+        for name, config, weight in zip(one.table_names, one.configs, _weights(path, module), strict=True):
+            if sizes.get(name) != tuple(weight.shape):
+                raise EmbeddingError(
+                    f"{path}: table {name!r} has shape {tuple(weight.shape)}, the replaced ones: {sizes}"[:500],
+                    remedy="construct the model as before replace()",
+                )
+            written.append((name, weight, None if outside is None else (outside, config.name)))
+    for name, weight, known in written:
+        if known is not None:
+            write_managed(tables, name, *known)
+        weight.copy_(tables.gather_table(name))
 
 
 def _ids_of(is_unbounded: bool, admit_after: int) -> dict[str, Any]:

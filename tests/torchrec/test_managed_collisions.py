@@ -19,7 +19,7 @@ from torchrec.modules.mc_modules import (
 
 from flexd.core.errors import CheckpointError, EmbeddingError
 from flexd.core.placement import RankLayout
-from flexd.torchrec import FusedOptimizerState, ModelState, replace
+from flexd.torchrec import FusedOptimizerState, ModelState, replace, restore
 from tests.support.rank_pool import RankPool
 
 ROWS, DIM = 80, 4
@@ -101,6 +101,56 @@ def test_known_ids_keep_their_rows_and_new_ones_get_some(pair: RankPool, pooled:
     kind = f"Replaced{'EmbeddingBagCollection' if pooled else 'EmbeddingCollection'}"
     for texts in [moved(0, RankLayout(1, 1), pooled), *pair.run(moved, RankLayout(2, 1), pooled)]:
         assert texts == [f"ReplacedManagedCollisions {kind}"]
+
+
+def restored(rank: int, layout: RankLayout, pooled: bool) -> list[str]:
+    model, _ = known_before(pooled)
+    tables = replace(model, layout=layout)
+    model(features(5, 7, 5)).backward()
+    tables.optimizer.step()
+    again = Model(pooled)
+    restore(again, tables)
+    ids = [*IDS, 5, 999]
+    texts = []
+    for same in (again.train(), again.eval()):
+        wanted, found = (float(each(features(*ids)).detach()) for each in (model.eval(), same))
+        if abs(wanted - found) > 1e-6:
+            texts.append(f"{found} for {wanted}")
+    if sorted(again.state_dict()) != sorted(Model(pooled).state_dict()):
+        texts.append("other names in the checkpoint")
+    # As of a checkpoint of TorchRec.
+    read = Model(pooled)
+    read.load_state_dict(again.state_dict())
+    back = replace(read, layout=layout)
+    given = torch.tensor([*IDS, 5])
+    if not torch.equal(back.gather_table("users")[back.rows_of("users", given)],
+                       tables.gather_table("users")[tables.rows_of("users", given)]):  # fmt: skip
+        texts.append("other rows")
+    return texts
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_model_of_torchrec_gets_the_rows_and_their_ids_back(pair: RankPool, pooled: bool) -> None:
+    for texts in [restored(0, RankLayout(1, 1), pooled), *pair.run(restored, RankLayout(2, 1), pooled)]:
+        assert texts == []
+
+
+def test_modules_that_cannot_know_the_ids_are_named() -> None:
+    model = Model(False)
+    tables = replace(model, layout=RankLayout(1, 1))
+    for more, says in (({"input_hash_func": lambda ids, size: ids}, "an input_hash_func"), ({}, "has 81 rows")):
+        other = Model(False, known=more)
+        if not more:
+            known = other.users._managed_collision_collection._managed_collision_modules["users"]
+            known._zch_size = ROWS + 1
+        with pytest.raises(EmbeddingError, match=says):
+            restore(other, tables)
+    other = Model(False)
+    other.more = torchrec.EmbeddingCollection(
+        [torchrec.EmbeddingConfig(name="more", num_embeddings=3, embedding_dim=2, feature_names=["m"])]
+    )
+    with pytest.raises(EmbeddingError, match=r"more: table 'more' has shape \(3, 2\)"):
+        restore(other, tables)
 
 
 def test_a_model_on_meta_has_no_ids_yet() -> None:
