@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.bag_collection import EmbeddingBagCollection
-from flexd.embedding.embedding_table import EmbeddingTable
+from flexd.embedding.embedding_table import UNBOUNDED, EmbeddingTable
 from flexd.embedding.features import FeatureMap, Jagged
 from flexd.embedding.step import RoutedInput, in_backward_pass
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
@@ -371,8 +371,23 @@ class ReplacedTables(EmbeddingBagCollection):
 class _TablesOfModule(ReplacedTables):
     """The tables of one module, which is this one."""
 
-    def __init__(self, module: ReplacedModule, device: torch.device | str | None, arguments: dict[str, Any]) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: ReplacedModule,
+        device: torch.device | str | None,
+        unbounded: Mapping[str, int] | None,
+        arguments: dict[str, Any],
+    ) -> None:
+        unbounded, known = unbounded or {}, {table.name for table in module.tables}
+        if unknown := unbounded.keys() - known:
+            raise EmbeddingError(
+                f"unbounded names {', '.join(sorted(unknown))}", remedy=f"one of {', '.join(sorted(known))}"
+            )
+        tables = tuple(
+            dataclasses.replace(table, ids=UNBOUNDED, admit_after=unbounded[table.name])
+            if table.name in unbounded else table for table in module.tables
+        )  # fmt: skip
+        module = self._module = dataclasses.replace(module, tables=tables)
         super().__init__([module], device=device, **arguments)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -396,10 +411,11 @@ class FlexEmbeddingCollection(_TablesOfModule, RowsOfModule):
         tables: tables of one ``embedding_dim``. Several tables may read a feature (then its outputs are named
             "feature@table"). ``init_fn`` is supported: see ``flexd.torchrec.configs``.
         device, need_indices: arguments of TorchRec's collection.
+        unbounded: names of tables of unbounded ids, with their ``admit_after`` (``flexd.EmbeddingTable``).
         arguments: the keyword arguments of ``flexd.EmbeddingCollection``.
 
     Raises:
-        EmbeddingError: tables have several dims, or a configuration is not supported.
+        EmbeddingError: tables have several dims, a configuration is not supported, or there is no such table.
         TopologyError: see ``flexd.EmbeddingCollection``.
     """
 
@@ -408,6 +424,7 @@ class FlexEmbeddingCollection(_TablesOfModule, RowsOfModule):
         tables: list[EmbeddingConfig],
         device: torch.device | str | None = None,
         need_indices: bool = False,
+        unbounded: Mapping[str, int] | None = None,
         **arguments: Any,
     ) -> None:
         dims = sorted({config.embedding_dim for config in tables})
@@ -417,7 +434,7 @@ class FlexEmbeddingCollection(_TablesOfModule, RowsOfModule):
                 remedy="one embedding_dim, as in TorchRec; flexd.EmbeddingCollection takes several",
             )
         module = replaced_module("", tables, {}, pooled=False, need_indices=need_indices)
-        super().__init__(module, device, arguments)
+        super().__init__(module, device, unbounded, arguments)
 
 
 class FlexEmbeddingBagCollection(_TablesOfModule, BagsOfModule):
@@ -427,6 +444,7 @@ class FlexEmbeddingBagCollection(_TablesOfModule, BagsOfModule):
         tables: tables of any dims, pooled by SUM or MEAN.
         is_weighted: the input's weights are factors of the rows; all tables must pool by SUM (see ``nn.EmbeddingBag``).
         device: argument of TorchRec's collection.
+        unbounded: as of ``FlexEmbeddingCollection``.
         arguments: the keyword arguments of ``flexd.EmbeddingBagCollection``, ``pooling_at`` among them.
 
     Raises:
@@ -439,6 +457,8 @@ class FlexEmbeddingBagCollection(_TablesOfModule, BagsOfModule):
         tables: list[EmbeddingBagConfig],
         is_weighted: bool = False,
         device: torch.device | str | None = None,
+        unbounded: Mapping[str, int] | None = None,
         **arguments: Any,
     ) -> None:
-        super().__init__(replaced_module("", tables, {}, pooled=True, is_weighted=is_weighted), device, arguments)
+        module = replaced_module("", tables, {}, pooled=True, is_weighted=is_weighted)
+        super().__init__(module, device, unbounded, arguments)

@@ -19,7 +19,14 @@ from torchrec.modules.mc_modules import (
 
 from flexd.core.errors import CheckpointError, EmbeddingError
 from flexd.core.placement import RankLayout
-from flexd.torchrec import FusedOptimizerState, ModelState, replace, restore
+from flexd.torchrec import (
+    FlexEmbeddingBagCollection,
+    FlexEmbeddingCollection,
+    FusedOptimizerState,
+    ModelState,
+    replace,
+    restore,
+)
 from tests.support.rank_pool import RankPool
 
 ROWS, DIM = 80, 4
@@ -133,6 +140,34 @@ def restored(rank: int, layout: RankLayout, pooled: bool) -> list[str]:
 def test_a_model_of_torchrec_gets_the_rows_and_their_ids_back(pair: RankPool, pooled: bool) -> None:
     for texts in [restored(0, RankLayout(1, 1), pooled), *pair.run(restored, RankLayout(2, 1), pooled)]:
         assert texts == []
+
+
+def of_types(rank: int, layout: RankLayout) -> bool:
+    bags = FlexEmbeddingBagCollection(
+        [torchrec.EmbeddingBagConfig(name="users", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["user"])],
+        unbounded={"users": 2}, layout=layout,
+    )  # fmt: skip
+    rows = FlexEmbeddingCollection(
+        [torchrec.EmbeddingConfig(name="users", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["user"])],
+        unbounded={"users": 1}, layout=layout,
+    )  # fmt: skip
+    for _ in range(2):
+        for tables in (bags, rows):
+            found = tables(features(-5, 2**62))
+            found = found.values() if isinstance(found, torchrec.KeyedTensor) else found["user"].values()
+            found.sum().backward()
+            tables.optimizer.step()
+    once = torch.tensor([-5, 2**62, 11])
+    return all((tables.rows_of("users", once) >= 0).tolist() == [True, True, False] for tables in (bags, rows))
+
+
+def test_flexds_own_types_take_unbounded_ids_too(pair: RankPool) -> None:
+    assert pair.run(of_types, RankLayout(2, 1)) == [True, True]
+    with pytest.raises(EmbeddingError, match="unbounded names shops - one of users"):
+        FlexEmbeddingCollection(
+            [torchrec.EmbeddingConfig(name="users", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["user"])],
+            unbounded={"shops": 1}, layout=RankLayout(1, 1),
+        )  # fmt: skip
 
 
 def test_modules_that_cannot_know_the_ids_are_named() -> None:
