@@ -160,3 +160,34 @@ def test_one_embedding_and_those_of_a_model_take_any_ids() -> None:
         flexd.Embedding(70, 4, 0, ids="unbounded")
     with pytest.raises(EmbeddingError, match="shop has padding_idx and unbounded ids"):
         flexd.embed_all(torch.nn.ModuleDict({"shop": torch.nn.Embedding(9, 4, 0)}), unbounded={"shop": 1})
+
+
+def trained(tables: int) -> tuple[list[float], list[torch.Tensor]]:
+    embedding = flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable(f"t{n}", 200 + n, 4, ids="unbounded", admit_after=1 + n % 2) for n in range(tables)],
+        optimizer=flexd.RowWiseAdagrad(),
+        seed=1,
+    )
+    draw, losses = torch.Generator().manual_seed(0), []
+    for step in range(20):
+        count = 0 if step == 7 else 150
+        popular = torch.rand(tables, count, generator=draw).pow(-1.2).long() % 1000 * 7919 - 99
+        found = embedding({f"t{n}": popular[n] for n in range(tables)})
+        loss = torch.stack([one.values.square().sum() + one.values.sum() for one in found.values()]).sum()
+        if count:
+            loss.backward()
+        embedding.optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, [embedding.gather_table(f"t{n}") for n in range(tables)]
+
+
+@pytest.mark.parametrize("tables", [1, 3])
+def test_what_an_accelerator_does_without_waiting_decides_the_same(
+    tables: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, rows = trained(tables)
+    assert len({*losses}) > 10
+    monkeypatch.setattr("flexd.embedding.devices.in_host_memory", lambda _: False)
+    again = trained(tables)
+    assert losses == again[0]
+    assert all(map(torch.equal, rows, again[1]))
