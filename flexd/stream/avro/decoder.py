@@ -70,7 +70,7 @@ class Decoder:
     def _make_room(self, length: int) -> None:
         self._room = length
         self._result = np.empty(2 * length + self._count + 2, dtype=np.int64)
-        scratch = np.empty(4 * length, dtype=np.int64)
+        scratch = np.empty(4 * length + 2, dtype=np.int64)
         self._arguments = self._program, self._count, scratch, self._result
 
     def read(self, data: bytes, at: int) -> tuple[Any, int]:

@@ -44,7 +44,8 @@ def read(data: Any, at: Any, program: Any, count: int, scratch: Any, result: Any
         at: where the datum begins.
         program: int32, see the module; its first type is that of the datum.
         count: of the columns.
-        scratch: int64 [4 n]: each value takes a byte at least, and at most two places in columns, each of two words.
+        scratch: int64 [4 n + 2]: each value takes a byte at least, and at most two places in columns, each of two
+            words; and one for a record that the message ends before.
         result: int64 [count + 2 n + 2]. First the place behind the datum, then where in ``result`` each column begins,
             and where the last one ends, then their values. Of text, bytes and ``fixed`` two columns hold where values
             begin and end; of floating-point numbers their bits; of unions the branches; of lists and maps the lengths,

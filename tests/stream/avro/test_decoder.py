@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexd.stream.avro import kernel
 from flexd.stream.avro.decoder import ITEMS, Decoder
 from flexd.stream.avro.schema import parse
 from tests.support.event_shapes import avro
@@ -94,6 +95,9 @@ def test_any_datum_is_read_as_fastavro_reads_it_and_damaged_ones_are_refused(dat
     damaged = bytearray(raw)
     for _ in range(data.draw(st.integers(1, 4)) if raw else 0):
         damaged[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    # The interpreter checks bounds, where compiled code would write outside.
+    decoder._make_room(len(damaged))
+    kernel.read.py_func(bytes(damaged), 0, *decoder._arguments)
     try:
         _, end = decoder.read(bytes(damaged), 0)
     except ValueError:
@@ -140,6 +144,18 @@ def test_only_what_is_asked_for_is_read() -> None:
     assert read({"type": "array", "items": EVENT}, avro({"type": "array", "items": EVENT}, [DATUM] * 2), {
         "who": {"note": {}}
     }) == [{"who": {"note": "x"}}] * 2  # fmt: skip
+
+
+def test_the_most_values_that_a_message_can_have_fit() -> None:
+    names = [f"f{n}" for n in range(40)]
+    fixed: list[Any] = [{"name": name, "type": {"type": "fixed", "name": name, "size": 1}} for name in names]
+    last = {"name": "r", "type": {"type": "record", "name": "R", "fields": [{"name": "a", "type": "long"}]}}
+    decoder = Decoder(
+        parse({"type": "record", "name": "T", "fields": [*fixed, last]}), {**dict.fromkeys(names), "r": {}}
+    )
+    data = bytes(40)
+    decoder._make_room(len(data))
+    assert kernel.read.py_func(data, 0, *decoder._arguments) == kernel.SHORT
 
 
 def test_blocks_with_their_size_in_bytes_and_values_of_more_than_a_message_had_before() -> None:
