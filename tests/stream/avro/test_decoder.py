@@ -1,5 +1,6 @@
 """Data of any schema are read as fastavro reads them, and damaged ones are refused."""
 
+import contextlib
 import io
 import json
 import re
@@ -97,7 +98,8 @@ def test_any_datum_is_read_as_fastavro_reads_it_and_damaged_ones_are_refused(dat
         damaged[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     # The interpreter checks bounds, where compiled code would write outside.
     decoder._make_room(len(damaged))
-    kernel.read.py_func(bytes(damaged), 0, *decoder._arguments)
+    with contextlib.suppress(OverflowError):  # its numbers are longer
+        kernel.read.py_func(bytes(damaged), 0, *decoder._arguments)
     try:
         _, end = decoder.read(bytes(damaged), 0)
     except ValueError:
