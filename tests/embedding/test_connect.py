@@ -253,7 +253,7 @@ def test_the_daemon_sees_the_use_of_unbounded_ids(monkeypatch: pytest.MonkeyPatc
     collection.reset_parameters()  # no row is an id's
     train(7)
     connection.close()
-    shown = ids_status(_heard(agent, len(specs)).ids(), collection.keyspace.tables)
+    shown = ids_status(_heard(agent, len(specs)).ids(), {}, collection.keyspace.tables)
     (of_users,) = shown.tables
     assert (of_users.table, of_users.rows, of_users.rows_used) == ("user", 30, 1)
     assert (of_users.look_ups, of_users.own, of_users.admitted, of_users.evicted) == (6, 1, 4, 0)

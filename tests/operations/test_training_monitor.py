@@ -95,14 +95,14 @@ def ids_report(table: int, used: int, **counts: int) -> StepReport:
 
 def test_unbounded_ids_of_all_ranks_add_up_and_tell_what_other_numbers_of_rows_would_do() -> None:
     monitor = TrainingMonitor(2)
-    assert ids_status(monitor.ids(), SPECS) is None
+    assert ids_status(monitor.ids(), {}, SPECS) is None
     first = ids_report(1, 70, look_ups=600, own=500, admitted=100, evicted=40, sampled=100, in_half=80, in_quarter=40)
     merged = merge_reports(first, ids_report(1, 75, look_ups=200, own=140, admitted=60, evicted=60))
     assert merged.ids == (replace(first.ids[0], used_slots=75, look_ups=800, own=640, admitted=160, evicted=100),)
     monitor.add(0, merged)
     monitor.add(3, ids_report(1, 5, look_ups=200, own=160, pinned=2, refused=7))
     monitor.add(3, ids_report(2, 5, look_ups=9))
-    status = ids_status(monitor.ids(), SPECS)
+    status = ids_status(monitor.ids(), {}, SPECS)
     assert [of_table.table for of_table in status.tables] == ["users"], "the daemon has no third table"
     of_users = status.tables[0]
     assert (of_users.rows, of_users.rows_used, of_users.look_ups, of_users.own) == (100, 80, 1000, 800)
@@ -114,7 +114,7 @@ def test_unbounded_ids_of_all_ranks_add_up_and_tell_what_other_numbers_of_rows_w
     assert of_users.own_share_of_half_the_rows == pytest.approx(0.64, abs=1e-3)
     assert of_users.own_share_of_twice_the_rows == pytest.approx(0.8 + 0.16 / 2, abs=1e-3)
     monitor.new_generation()
-    assert ids_status(monitor.ids(), SPECS).tables[0].rows_used == 0
+    assert ids_status(monitor.ids(), {}, SPECS).tables[0].rows_used == 0
     for _ in range(5):
         monitor.add(0, ids_report(0, 2**62, look_ups=2**62))
     assert monitor.ids()[0].counts[0] == 2**62
