@@ -161,8 +161,6 @@ def ids_status(
 
     if not totals and not seen:
         return None
-    rows = {table.name: table.rows for table in tables}
-    of_stream = tuple(IdsOfStream.from_object(each, table=name, rows=rows[name]) for name, each in seen.items())
     found = []
     for number, of_table in totals.items():
         counts = dict(zip(IDS_QUANTITIES, of_table.counts.tolist(), strict=True))
@@ -171,7 +169,7 @@ def ids_status(
         known: dict[str, Any] = {**shown, **_id_shares(recent)}
         spec = tables[number]
         found.append(IdsTableStatus(table=spec.name, rows=spec.rows, rows_used=of_table.used_slots, **known))
-    return IdsStatus(tables=tuple(found), of_stream=of_stream)
+    return IdsStatus(tables=tuple(found), of_stream=IdsOfStream.of_tables(seen, tables))
 
 
 def _id_shares(recent: Mapping[str, float]) -> dict[str, float]:

@@ -320,9 +320,7 @@ def advise(given: AdviseOptions) -> None:
         affinity = affinity_of_trace(accesses, layout)
     else:
         affinity = affinity_of_samples(read.coaccess, accesses.keyspace, layout, found.accesses_per_step)
-    seen = {} if read is None else read.ids
-    tables = {table.name: table.rows for table in accesses.keyspace.tables}
-    ids = tuple(IdsOfStream.from_object(each, table=name, rows=tables[name]) for name, each in seen.items())
+    ids = () if read is None else IdsOfStream.of_tables(read.ids, accesses.keyspace.tables)
     present(found.model_copy(update={"affinity": affinity, "unbounded_ids": ids}), given.output)
 
 

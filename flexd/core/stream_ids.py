@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from flexd.core import units
+from flexd.core.keyspace import TableSpec
 from flexd.core.model import Model, Show
 
 
@@ -26,3 +28,9 @@ class IdsOfStream(Model):
     own_share_of_twice_the_rows: Annotated[float, Show("own with twice the rows", unit=units.share)]
     evictions_per_1000: Annotated[float, Show("evictions per 1,000", unit="{:.1f}".format)]
     """Look-ups."""
+
+    @classmethod
+    def of_tables(cls, seen: Mapping[str, object], tables: Sequence[TableSpec]) -> tuple[IdsOfStream, ...]:
+        """``seen``: ``flexd.sketch.id_stream.IdsSeen`` by the name of the table."""
+        rows = {table.name: table.rows for table in tables}
+        return tuple(cls.from_object(each, table=name, rows=rows[name]) for name, each in seen.items())

@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from flexd.core import tap_counts
 from flexd.core.arrays import Arrays, Float64Array, Int32Array, Int64Array, RowArray, UInt32Array, places_of_runs
-from flexd.core.tap_counts import GAMMA
-from flexd.sketch.kernel_parts import finalise
+from flexd.sketch.kernel_parts import mix
 from flexd.sketch.table_sketch import readonly
 
 MIN_BYTES = 65_536
@@ -36,14 +35,9 @@ NO_USER = -(2**63)
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def _mix(value: Any) -> Any:
-    return finalise(value + np.uint64(GAMMA))
-
-
-@numba.njit(cache=True, nogil=True, inline="always")
 def _draw(key: Any) -> Any:
     # Return the sample's draw from Exp(1). The key was mixed once for its identity; this mix is independent of it.
-    return -np.log((np.float64(_mix(key) >> np.uint64(11)) + 0.5) * 2.0**-53)
+    return -np.log((np.float64(mix(key) >> np.uint64(11)) + 0.5) * 2.0**-53)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -70,7 +64,7 @@ def _offer(
     floats[0] = time
     while at < lengths.size:
         length = lengths[at]
-        key = _mix(np.uint64(ids[at])) if ids.size else _mix(base + np.uint64(at))
+        key = mix(np.uint64(ids[at])) if ids.size else mix(base + np.uint64(at))
         if 0 < length <= longest and _draw(key) <= largest_draw:
             if used + HEADER + length > words.size:
                 return at, place, used

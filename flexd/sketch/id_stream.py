@@ -1,9 +1,9 @@
 """Ids of a table of unbounded ids in a stream: how many there are, how many are new, and how many rows they deserve.
 
-The table's own policy is run on a sample: its sets of 64 slots decide apart from one another, so that every so-manieth
-set, for half, all and twice of the rows, shows what all do (miniature simulation: C. Waldspurger et al., Cache Modeling
-and Optimization using Miniature Simulations, USENIX ATC 2017). Look-ups take the place of steps, which a stream does
-not have, and ids are admitted at once.
+The table's own policy is run on a sample: its sets of 64 slots decide apart from one another, so that some of them, at
+equal distances, show what all do, with half, all and twice of the rows (miniature simulation: C. Waldspurger et al.,
+Cache Modeling and Optimization using Miniature Simulations, USENIX ATC 2017). Look-ups take the place of steps, which a
+stream does not have, and ids are admitted at once.
 
 Whether a hot id is among the sampled ones says nothing of the others: misses are scaled by the share of the sets, and
 look-ups that are missing count as hits (SHARDS-adj: C. Waldspurger et al., Efficient MRC Construction with SHARDS, FAST
@@ -23,23 +23,16 @@ import numba
 import numpy as np
 
 from flexd.core.arrays import RowArray
+from flexd.sketch.kernel_parts import mix
 
 SLOTS = 64
+"""Most slots of a set, as of the table's."""
 SETS = 64
 _PLACES = 1 << 16
 """Places for sampled ids; up to half of them are taken."""
 _HOUR_SECONDS = 3600.0
 _SIZES = (0.5, 1.0, 2.0)
 _U = np.uint64
-
-
-@numba.njit(cache=True, nogil=True, inline="always")
-def _mixed(key: Any) -> Any:
-    """SplitMix64's finaliser, as ``flexd.embedding.row_hashes`` has it."""
-    x = key + _U(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> _U(30))) * _U(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> _U(27))) * _U(0x94D049BB133111EB)
-    return x ^ (x >> _U(31))
 
 
 @numba.njit(cache=True, nogil=True)
@@ -74,14 +67,14 @@ def _add(
 
     Args:
         clock: look-ups before.
-        slots, strides: int64 [sizes]: slots of the table, and that every so-manieth set is simulated.
+        slots, strides: int64 [sizes]: slots of the table, and the distance between simulated sets.
         ids, scores, uses: int64 [sizes, 2 x sets x 64] of the simulated slots; scores of free ones are -1.
         counts: int64 [sizes, 2], look-ups of ids without a slot, and evictions, in simulated sets.
         hashes, firsts, seen: [places], sampled ids, seconds of their first look-up, and look-ups.
         sample: int64 [2], zeros with which hashes end, and how many are kept.
     """
     for at in range(len(rows)):
-        key = _mixed(_U(np.int64(rows[at])))
+        key = mix(_U(np.int64(rows[at])))
         if key & ((_U(1) << _U(sample[0])) - _U(1)) == _U(0) and key != _U(0):
             place = _place(hashes, key)
             if hashes[place] == _U(0):
@@ -127,7 +120,7 @@ def hashed_rows(ids: Any, rows: int) -> Any:
     """Return int64 [n], a row for each of [n] ids: by its hash, as of a table that has no policy."""
     found = np.empty(len(ids), np.int64)
     for at in range(len(ids)):
-        found[at] = np.int64(_mixed(_U(np.int64(ids[at]))) % _U(rows))
+        found[at] = np.int64(mix(_U(np.int64(ids[at]))) % _U(rows))
     return found
 
 

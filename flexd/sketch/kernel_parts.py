@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from flexd.core.tap_counts import FIRST, SECOND
+from flexd.core.tap_counts import FIRST, GAMMA, SECOND
 
 
 def _prefetch_code(typing_context: Any, array: Any, index: Any) -> Any:
@@ -37,3 +37,9 @@ def finalise(z: Any) -> Any:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(FIRST)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(SECOND)
     return z ^ (z >> np.uint64(31))
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def mix(value: Any) -> Any:
+    """Return SplitMix64's output for a uint64: its state's next step, finalised."""
+    return finalise(value + np.uint64(GAMMA))

@@ -117,7 +117,10 @@ def test_a_table_of_unbounded_ids_is_named_where_a_stream_has_ids(
         ],
     )  # fmt: skip
     trainer = TrainerSettings("chain", unbounded="u-")
-    port = start(config).daemon.components.coordinator.port
+    daemon = start(config).daemon
+    port = daemon.components.coordinator.port
     with Ranks(port, secret=None, identities=lambda identity: replace(identity, trainer=trainer)):
         until(lambda: "tables item have unbounded ids in the trainer" in caplog.text, SECONDS, lambda: caplog.text)
         until(lambda: "tables shop have ids: unbounded in the configuration" in caplog.text, SECONDS)
+        until(lambda: daemon.status().unbounded_ids.of_stream[0].look_ups > 0, SECONDS)
+        assert [(one.table, one.rows) for one in daemon.status().unbounded_ids.of_stream] == [("shop", 1_000)]

@@ -3,10 +3,12 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexd.embedding import devices
 from flexd.embedding.ids.id_sets import SLOTS, IdSets, UnboundedTable
 from flexd.embedding.ids.slot_table import COUNTS, SlotTable, counts_of, distinct_ids, floor_log2
 from tests.support.plain_ids import PlainIds
@@ -138,3 +140,23 @@ def test_what_fewer_slots_would_have_kept_is_known_from_the_order_of_the_slots()
             table.apply(table.decide(first, looked_up, torch.ones_like(first), step, torch.ones_like(first)))
         assert table.counts[0, 1] == 1
         assert table.counts[0, 6:].tolist() == [1, *expected]
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=60), st.integers(0, 40))
+def test_orders_are_those_of_torch(numbers: list[int], shift: int) -> None:
+    few = torch.tensor(numbers, dtype=torch.int64) >> shift
+    assert torch.equal(devices.stable_order_of(few), torch.sort(few, stable=True).indices)
+    assert torch.equal(few[devices.order_of(few)], few.sort().values)
+
+
+def test_ids_are_found_in_any_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = IdSets([UnboundedTable("t", 0, 1000, 0, 1)], CPU)
+    table = SlotTable(sets, 0, 1, CPU)
+    ids = torch.arange(400) * 7 - 3
+    of_ids, order = sets.of_ids(ids, torch.zeros_like(ids)).sort(stable=True)
+    ids = ids[order]
+    table.apply(table.decide(of_ids, ids, torch.ones_like(ids), 1, torch.ones_like(ids)))
+    found = table.find(of_ids, ids)
+    assert (found >= 0).sum() > 300
+    monkeypatch.setattr("flexd.embedding.ids.slot_table._BLOCK_SLOTS", 3 * SLOTS)
+    assert torch.equal(table.find(of_ids, ids), found)
