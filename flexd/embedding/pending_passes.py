@@ -85,4 +85,9 @@ def agree_on_sending(engine: RowEngine, call: int) -> None:
     mine = CallSignature.of(engine.groups.rank, steps=engine.steps, passes=call)
     with engine.router.traffic.uncounted():
         version, digest = engine.inbox.agreed_version, engine.settings_digest
-        engine.router.meet(Agreement(version, 0, mine, mine, (digest,) * 2)).check_calls(engine.keyspace.tables)
+        agreement = Agreement(version, 0, mine, mine, (digest,) * 2)
+        # Look-ups of unbounded ids begin with a message to all ranks; one of no ids tells all that there is to tell.
+        met = None if engine.ids is None else engine.ids.meet(agreement, engine.groups.world)
+        if met is None or met.diverged:
+            met = engine.router.meet(agreement)
+        met.check_calls(engine.keyspace.tables)

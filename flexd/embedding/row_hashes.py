@@ -29,13 +29,13 @@ def _signed(number: int, bits: int) -> int:
     return number - (1 << bits) if number >= 1 << (bits - 1) else number
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15, 64)
+GOLDEN = _signed(0x9E3779B97F4A7C15, 64)
 _ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9, 64)), (27, _signed(0x94D049BB133111EB, 64)), (31, 1))
 
 
 def splitmix64(x: torch.Tensor) -> torch.Tensor:
     """Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (OOPSLA 2014), finaliser. In place."""
-    x.add_(_GOLDEN)
+    x.add_(GOLDEN)
     shifted = torch.empty_like(x)
     for shift, factor in _ROUNDS:
         # torch shifts in copies of the sign bit.
@@ -97,7 +97,7 @@ def round_stochastically(values: torch.Tensor, dtype: torch.dtype, keys: torch.T
 
 def random_bits(keys: torch.Tensor, step: int, columns: int) -> torch.Tensor:
     """Return int32 [n, columns] of 16 random bits: a hash of int64 [n] keys, the step and the column."""
-    seeds = splitmix64(keys + _signed((step - 1) * _GOLDEN, 64)).view(torch.int32).view(-1, 2)
+    seeds = splitmix64(keys + _signed((step - 1) * GOLDEN, 64)).view(torch.int32).view(-1, 2)
     # One hash of 32 bits serves two columns.
     pairs = torch.arange(-(-columns // 2), dtype=torch.int32, device=keys.device).mul_(_signed(0x9E3779B9, 32))
     mixed = seeds[:, :1] + pairs

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.usage_warnings import USAGE_WARNINGS, UsageWarningKind
+from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import Route
@@ -100,10 +101,14 @@ class ForwardPass:
         for group, sources in self.sources.items():
             if self._trained[group]:
                 other = sources != torch.arange(len(sources), device=sources.device)
-                most = min(len(sources), self.begun)
-                rows = torch.nonzero_static(other, size=most, fill_value=0).view(-1)
-                known = torch.arange(most, device=rows.device) < other.sum()
-                moved = grads[group].index_select(0, rows).masked_fill_(~known.unsqueeze(1), 0)
+                if devices.in_host_memory(other):
+                    rows = other.nonzero().view(-1)
+                    moved = grads[group].index_select(0, rows)
+                else:  # the host does not wait to know how many they are
+                    most = min(len(sources), self.begun)
+                    rows = torch.nonzero_static(other, size=most, fill_value=0).view(-1)
+                    known = torch.arange(most, device=rows.device) < other.sum()
+                    moved = grads[group].index_select(0, rows).masked_fill_(~known.unsqueeze(1), 0)
                 grads[group] = grads[group].index_add(0, sources.index_select(0, rows), moved)
         return grads
 

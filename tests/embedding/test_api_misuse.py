@@ -33,8 +33,11 @@ TIMEOUT_SECONDS = 16.0
 
 layouts = st.sampled_from([RankLayout(1, 1), RankLayout(2, 1), RankLayout(1, 2), RankLayout(2, 2), RankLayout(3, 1)])
 collections = st.sampled_from(
-    [{}, {}, {"exchange": "direct"}, {"fast_memory_bytes": 1}, {"copies_memory_bytes": 2000}, {"comm_dtype": None}]
-)
+    [
+        {}, {}, {"exchange": "direct"}, {"fast_memory_bytes": 1}, {"copies_memory_bytes": 2000}, {"comm_dtype": None},
+        {"unbounded_ids": True}, {"unbounded_ids": True, "exchange": "direct"},
+    ]
+)  # fmt: skip
 calls = st.builds(Call, kind=st.sampled_from([*LEGAL, *REFUSED]), seed=st.integers(0, 1000), odd=st.integers(0, 3))
 sequences = st.lists(calls, min_size=3, max_size=10)
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -71,6 +74,11 @@ def check_refusals(texts: list[list[str]], drawn: list[Call]) -> None:
     given={},
     drawn=[Call(kind, seed, seed % 4) for seed, kind in enumerate((*LEGAL, *REFUSED))],
 )
+@example(
+    layout=RankLayout(1, 2),
+    given={"unbounded_ids": True},
+    drawn=[Call(kind, seed, seed % 2) for seed, kind in enumerate((*LEGAL, *REFUSED))],
+)
 def test_any_sequence_of_calls_is_refused_by_name_or_trains_as_one_process(
     ranks: Ranks, layout: RankLayout, given: dict[str, Any], drawn: list[Call]
 ) -> None:
@@ -93,6 +101,7 @@ def test_any_sequence_of_calls_is_refused_by_name_or_trains_as_one_process(
     drawn=st.lists(calls, max_size=3),
     fatal=st.builds(Call, st.sampled_from(FATAL), st.integers(0, 99), st.integers(0, 3)),
 )
+@example(layout=RankLayout(1, 2), given={"unbounded_ids": True}, drawn=[], fatal=Call("skips a step", 3, 1))
 def test_a_call_of_one_rank_that_ends_training_is_named_on_every_rank(
     layout: RankLayout, given: dict[str, Any], drawn: list[Call], fatal: Call
 ) -> None:

@@ -84,10 +84,6 @@ def loss_of(rows: torch.Tensor) -> torch.Tensor:
     return (rows + 1).square().sum()
 
 
-def _batch(ids: torch.Tensor) -> dict[str, Jagged]:
-    return {"item": Jagged(ids, torch.tensor([len(ids)]))}
-
-
 def _table(call: Call) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng([call.seed, 9]).random((4, DIM)))
 
@@ -135,10 +131,18 @@ class Player:
 
     def __init__(self, rank: int, layout: RankLayout, settings: dict[str, Any]) -> None:
         self.rank, self.layout = rank, layout
-        table = flexd.EmbeddingTable("item", ROWS, DIM, dtype="float64")
+        tables = [flexd.EmbeddingTable("item", ROWS, DIM, dtype="float64")]
+        settings = dict(settings)
+        if settings.pop("unbounded_ids", False):
+            tables.append(flexd.EmbeddingTable("user", 10, 2, ids="unbounded"))
+        self._has_users = len(tables) > 1
         self.collection = flexd.EmbeddingCollection(
-            [table], optimizer=flexd.SGD(RATE), layout=layout, average_gradients=False, **settings
+            tables, optimizer=flexd.SGD(RATE), layout=layout, average_gradients=False, **settings
         )
+
+    def _batch(self, ids: torch.Tensor) -> dict[str, Jagged]:
+        given = {"item": ids} | ({"user": ids - 2**40} if self._has_users else {})
+        return {name: Jagged(values, torch.tensor([len(ids)])) for name, values in given.items()}
 
     def rows(self, given: Any) -> torch.Tensor:
         found: torch.Tensor = self.collection(given)["item"].values
@@ -157,16 +161,16 @@ class Player:
             "bad dtype": {"item": Jagged(ids.double(), torch.tensor([len(ids)]))},
             "bad lengths": {"item": Jagged(ids, torch.tensor([len(ids) + 1]))},
             "no mapping": 3,
-        }.get(call.kind, _batch(torch.tensor([-1 if call.seed % 2 else ROWS])))
+        }.get(call.kind, self._batch(torch.tensor([-1 if call.seed % 2 else ROWS])))
 
     def play(self, call: Call) -> None:
         """Raises what the call raises."""
         kind, odd, collection = call.kind, self.rank == call.odd, self.collection
         ids = ids_of(call, self.rank)
         if kind in ("step", "empty", "no backward"):
-            self._train(_batch(ids), backward=kind != "no backward" or not odd)
+            self._train(self._batch(ids), backward=kind != "no backward" or not odd)
         elif kind == "accumulate":
-            loss_of(self.rows(_batch(ids))).backward()
+            loss_of(self.rows(self._batch(ids))).backward()
         elif kind == "apply":
             collection.optimizer.step()
         elif kind == "drop":
@@ -175,7 +179,7 @@ class Player:
             collection.clip_grad_norm_(0.5)
         elif kind == "evaluate":
             with torch.no_grad():
-                self.rows(_batch(ids))
+                self.rows(self._batch(ids))
         elif kind == "read":
             collection.gather_table("item")
         elif kind == "save":
@@ -183,18 +187,18 @@ class Player:
         elif kind in ("load", "other rows"):
             collection.load_rows("item", 5, _table(call) + (kind == "other rows" and odd))
         elif kind == "late backward":
-            rows = self.rows(_batch(ids))
+            rows = self.rows(self._batch(ids))
             loss_of(rows).backward()
             collection.optimizer.step()
             loss_of(rows).backward()
         elif kind == "other mode":
             collection.train(not odd)
             try:
-                self.rows(_batch(ids))
+                self.rows(self._batch(ids))
             finally:
                 collection.train()
         elif kind == "bad norm":
-            self.rows(_batch(ids))
+            self.rows(self._batch(ids))
             collection.clip_grad_norm_(1.0, -1)
         elif kind == "bad table":
             collection.load_rows("other", 0, None)
@@ -203,12 +207,12 @@ class Player:
         elif odd:
             self._train(self._wrong(call, ids))
         else:
-            self._train(_batch(ids))
+            self._train(self._batch(ids))
 
     def _loop(self, call: Call, *, odd: bool) -> None:
         kind, collection = call.kind, self.collection
-        batches: list[Any] = [_batch(ids_of(call, self.rank, number)) for number in range(BATCHES)]
-        wrong = _batch(torch.tensor([ROWS]))
+        batches: list[Any] = [self._batch(ids_of(call, self.rank, number)) for number in range(BATCHES)]
+        wrong = self._batch(torch.tensor([ROWS]))
         if kind == "bad id in a loop" and odd:
             batches[1] = wrong
         given = {"one_thread": call.seed % 2 == 0} | ({"passes_per_step": 2} if kind == "other loop" and odd else {})
@@ -221,10 +225,10 @@ class Player:
                 values = features["item"].values
                 kept = values.clone()
                 values.zero_()
-                chosen = _batch(kept)
+                chosen = self._batch(kept)
             if kind == "loop evaluates":
                 with torch.no_grad():
-                    self.rows(_batch(ids_of(call, self.rank, 7)))
+                    self.rows(self._batch(ids_of(call, self.rank, 7)))
             if kind == "leaves a loop before a step" and odd and number == 1:
                 loss_of(self.rows(chosen)).backward()
                 break
@@ -249,13 +253,13 @@ class Player:
         if kind == "other rate":
             collection.optimizer.param_groups[0]["lr"] *= 0.5
         elif kind == "skips a step":
-            loss_of(self.rows(_batch(ids_of(call, self.rank)))).backward()
+            loss_of(self.rows(self._batch(ids_of(call, self.rank)))).backward()
         elif kind == "clips":
-            loss_of(self.rows(_batch(ids_of(call, self.rank)))).backward()
+            loss_of(self.rows(self._batch(ids_of(call, self.rank)))).backward()
             collection.clip_grad_norm_(0.5)
         elif kind == "extra look-up":
             with torch.no_grad():
-                self.rows(_batch(ids_of(call, self.rank)))
+                self.rows(self._batch(ids_of(call, self.rank)))
         elif kind == "raises":
             with collection:
                 raise ValueError("of the trainer")

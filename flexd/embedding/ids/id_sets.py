@@ -72,8 +72,17 @@ class IdSets:
 
     def of_ids(self, ids: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Return int64 [n], the sets of int64 [n] ids of the tables of int64 [n] ``numbers`` in ``tables``."""
+        return self.of_hashes(self.hashes(ids), numbers)
+
+    @staticmethod
+    def hashes(ids: torch.Tensor) -> torch.Tensor:
+        """Return int64 [n] hashes of int64 [n] ids, distinct ones of distinct ids."""
+        return splitmix64(ids.clone())
+
+    def of_hashes(self, hashes: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Return what ``of_ids`` does, by the ``hashes`` of the ids."""
         first, count, _, _ = self._of(numbers)
-        positive = (splitmix64(ids.clone()) >> 1).bitwise_and_(2**63 - 1)
+        positive = (hashes >> 1).bitwise_and_(2**63 - 1)
         return positive.remainder_(count).add_(first)
 
     def of_each(self, column: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

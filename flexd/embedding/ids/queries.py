@@ -12,8 +12,8 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding.checkpoint.saved_tables import send_home
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.addressed_rows import AddressedRows
+from flexd.embedding.ids.distinct_ids import ids_by_set
 from flexd.embedding.ids.id_sets import SLOTS
-from flexd.embedding.ids.slot_table import distinct_ids
 from flexd.embedding.ids.unbounded_ids import UnboundedIds
 from flexd.embedding.meetings import agree_on_reading
 from flexd.embedding.store.quantized_rows import as_stored
@@ -73,8 +73,9 @@ def load_ids(
     sets = known.sets.of_ids(ids, torch.full_like(ids, number))
 
     def admit(asked: torch.Tensor) -> torch.Tensor:
-        order, begins, place = distinct_ids(*asked.T.contiguous())
-        at, id_ = asked.index_select(0, order.index_select(0, begins)).T.contiguous()
+        of_ids, given = asked.T.contiguous()
+        chosen, place = ids_by_set(of_ids, given, known.sets.hashes(given), several=False)
+        at, id_ = of_ids.index_select(0, chosen), given.index_select(0, chosen)
         decided = known.slots.decide(at, id_, torch.full_like(at, 2), known.next_step, torch.ones_like(at))
         # They read the rows that they have now, and not the shared one.
         known.slots.apply(replace(decided, uses=decided.uses.abs()))

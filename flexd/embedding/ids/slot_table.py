@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from flexd.embedding import devices
@@ -32,7 +33,6 @@ _SAMPLED, _SAMPLED_STEPS = 256, 16
 """Distinct ids of a step, of one step in so many."""
 _WORDS = 2 * SLOTS
 _NEVER = 2**63 - 1
-_FEW = 4
 _MOST_USES = 2**31 - 1
 # Slots that are compared at once: of a host as many as its caches hold.
 _BLOCK_SLOTS, _BLOCK_SLOTS_OF_ACCELERATOR = 1 << 16, 1 << 26
@@ -137,16 +137,18 @@ class SlotTable:
         """Return int64 [n], the slot of each id in its set, -1 if it has none."""
         step = devices.block_rows(self.ids, _BLOCK_SLOTS, _BLOCK_SLOTS_OF_ACCELERATOR)
         parts = zip(torch.split(sets, step), torch.split(ids, step), strict=True)
-        # The lowest: free slots, whose ids are 0, are behind those that are used.
-        ranks = torch.cat(
-            [
-                (self.ids.index_select(0, part) == of_part.unsqueeze(1)).view(torch.uint8).mul_(self._lowest_first)
-                .amax(dim=1) for part, of_part in parts
-            ]
-        )  # fmt: skip
-        slots = (SLOTS - ranks.to(torch.int64)).clamp_(max=SLOTS - 1)
-        known = (ranks > 0) & (self.uses.view(-1)[sets * SLOTS + slots] != 0)
+        slots = torch.cat([self._first_equal(self.ids.index_select(0, of_sets), of_ids) for of_sets, of_ids in parts])
+        at = sets * SLOTS + slots
+        known = (self.ids.view(-1).index_select(0, at) == ids) & (self.uses.view(-1).index_select(0, at) != 0)
         return torch.where(known, slots, -1)
+
+    def _first_equal(self, of_sets: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return int64 [n], the first slot of each of int64 [n, 64] ids that has the one of int64 [n] ids, or any if
+        none has it. Free slots, whose ids are 0, are behind those that are used."""
+        if devices.in_host_memory(ids):
+            return torch.from_numpy((of_sets.numpy() == ids.numpy()[:, None]).argmax(axis=1))
+        ranks = (of_sets == ids.unsqueeze(1)).view(torch.uint8).mul_(self._lowest_first).amax(dim=1)
+        return (SLOTS - ranks.to(torch.int64)).clamp_(max=SLOTS - 1)
 
     def decide(
         self, sets: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, step: int, bonus: torch.Tensor
@@ -232,8 +234,13 @@ class SlotTable:
             return at, torch.zeros_like(at, dtype=torch.bool)
         mine = sets.index_select(0, at)
         # What is asked of a set, of the first of its ids here.
-        row = torch.searchsorted(mine, mine)
-        number = torch.arange(len(mine), device=mine.device) - row
+        first = torch.searchsorted(mine, mine)
+        number = torch.arange(len(mine), device=mine.device) - first
+        bonus = bonus.index_select(0, at)
+        if on_host := devices.in_host_memory(mine):
+            # Each set once; elsewhere the host would wait to know how many they are.
+            heads = number.eq(0)
+            mine, bonus, first = mine[heads], bonus[heads], heads.cumsum(0).sub_(1)
         last, uses = self.last.index_select(0, mine), self.uses.index_select(0, mine)
         # Used in this step, which the table does not know yet, or in the one before; or there is no such slot.
         blocked = (last >= max(step - 1, 1)).logical_or_(self._slots >= self._slots_of(mine).unsqueeze(1))
@@ -242,15 +249,12 @@ class SlotTable:
         blocked = torch.cat([blocked.view(-1), blocked.new_empty(1)])
         blocked.index_fill_(0, torch.where(inside, place * SLOTS + slots, len(mine) * SLOTS), 1)
         # The lowest of free slots, whose ``last`` is 0, is the first of all: 0 has the lowest exponent.
-        order = torch.addcmul(last.to(torch.int64), exponents(uses.abs_()), bonus.index_select(0, at).unsqueeze(1))
+        order = torch.addcmul(last.to(torch.int64), exponents(uses.abs_()), bonus.unsqueeze(1))
         order = order.mul_(SLOTS).add_(self._slots).masked_fill_(blocked[:-1].view(-1, SLOTS), _NEVER)
-        # No more than are wanted, where reading how many that is costs nothing.
-        most = min(SLOTS, int(number.max()) + 1) if devices.in_host_memory(number) else SLOTS
-        best, by_order = _lowest(order, most)
-        number_here = number.clamp(max=most - 1)
-        free = (best[row, number_here] != _NEVER) & (number < SLOTS)
-        chosen = torch.where(free, by_order[row, number_here], -1)
-        return chosen, free & (uses[row, chosen] > 0)
+        lowest = _lowest_in_turn(order, first, number) if on_host else _lowest_sorted(order, first, number)
+        free = lowest != _NEVER
+        chosen = torch.where(free, lowest % SLOTS, -1)
+        return chosen, free & (uses[first, chosen] > 0)
 
     def apply(self, decisions: SlotDecisions) -> None:
         """Make decisions, the last that were made, those of the table."""
@@ -264,18 +268,25 @@ class SlotTable:
         self.counts += decisions.counts
 
 
-def _lowest(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [n, count] lowest of [n, m] numbers, ascending, and their places. Changes ``numbers``."""
-    if count > _FEW:
-        best, places = numbers.topk(count, dim=1, largest=False)
-        return best, places
-    # On a host topk takes as long as eight of these.
-    found = []
-    for _ in range(count):
-        found.append(numbers.min(dim=1, keepdim=True))
-        numbers.scatter_(1, found[-1].indices, _NEVER)
-    best, places = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
-    return best, places
+def _lowest_sorted(numbers: torch.Tensor, row: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Return int64 [m]: of the ascending numbers of each row in int64 [n, 64] the one at a place from 0 on; behind them
+    ``_NEVER``."""
+    found = numbers.sort(dim=1).values[row, place.clamp(max=SLOTS - 1)]
+    return torch.where(place < SLOTS, found, _NEVER)
+
+
+def _lowest_in_turn(numbers: torch.Tensor, row: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Return what ``_lowest_sorted`` does, where the host knows how many are wanted of a row: mostly few. Changes
+    ``numbers``."""
+    left, rows, turn = numbers.numpy(), row.numpy(), place.numpy()
+    found = np.full(len(rows), _NEVER)
+    for now in range(min(SLOTS, int(turn.max()) + 1)):
+        mine = np.flatnonzero(turn == now)
+        of_turn = rows[mine]
+        lowest = left[of_turn].argmin(axis=1)
+        found[mine] = left[of_turn, lowest]
+        left[of_turn, lowest] = _NEVER
+    return torch.from_numpy(found)
 
 
 def exponents(numbers: torch.Tensor) -> torch.Tensor:
@@ -287,35 +298,3 @@ def exponents(numbers: torch.Tensor) -> torch.Tensor:
 def floor_log2(numbers: torch.Tensor) -> torch.Tensor:
     """Return int64: of integers from 1 to 2**31 the floor of the logarithm to base 2, exactly; of 0 undefined."""
     return exponents(numbers).sub_(_EXPONENT_BIAS)
-
-
-def distinct_ids(
-    sets: torch.Tensor | None, ids: torch.Tensor, *, waits: bool = True
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Order int64 [n] ids by set, if there are several, and in each set by id.
-
-    Args:
-        waits: the host may wait for the device to know how many are distinct.
-
-    Returns:
-        (int64 [n] order; int64 [d]: the places in this order at which a distinct one begins, or [n], of which those
-        behind are n, where the host must not wait; int64 [n]: for each given id the number of its distinct one).
-    """
-    order = devices.order_of(ids)
-    if sets is not None:
-        order = order.index_select(0, devices.stable_order_of(sets.index_select(0, order)))
-    first = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-    of_id = ids.index_select(0, order)
-    first[1:] = of_id[1:] != of_id[:-1]
-    if sets is not None:
-        of_set = sets.index_select(0, order)
-        first[1:] |= of_set[1:] != of_set[:-1]
-    number = torch.empty_like(order).index_copy_(0, order, first.to(torch.int64).cumsum(0) - 1)
-    if waits or devices.in_host_memory(ids):
-        return order, first.nonzero().view(-1), number
-    return order, torch.nonzero_static(first, size=len(ids), fill_value=len(ids)).view(-1), number
-
-
-def counts_of(begins: torch.Tensor, size: int) -> torch.Tensor:
-    """Return int64 [d], the number of ids of each distinct one of ``size`` by the places at which they begin."""
-    return begins.diff(append=begins.new_full((1,), size))

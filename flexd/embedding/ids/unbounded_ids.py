@@ -16,16 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers
-from flexd.embedding.exchange.hop import Agreement, Hop, host_numbers
+from flexd.embedding.exchange.hop import Agreement, Hop
 from flexd.embedding.exchange.route import FeatureKeys, Route, UnresolvedIds
 from flexd.embedding.features import Jagged
+from flexd.embedding.ids.answers import Answers
+from flexd.embedding.ids.distinct_ids import distinct_ids, ids_by_set
 from flexd.embedding.ids.id_sets import IdSets, UnboundedTable
-from flexd.embedding.ids.slot_table import SlotDecisions, SlotTable, counts_of, distinct_ids
+from flexd.embedding.ids.slot_table import SlotDecisions, SlotTable
 from flexd.embedding.step import in_backward_pass
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class UnboundedIds:
         self._first_keys, self._shared_keys = torch.tensor(
             [[table.first_key, table.first_key + table.slots] for table in by_key], device=self._device
         ).T.contiguous()
-        self.version = 0
+        self.version, self._answers = 0, Answers()
         self.reset()
 
     def reset(self) -> None:
@@ -241,6 +242,10 @@ class UnboundedIds:
             return steps, totals
         return steps // 2, [total // 2 for total in totals]
 
+    def meet(self, agreement: Agreement, world: Peers) -> Agreement:
+        """Collective. Exchange the first message of ``resolve`` without ids, as ``Router.meet``."""
+        return _hop(world).meet(agreement, 1 + len(self.sets.tables), self._device)
+
     @torch.no_grad()
     def resolve(
         self,
@@ -260,16 +265,18 @@ class UnboundedIds:
         """
         again = in_backward_pass()
         counted = trains and not again
-        hop = Hop(world, lambda homes: homes)
+        hop = _hop(world)
         none = torch.empty(0, dtype=torch.int64, device=self._device)
         size, tables = world.size, len(self.sets.tables)
         given = found.unresolved or UnresolvedIds(none, none, none, (), [0] * tables)
         several = tables > 1
-        order, begins, number = distinct_ids(given.numbers if several else None, given.ids, waits=False)
-        chosen = order.index_select(0, begins.clamp(max=len(order) - 1))
+        hashes = self.sets.hashes(given.ids)
+        chosen, number = distinct_ids(given.ids, hashes, given.numbers if several else None, waits=False)
+        # Where the host does not know how many ids are distinct, those behind them are no one's.
+        is_id, chosen = chosen < len(given.ids), chosen.clamp(max=len(given.ids) - 1)
         ids, numbers = given.ids.index_select(0, chosen), given.numbers.index_select(0, chosen)
-        sets = self.sets.of_ids(ids, numbers)
-        home = torch.where(begins < len(order), sets % size, size)
+        sets = self.sets.of_hashes(hashes.index_select(0, chosen), numbers)
+        home = torch.where(is_id, sets % size, size)
         by_home = devices.stable_order_of(home)
         ends = torch.arange(size + 1, device=self._device)
         sent = torch.searchsorted(home.index_select(0, by_home), ends).diff()
@@ -291,19 +298,19 @@ class UnboundedIds:
             return resolution
         asked, answered = requested[:, 0].tolist(), served[:, 0].tolist()
         by_home = by_home[: sum(asked)]
-        counts = counts_of(begins, len(order)) * self.sets.of_each(devices.uploaded(trained, self._device), numbers)
+        counts = devices.sum_by_place(number, None, len(chosen))
+        counts.mul_(self.sets.of_each(devices.uploaded(trained, self._device), numbers))
         words = [ids.view(-1, 1), counts.to(torch.int32).view(-1, 1), numbers.to(torch.int32).view(-1, 1)]
         message = devices.packed(*words[: 2 + several]).index_select(0, by_home)
         width = message.shape[1]
         arrived = world.all_to_all(message.view(-1), [width * n for n in asked], [width * n for n in answered])
         asks = devices.unpacked(arrived.view(-1, width), words[: 2 + several])
         decisions, slots, fresh = self._decide([each.view(-1) for each in asks], resolution, seeded=trains)
-        slots, fresh_counts = self._answer(world, slots, fresh, asked, answered)
+        slots, begun = self._answers.exchange(world, slots, fresh, asked, answered)
         keys = self.sets.keys(sets.index_select(0, by_home), slots)
-        # Where the host does not know how many ids are distinct, those behind them are no one's.
         keys = torch.empty_like(sets).index_copy_(0, by_home, keys).index_select(0, number)
         resolution = replace(resolution, decisions=decisions, keys=keys)
-        return self._resolved(world, resolution, given, keys, fresh, fresh_counts)
+        return self._resolved(resolution, given, keys, begun)
 
     def _decide(
         self, asks: Sequence[torch.Tensor], resolution: Resolution, *, seeded: bool
@@ -319,11 +326,10 @@ class UnboundedIds:
         ids, counts = asks[:2]
         numbers = asks[2].to(torch.int64) if len(asks) > 2 else torch.zeros_like(ids)
         world = self._engine.groups.layout.world_size
-        sets = torch.div(self.sets.of_ids(ids, numbers), world, rounding_mode="floor")
-        order, begins, number = distinct_ids(sets, ids)
-        chosen = order.index_select(0, begins)
-        totals = torch.nn.functional.pad(counts.index_select(0, order).cumsum(0), (1, 0))
-        counts = totals.index_select(0, counts_of(begins, len(order)) + begins) - totals.index_select(0, begins)
+        hashes = self.sets.hashes(ids)
+        sets = torch.div(self.sets.of_hashes(hashes, numbers), world, rounding_mode="floor")
+        chosen, number = ids_by_set(sets, ids, hashes, several=len(asks) > 2)
+        counts = devices.sum_by_place(number, counts.to(torch.int64), len(chosen))
         sets, ids = sets.index_select(0, chosen), ids.index_select(0, chosen)
         steps, look_ups = self._seen(resolution.step, resolution.look_ups)
         every = self.slots.global_sets(sets)
@@ -343,40 +349,14 @@ class UnboundedIds:
         ]
         return self.sets.of_each(devices.uploaded(of_tables, self._device), self.sets.numbers(sets))
 
-    def _answer(
-        self, world: Peers, slots: torch.Tensor, fresh: torch.Tensor, asked: list[int], answered: list[int]
-    ) -> tuple[torch.Tensor, list[int]]:
-        """Collective. Send int64 [n] slots back, a byte each. Returns (int64 [m] slots of the ids of this rank; the
-        number of rows that begin at each home)."""
-        size, header = world.size, devices.uploaded([len(fresh)], self._device).view(torch.uint8)
-        width = len(header)
-
-        def places(numbers: list[int]) -> list[torch.Tensor]:
-            """Return int64 [size x 8] of the headers, one before the slots of each peer, and those of the slots."""
-            before = np.arange(1, size + 1) * width
-            of_headers = (np.cumsum(numbers) - numbers + before)[:, None] - np.arange(width, 0, -1)
-            of_slots = np.arange(sum(numbers)) + np.repeat(before, numbers)
-            both = np.concatenate([of_headers.reshape(-1), of_slots])
-            return list(devices.uploaded(both, self._device).split_with_sizes([size * width, len(of_slots)]))
-
-        of_headers, of_slots = places(answered)
-        message = header.new_empty(len(slots) + size * width).index_copy_(0, of_headers, header.repeat(size))
-        message.index_copy_(0, of_slots, slots.to(torch.int8).view(torch.uint8))
-        back = world.all_to_all(message, [n + width for n in answered], [n + width for n in asked])
-        of_headers, of_slots = places(asked)
-        numbers = host_numbers(back.index_select(0, of_headers).view(torch.int64)).tolist()
-        return back.index_select(0, of_slots).view(torch.int8).to(torch.int64), numbers
-
     def _resolved(
-        self,
-        world: Peers,
-        resolution: Resolution,
-        given: UnresolvedIds,
-        keys: torch.Tensor,
-        fresh: torch.Tensor,
-        fresh_counts: list[int],
+        self, resolution: Resolution, given: UnresolvedIds, keys: torch.Tensor, begun: torch.Tensor
     ) -> Resolution:
-        """Collective if any row begins. Put int64 [n] keys of the ids of the batch in their places."""
+        """Put int64 [n] keys of the ids of the batch in their places.
+
+        Args:
+            begun: int64 [f] keys of the rows that begin.
+        """
         homes, found = self._engine.stores[0].homes, resolution.found
         bags = found.keys[:0] if found.bags is None else found.bags.keys
         every = torch.cat([found.keys, bags]).index_copy_(0, given.places, homes.addresses(keys))
@@ -384,10 +364,8 @@ class UnboundedIds:
         if found.bags is not None:
             found = replace(found, bags=replace(found.bags, keys=of_bags))
         found = replace(found, keys=of_rows)
-        if not sum(fresh_counts):
+        if not len(begun):
             return replace(resolution, found=found)
-        size = world.size
-        begun = world.all_to_all(fresh.repeat(size), [len(fresh)] * size, fresh_counts)
         number = torch.searchsorted(self._first_keys, begun, right=True) - 1
         begun, order = homes.addresses(begun).sort()
         shared = homes.addresses(self._shared_keys)
@@ -407,3 +385,7 @@ class UnboundedIds:
             resolution, found=found, fresh=begun, shared=shared[number][order], every_shared=shared.sort().values,
             added={group: groups.count(group) for group in sorted({*groups})},
         )  # fmt: skip
+
+
+def _hop(world: Peers) -> Hop:
+    return Hop(world, lambda homes: homes)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.embedding import devices
+from flexd.embedding.ids.distinct_ids import distinct_ids, ids_by_set
 from flexd.embedding.ids.id_sets import SLOTS, IdSets, UnboundedTable
-from flexd.embedding.ids.slot_table import COUNTS, SlotTable, counts_of, distinct_ids, floor_log2
+from flexd.embedding.ids.slot_table import COUNTS, SlotTable, floor_log2
 from tests.support.plain_ids import PlainIds
 
 CPU = torch.device("cpu")
@@ -25,12 +26,11 @@ def home_rows(
     all_sets = sets.of_ids(torch.from_numpy(ids), torch.from_numpy(numbers))
     for rank, table in enumerate(tables):
         mine = all_sets % len(tables) == rank
-        order, begins, place = distinct_ids(all_sets[mine] // len(tables), torch.from_numpy(ids)[mine.numpy()])
-        counts = torch.bincount(place, minlength=len(begins))
-        assert torch.equal(counts, counts_of(begins, len(place)))
-        chosen = order[begins]
+        given = torch.from_numpy(ids)[mine.numpy()]
+        chosen, place = ids_by_set(all_sets[mine] // len(tables), given, sets.hashes(given), several=True)
+        counts = torch.bincount(place, minlength=len(chosen))
         local = (all_sets[mine] // len(tables))[chosen]
-        own, number = torch.from_numpy(ids)[mine.numpy()][chosen], torch.from_numpy(numbers)[mine.numpy()][chosen]
+        own, number = given[chosen], torch.from_numpy(numbers)[mine.numpy()][chosen]
         decisions = table.decide(local, own, counts, step, torch.tensor(bonus)[number])
         before = table.ids.clone(), table.uses.clone()
         again = table.decide(local, own, counts, step, torch.tensor(bonus)[number])
@@ -160,3 +160,27 @@ def test_ids_are_found_in_any_number_of_blocks(monkeypatch: pytest.MonkeyPatch) 
     assert (found >= 0).sum() > 300
     monkeypatch.setattr("flexd.embedding.ids.slot_table._BLOCK_SLOTS", 3 * SLOTS)
     assert torch.equal(table.find(of_ids, ids), found)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(-3, 3)), max_size=80),
+    st.sampled_from([1, 2**40, 0x1234567_89ABCDEF]),
+    st.booleans(),
+    st.sampled_from([0, 60]),
+)
+def test_distinct_ids_are_those_of_numpy(
+    drawn: list[tuple[int, int]], factor: int, several: bool, alike_bits: int
+) -> None:
+    """Whatever their hashes: in the table that ids take places of by them, others may have taken a place."""
+    numbers, ids = torch.tensor(drawn, dtype=torch.int64).view(-1, 2).T.contiguous()
+    numbers, ids = numbers * several, ids * factor
+    hashes = IdSets.hashes(ids) >> alike_bits
+    both = np.stack([numbers.numpy(), ids.numpy()], axis=1)
+    expected, inverse = np.unique(both, axis=0, return_inverse=True)
+    chosen, number = distinct_ids(ids, hashes, numbers if several else None)
+    assert sorted(map(tuple, both[chosen.numpy()].tolist())) == list(map(tuple, expected.tolist()))
+    assert np.array_equal(both[chosen[number].numpy()], both)
+    chosen, number = ids_by_set(numbers, ids, hashes, several=several)
+    assert np.array_equal(both[chosen.numpy()], expected)
+    assert np.array_equal(number.numpy(), inverse.reshape(-1))
