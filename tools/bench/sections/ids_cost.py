@@ -1,13 +1,16 @@
 """Times of a step with unbounded ids and of the start of a large table, beside ids that are rows.
 
-Steps are those of ``programs.ids``, in turns, on the emulated cluster, with its link limited and unlimited; without and
-with ``flexd.prefetch``, there with a model for about as long as its look-up takes, in which exchanges can hide.
+Steps are those of ``programs.ids``, in turns, on the emulated cluster, with its link limited and unlimited, and with
+one rank instead of two on each node and as much of the link for it: on two processors each rank has its own then.
+Without and with ``flexd.prefetch``, there with a model for about as long as its look-up takes, in which exchanges can
+hide.
 """
 
 from __future__ import annotations
 
 import time
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,9 +56,14 @@ def section(options: Namespace) -> Outcome:
     rounds, steps = (1, 3) if options.quick else (8, 6)
     figures: dict[str, Any] = {}
     checks = []
-    for rate in (RATE_MBIT, None):
-        link = f"{rate:g} Mbit/s" if rate else "unlimited link"
-        seconds = step_seconds(setting, rate, rounds, steps)
+    alone = replace(setting, local_ranks=1)
+    for link, of_link, rate in (
+        (f"{RATE_MBIT:g} Mbit/s", setting, RATE_MBIT),
+        ("unlimited link", setting, None),
+        (f"a rank per node, {RATE_MBIT / 2:g} Mbit/s", alone, RATE_MBIT / 2),
+        ("a rank per node, unlimited link", alone, None),
+    ):
+        seconds = step_seconds(of_link, rate, rounds, steps)
         figures[link] = {f"{name}, ms per step": 1e3 * of_step for name, of_step in seconds.items()}
         for way in ("", ", prefetch"):
             ratio = figures[link][f"over ids that are rows{way}"] = seconds[UNBOUNDED + way] / seconds[FIXED + way]
