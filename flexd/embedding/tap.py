@@ -106,12 +106,14 @@ class TableCounter:
     def __init__(self, spec: TableSpec, device: torch.device) -> None:
         self._table = spec.name
         self._counts = torch.zeros(spec.rows, dtype=torch.int32, device=device)
-        self._one = torch.ones(1, dtype=torch.int32, device=device)
+        self._ones = torch.ones(1, dtype=torch.int32, device=device)
 
     def add(self, ids: torch.Tensor) -> None:
         """Count int[n] ids of the table (checked by the caller)."""
         ids = ids.to(torch.int64)
-        self._counts.scatter_add_(0, ids, self._one.expand(ids.shape[0]))
+        if len(self._ones) < len(ids):
+            self._ones = self._ones.new_ones(len(ids) + len(ids) // 4)
+        self._counts.scatter_add_(0, ids, self._ones)
 
     def drain(self) -> TableCounts:
         """Return the counts on the host and start from zero again. Waits for the device."""

@@ -111,6 +111,7 @@ class Bench:
         self._secret.write_text(secrets.token_hex(32))
         self._secret.chmod(0o600)
         self._probed: dict[float | None, Path] = {}
+        self._config = directory / "flexd.yaml"
 
     def train(self, which: str, job: Job, steps: int) -> list[float]:
         """Seconds of each step, the mean over the ranks."""
@@ -135,7 +136,7 @@ class Bench:
             )  # fmt: skip
             try:
                 decided = self._decide(job, effort)
-                self.ask(STEP_SECONDS, "pause")
+                self._plan_as_rarely_as_by_default()
                 compared = self._compare(job, effort, beside)
                 rows = self.ask(STEP_SECONDS, "replicated")[0]
             finally:
@@ -172,11 +173,10 @@ class Bench:
             },
             "server": {"port": int(API.rpartition(":")[2])},
         }  # fmt: skip
-        file = directory / "flexd.yaml"
-        file.write_text(yaml.safe_dump(settings))
+        self._config.write_text(yaml.safe_dump(settings))
         with (directory / "daemon.log").open("wb") as log:
             daemon = self._cluster.start_in(
-                0, [sys.executable, "-m", "flexd", "run", "-c", str(file)], {"OMP_NUM_THREADS": "1"}, stdout=log,
+                0, [sys.executable, "-m", "flexd", "run", "-c", str(self._config)], {"OMP_NUM_THREADS": "1"}, stdout=log,
                 stderr=log,
             )  # fmt: skip
         try:
@@ -186,6 +186,15 @@ class Bench:
         finally:
             daemon.kill()
             daemon.wait(10)
+
+    def _plan_as_rarely_as_by_default(self) -> None:
+        """Pause the daemon, so that what is compared stays, and end the haste in which it had to decide: it makes plans
+        while it is paused, too."""
+        settings = yaml.safe_load(self._config.read_text())
+        del settings["planner"]["interval_seconds"]
+        self._config.write_text(yaml.safe_dump(settings))
+        for path in ("/v1/pause", "/v1/config/reload"):
+            self.ask(STEP_SECONDS, "command", path=path)
 
     def _decide(self, job: Job, effort: Effort) -> dict[str, Any]:
         """Train until the daemon has decided what to do with its plans."""

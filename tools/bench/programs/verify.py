@@ -86,9 +86,9 @@ class VerifyingRank(Rank):
         """Return the daemon's status from rank 0; None from the others and while it does not answer."""
         return self._request("/v1/status")
 
-    def pause(self) -> None:
-        """Stop planning for the comparison: the placement stays as it is."""
-        self._request("/v1/pause", {"reason": "comparison", "requested_by": "bench_verify"})
+    def command(self, path: str) -> None:
+        """Send a command to the daemon."""
+        self._request(path, {"reason": "comparison", "requested_by": "bench_verify"})
 
     def wait_until_healthy(self, api: str, within: float) -> bool:
         """Wait at rank 0 until the daemon answers; the others return at once."""
