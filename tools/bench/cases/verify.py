@@ -176,8 +176,8 @@ class Bench:
         self._config.write_text(yaml.safe_dump(settings))
         with (directory / "daemon.log").open("wb") as log:
             daemon = self._cluster.start_in(
-                0, [sys.executable, "-m", "flexd", "run", "-c", str(self._config)], {"OMP_NUM_THREADS": "1"}, stdout=log,
-                stderr=log,
+                0, [sys.executable, "-m", "flexd", "run", "-c", str(self._config)], {"OMP_NUM_THREADS": "1"},
+                stdout=log, stderr=log,
             )  # fmt: skip
         try:
             if not all(self.ask(START_SECONDS + 10, "wait_until_healthy", api=API, within=START_SECONDS)):
