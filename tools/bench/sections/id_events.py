@@ -79,7 +79,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Purchases:
-    """What users bought, each followed by two items that others bought near in time, in the order of time. A
+    """Purchases, each followed by two items that others bought near in time, in the order of time. A
     factorization machine of user and item must tell which was bought; the id is the pair of both, which adds a weight
     (H. Cheng et al., Wide & Deep Learning for Recommender Systems, arXiv 1606.07792).
 
