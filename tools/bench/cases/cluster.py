@@ -52,9 +52,16 @@ BOUND_TARGET, SMALL_BOUND_TARGET, CPU_TARGET = 1.05, 1.1, 1.3
 """Bytes over the bound: of the full batch, and of ``--quick``, where sizes and bit masks weigh more."""
 
 
+PARTS = ("link", "dense", "unlimited")
+
+
 def arguments(parser: ArgumentParser) -> None:
     strategies.arguments(parser, rounds=4, steps=10)
     parser.add_argument("--zipf", type=float, nargs="+", default=[1.05, 1.2])
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS,
+        help="read_only: with the link limited, so with a dense part, and not limited",
+    )  # fmt: skip
 
 
 def settings_of(options: Namespace) -> list[Setting]:
@@ -154,7 +161,8 @@ PLANNED, FLEXSHARD = "planned exchange", "FlexShard's tiers"
 
 def read_only(options: Namespace) -> Outcome:
     figures: dict[str, Any] = {}
-    checks, parts = [], [(options.rate_mbit, False), (options.rate_mbit, True), (None, False)]
+    every = dict(zip(PARTS, ((options.rate_mbit, False), (options.rate_mbit, True), (None, False)), strict=True))
+    checks, parts = [], [every[name] for name in options.parts]
     effort, tables_read_only = verify.Effort(), (2, 4)
     if options.quick:
         parts, tables_read_only = parts[:1], (4,)
