@@ -8,7 +8,7 @@ import torch
 from flexd.embedding import devices
 from flexd.embedding.row_hashes import GOLDEN
 
-# Places of the table per id, at least: of two distinct ids in so many one has to be sorted.
+# The table has at least 2**2 places per id: the more, the fewer ids are overwritten by others and have to be sorted.
 _SPREAD_BITS = 2
 
 
@@ -18,7 +18,7 @@ def distinct_ids(
     """Return one place of each distinct one of int64 [n] ids, in any order.
 
     Args:
-        hashes: int64 [n] of the ids, for which alike ids have unlike highest bits.
+        hashes: int64 [n] of the ids; their highest bits look random.
         numbers: int64 [n] of the tables: equal ids of two are distinct. None: there is one table.
         waits: the host may wait for the device to know how many are distinct.
 
@@ -30,7 +30,7 @@ def distinct_ids(
         return _by_order(numbers, ids, waits=waits)
     count, places = len(ids), torch.arange(len(ids))
     bits = count.bit_length() + _SPREAD_BITS
-    # In a table that ids take places of by their hashes, where one overwrites another.
+    # Each id writes its own place into a table, at the highest bits of its hash; the last one stays.
     mixed = hashes if numbers is None else torch.add(hashes, numbers, alpha=GOLDEN)
     at = (mixed >> 64 - bits).bitwise_and_((1 << bits) - 1)
     first = places.new_empty(1 << bits).scatter_(0, at, places).index_select(0, at)
@@ -68,7 +68,7 @@ def ids_by_set(
 
 
 def _by_order(sets: torch.Tensor | None, ids: torch.Tensor, *, waits: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what ``ids_by_set`` does, of one set if ``sets`` is None, or with ``waits`` as of ``distinct_ids``."""
+    """Return what ``ids_by_set`` does, by sorting. ``sets`` None: there is one. ``waits``: as of ``distinct_ids``."""
     order = devices.order_of(ids)
     if sets is not None:
         order = order.index_select(0, devices.stable_order_of(sets.index_select(0, order)))
