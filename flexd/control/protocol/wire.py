@@ -311,7 +311,7 @@ def clamp(value: Any) -> Any:
     long is cut.
     """
     known = wire_fields(value.__class__)
-    if all([_is_clamped(type_, getattr(value, name)) for name, type_ in known.items()]):  # mostly, and much faster
+    if all(_is_clamped(type_, getattr(value, name)) for name, type_ in known.items()):  # mostly, and much faster
         return value
     return dataclasses.replace(value, **{name: _clamped(type_, getattr(value, name)) for name, type_ in known.items()})
 
@@ -323,7 +323,7 @@ def _is_clamped(type_: FieldType, value: Any) -> bool:
     if isinstance(bounds, Longest) and len(value) > bounds.length:
         return False
     if type_.items is not None:
-        return not value or all([_is_clamped(type_.items, item) for item in value])
+        return not value or all(_is_clamped(type_.items, item) for item in value)
     return not hasattr(value, "__dataclass_fields__") or clamp(value) is value
 
 
