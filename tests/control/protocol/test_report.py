@@ -178,6 +178,15 @@ def test_the_largest_report_fits_into_a_message() -> None:
     assert len(encode(progress(report))) < MAX_MESSAGE_BYTES
 
 
+def test_what_is_too_long_is_cut_and_nothing_else_changes() -> None:
+    one = UsageWarningReport(UsageWarningKind.NO_BACKWARD.value, 1, "t" * (MAX_TEXT + 1), 1.0)
+    kept = UsageWarningReport(UsageWarningKind.NO_BACKWARD.value, 1, "t" * MAX_TEXT, 1.0)
+    for given_, sent in (((one,), (kept,)), ((kept,) * 33, (kept,) * 32)):
+        pending = PendingReports()
+        pending.add(replace(full_report(), usage_warnings=given_))
+        assert pending.drain() == replace(full_report(), usage_warnings=sent)
+
+
 DAEMON = (TableSpec("items", 2_000, 8), TableSpec("users", 500, 16, "float16", "adam"), TableSpec("tags", 70, 8))
 
 
