@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from flexd.control.agent.agent import Agent
 from flexd.control.protocol.handshake import TlsContext, TlsFiles
 from flexd.control.protocol.messages import RankIdentity
 from flexd.control.protocol.report import (
-    BatchReport,
     IdsReport,
     PhasesReport,
     PlacementState,
-    SentBytes,
     SlowMemoryReport,
     StepReport,
     TrainerSettings,
+    TrainingTotals,
     UsedExchange,
 )
 from flexd.core.errors import ConfigError
@@ -49,7 +47,6 @@ ADDRESS_VARIABLE = "FLEXD_CONTROL"
 SECRET_VARIABLE = "FLEXD_SECRET_FILE"
 TLS_VARIABLES = ("FLEXD_CONTROL_CERT_FILE", "FLEXD_CONTROL_KEY_FILE", "FLEXD_CONTROL_CA_FILE")
 _MAX_RUN_ID_CHARACTERS = 100
-_SENT, _BATCHES = (tuple(item.name for item in fields(part)) for part in (SentBytes, BatchReport))
 
 
 class Connection(StepMoments):
@@ -59,13 +56,12 @@ class Connection(StepMoments):
         self.agent = agent
         self.tap = tap
         self._collection = collection
-        self._last_totals = self._totals()
-        self._last_step_at = time.monotonic()
-        self._phase_steps = 0
-        self._slow_memory_at = self._ids_at = self._last_step_at
+        self._steps = self._phase_steps = 0
+        self._slow_memory_at = self._ids_at = time.monotonic()
         self._slow_memory = _slow_memory_of(collection.engine.stores)
         self._ids = _use_counts_of(collection.engine)
         collection.phases.drain()
+        agent.note(self._totals())
         collection.engine.joined.append(self)
         USAGE_WARNINGS.add_listener(self._report_usage_warning)
         if USAGE_WARNINGS.reports():  # made before there was a connection
@@ -92,23 +88,27 @@ class Connection(StepMoments):
 
     def _report_usage_warning(self) -> None:
         """Report at once: the step of a mistake may not end."""
-        exchange = _used_arm(self._collection.engine)
-        self.agent.report(
-            StepReport(
-                self._collection.steps, 0, self._placement(), 0.0, 0.0, (0, 0, 0), exchange=exchange,
-                usage_warnings=USAGE_WARNINGS.reports(),
-            )
+        self.agent.report(self._report_without_steps())
+
+    def _report_without_steps(self, **parts: Any) -> StepReport:
+        collection = self._collection
+        return StepReport(
+            collection.steps, 0, self._placement(), 0.0, 0.0, (0, 0, 0), exchange=_used_arm(collection.engine),
+            usage_warnings=USAGE_WARNINGS.reports(), **parts,
         )  # fmt: skip
 
     def _placement(self) -> PlacementState:
         return PlacementState(self._collection.placement_version, self._collection.engine.migrator.digest)
 
-    def _totals(self) -> dict[str, Any]:
-        engine = self._collection.engine
-        return self._collection.traffic.totals() | {
-            "apply_seconds": engine.apply_seconds, "passes": engine.summed_passes,
+    def _totals(self) -> TrainingTotals:
+        collection, engine = self._collection, self._collection.engine
+        totals = collection.traffic.totals() | {
+            "steps": self._steps, "apply_seconds": engine.apply_seconds, "passes": engine.summed_passes,
             "unused_prefetches": engine.unused_batches, "prefetches": engine.prefetched_batches,
         }  # fmt: skip
+        return TrainingTotals(
+            collection.steps, time.monotonic(), self._placement(), _used_arm(engine), totals, USAGE_WARNINGS.reports()
+        )
 
     def regrouped(self, before: RankRows, after: RankRows) -> bool:
         """Tell the daemon at once which tables are read only now."""
@@ -118,42 +118,24 @@ class Connection(StepMoments):
         return True
 
     def updated(self, optimizer: RowUpdate, step: int) -> None:
-        """Report the step to the agent, which sends what has added up several times per second."""
+        """Note the step for the agent, which reports what has added up several times per second."""
         del optimizer, step
-        collection = self._collection
-        totals = self._totals()
-        since = {name: value - self._last_totals[name] for name, value in totals.items()}
-        home, node, device = (since.pop(f"{tier}_accesses") for tier in ("home", "node", "device"))
-        now = time.monotonic()
+        self._steps += 1
         self._phase_steps += 1
-        phases = PhasesReport()
-        if not self.agent.report_waiting:  # a few times per second: adding phases up in each step would cost more
-            by_phase, cover_seconds = collection.phases.drain()
-            phases, self._phase_steps = PhasesReport(by_phase, self._phase_steps, cover_seconds), 0
-        slow_memory: SlowMemoryReport | None = None
+        # A few times per second: adding phases up in each step would cost more.
+        more = None if self.agent.report_waiting else self._report_without_steps(**self._parts())
+        self.agent.note(self._totals(), more)
+
+    def _parts(self) -> dict[str, Any]:
+        """Return what is reported of some steps together."""
+        by_phase, cover_seconds = self._collection.phases.drain()
+        parts: dict[str, Any] = {"phases": PhasesReport(by_phase, self._phase_steps, cover_seconds)}
+        self._phase_steps, now = 0, time.monotonic()
         if self._slow_memory is not None and now - self._slow_memory_at >= SLOW_MEMORY_SECONDS:
-            self._slow_memory_at, slow_memory = now, self._slow_memory()
-        ids: tuple[IdsReport, ...] = ()
+            self._slow_memory_at, parts["slow_memory"] = now, self._slow_memory()
         if self._ids is not None and now - self._ids_at >= IDS_SECONDS:
-            self._ids_at, ids = now, self._ids()
-        self.agent.report(
-            StepReport(
-                step=collection.steps,
-                steps=1,
-                placement=self._placement(),
-                step_seconds=now - self._last_step_at,
-                apply_seconds=since["apply_seconds"],
-                accesses_by_tier=(home, node, device),
-                sent=SentBytes(**{name: since[name] for name in _SENT}),
-                batches=BatchReport(**{name: since[name] for name in _BATCHES}),
-                exchange=_used_arm(collection.engine),
-                phases=phases,
-                slow_memory=slow_memory,
-                ids=ids,
-                usage_warnings=USAGE_WARNINGS.reports(),
-            )
-        )
-        self._last_totals, self._last_step_at = totals, now
+            self._ids_at, parts["ids"] = now, self._ids()
+        return parts
 
 
 def connect(

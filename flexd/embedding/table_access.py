@@ -146,8 +146,8 @@ class TableAccess(nn.Module):
                 if initial and (faults := file.fault_of(rows, part)):
                     break
                 store.rows[slot : slot + len(rows)] = as_stored(part, store.dtype)
-                changed = torch.arange(slot, slot + len(rows), device=store.rows.device)
                 for each in self.engine.joined:
+                    changed = torch.arange(slot, slot + len(rows), device=store.rows.device)
                     each.changed([(number, changed)], all_rows=False)
                 slot += len(rows)
         except CheckpointError as error:

@@ -11,6 +11,7 @@ import torch
 
 import flexd
 from flexd.api.training import ids_status, slow_memory_status
+from flexd.control.agent.rank_connection import PendingReports
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.epoch_manager import ControlOptions
 from flexd.control.daemon.journal import PlacementJournal
@@ -80,9 +81,19 @@ class _RecordingAgent:
 
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
+        self._pending = PendingReports()
+
+    def note(self, *given: Any) -> None:
+        self._pending.note(*given)
+        self.send()
 
     def report(self, report: StepReport) -> None:
-        self.reports.append(report)
+        self._pending.add(report)
+        self.send()
+
+    def send(self) -> None:
+        if (report := self._pending.drain()) is not None:
+            self.reports.append(report)
 
     def stop(self, timeout_seconds: float) -> None:
         pass

@@ -19,13 +19,13 @@ from tools.bench.programs.memory import Flexd, Tensors, batches
 from tools.bench.workloads import Setting, batches_of, bound_bytes, flexshard_tiers, keys_of
 
 
-def status(plans: dict[str, int], verification: str | None = None, migration: str | None = None) -> dict[str, Any]:
+def status(
+    plans: dict[str, int], verification: str | None = None, migration: str | None = None, of: str = "p-1"
+) -> dict[str, Any]:
+    newest = {"state": verification, "migration_id": "p-1", "rolled_back": verification == "slower"}
     return {
-        "planning": {
-            "plans": plans,
-            "verification": {"newest": None if verification is None else {"state": verification}},
-        },
-        "migration": None if migration is None else {"state": migration},
+        "planning": {"plans": plans, "verification": {"newest": None if verification is None else newest}},
+        "migration": None if migration is None else {"state": migration, "migration_id": of},
     }
 
 
@@ -40,7 +40,10 @@ def status(plans: dict[str, int], verification: str | None = None, migration: st
         (status({"changed": 1}, None, "committed"), False),
         (status({"changed": 1}, "running", "committed"), False),
         (status({"changed": 1}, "slower", "applying"), False),
-        (status({"changed": 1}, "slower", "committed"), True),
+        (status({"changed": 1}, "slower", "committed", "p-1.rollback"), True),
+        (status({"changed": 1}, "slower", "committed", "p-1.verify-3"), False),
+        (status({"changed": 2}, "slower", "committed", "p-2"), False),
+        (status({"changed": 2}, "faster", "committed", "p-10"), False),
         (status({"changed": 1, "unchanged": 2}, "faster", "committed"), True),
     ],
 )

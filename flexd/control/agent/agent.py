@@ -24,7 +24,7 @@ from flexd.control.protocol.handshake import (
     reconnect_backoff,
 )
 from flexd.control.protocol.messages import RankIdentity
-from flexd.control.protocol.report import StepReport, TrainerSettings
+from flexd.control.protocol.report import StepReport, TrainerSettings, TrainingTotals
 from flexd.core.errors import AuthenticationError, StaleMessageError, TopologyError, first_line
 from flexd.core.keyspace import TableSpec
 from flexd.core.secrets import Secret
@@ -125,8 +125,13 @@ class Agent:
         return not self._thread.is_alive()
 
     def report(self, report: StepReport) -> None:
-        """Add a report, from the training thread; never waits on the network. Unsent reports are merged into one."""
+        """Add a report, from any thread; never waits on the network. Unsent reports are merged into one."""
         if self.reports.add(report):
+            self.wake()
+
+    def note(self, totals: TrainingTotals, report: StepReport | None = None) -> None:
+        """Note a step, from the training thread; its report is made by the agent's, and merged with one given."""
+        if self.reports.note(totals, report):
             self.wake()
 
     @property

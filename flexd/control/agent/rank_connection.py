@@ -53,7 +53,7 @@ from flexd.control.protocol.messages import (
     pieces_of,
     rows_body,
 )
-from flexd.control.protocol.report import PlacementState, StepReport, merge_reports, tables_body
+from flexd.control.protocol.report import PlacementState, StepReport, TrainingTotals, merge_reports, tables_body
 from flexd.control.protocol.wire import Frame, clamp
 from flexd.core.errors import (
     ChunkRefusedError,
@@ -78,27 +78,47 @@ PlacementLists = Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]
 
 
 class PendingReports:
-    """Steps not reported yet, merged into one report. ``add``, from the training thread, waits for a swap at most."""
+    """Steps not reported yet, merged into one report when it is sent. ``note`` and ``add`` wait for a swap at most."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: StepReport | None = None
+        # After the newest step, and after the newest that was reported.
+        self._newest: TrainingTotals | None = None
+        self._reported: TrainingTotals | None = None
 
     @property
     def waiting(self) -> bool:
-        return self._pending is not None
+        return self._pending is not None or self._newest is not self._reported
+
+    def note(self, totals: TrainingTotals, report: StepReport | None = None) -> bool:
+        """Note the totals after a step, of the training thread, and add a report; True if nothing was waiting. Reports
+        begin at the first totals."""
+        report = None if report is None else clamp(report)
+        with self._lock:
+            first = not self.waiting
+            self._newest = totals
+            if self._reported is None:
+                self._reported = totals
+            if report is not None:
+                self._pending = merge_reports(self._pending, report)
+            return first
 
     def add(self, report: StepReport) -> bool:
-        """Add a report; True if none was waiting. What it has outside its bounds is clamped: a sum would keep it."""
+        """Add a report; True if nothing was waiting. What it has outside its bounds is clamped: a sum would keep it."""
         report = clamp(report)
         with self._lock:
-            first = self._pending is None
+            first = not self.waiting
             self._pending = merge_reports(self._pending, report)
             return first
 
     def drain(self) -> StepReport | None:
         with self._lock:
             pending, self._pending = self._pending, None
+            reported, self._reported = self._reported, self._newest
+            newest = self._newest
+        if newest is not None and reported is not None and newest is not reported:
+            pending = merge_reports(pending, clamp(newest.report(reported)))
         return None if pending is None else clamp(pending)
 
 

@@ -7,9 +7,11 @@ A digest shows that table lists differ, and not where. So a rank whose digest is
 before its hello. The daemon names the tables and fields that differ, or takes the tables over.
 """
 
+from __future__ import annotations
+
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -297,6 +299,39 @@ class StepReport:
     slow_memory: SlowMemoryReport | None = None
     ids: Annotated[tuple[IdsReport, ...], Longest(MAX_NAMED_ID_TABLES)] = ()
     usage_warnings: Annotated[tuple[UsageWarningReport, ...], Longest(32)] = ()
+
+
+_SENT, _BATCHES = (tuple(item.name for item in fields(part)) for part in (SentBytes, BatchReport))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingTotals:
+    """One rank after a step, since it began. A training thread notes it in each step; the report of the steps between
+    two of them is made where it is sent, some times a second.
+
+    Attributes:
+        step, placement, exchange, usage_warnings: as in ``StepReport``.
+        seconds: monotonic time.
+        totals: by name: "steps", "home_accesses", "node_accesses" and "device_accesses", "apply_seconds", and the
+            fields of ``SentBytes`` and ``BatchReport``.
+    """
+
+    step: int
+    seconds: float
+    placement: PlacementState
+    exchange: UsedExchange
+    totals: Mapping[str, float]
+    usage_warnings: tuple[UsageWarningReport, ...] = ()
+
+    def report(self, before: TrainingTotals) -> StepReport:
+        """Return the report of the steps since ``before``."""
+        since: dict[str, Any] = {name: value - before.totals[name] for name, value in self.totals.items()}
+        return StepReport(
+            self.step, since["steps"], self.placement, self.seconds - before.seconds, since["apply_seconds"],
+            (since["home_accesses"], since["node_accesses"], since["device_accesses"]),
+            SentBytes(*(since[name] for name in _SENT)), BatchReport(*(since[name] for name in _BATCHES)),
+            self.exchange, usage_warnings=self.usage_warnings,
+        )  # fmt: skip
 
 
 def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:

@@ -69,6 +69,9 @@ class StoredMatrix(ABC):
     def fault_of(self, rows: range, part: torch.Tensor) -> list[str]:
         """Return in words which of the rows of a window has the first number that is not finite."""
         numbers = scales_of(part) if part.dtype == torch.int8 else part
+        # Ten times as fast as to look at each number: a sum is finite only if all numbers are.
+        if numbers.sum(dtype=torch.float64 if numbers.dtype == torch.float64 else torch.float32).isfinite():
+            return []
         if not (bad := numbers.isfinite().all(dim=1).logical_not_()).any():
             return []
         return [f"{self.path}: row {rows[int(bad.nonzero()[0])]} has a number that is not finite"]

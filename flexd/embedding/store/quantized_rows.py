@@ -32,8 +32,9 @@ def int8_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def scales_of(rows: torch.Tensor) -> torch.Tensor:
-    """int8 [n, dim + 4] rows -> float32 [n, 1]."""
-    # A copy: a part of a row may begin at an offset that float32 cannot have.
+    """int8 [n, dim + 4] rows -> float32 [n, 1], a view of them where their bytes lie as those of float32 may."""
+    if not (rows.shape[1] % SCALE_BYTES or rows.stride(0) % SCALE_BYTES or rows.storage_offset() % SCALE_BYTES):
+        return rows.view(torch.float32)[:, -1:]
     return rows[:, -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 

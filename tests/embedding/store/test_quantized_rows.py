@@ -29,14 +29,20 @@ def as_numpy(values: np.ndarray) -> np.ndarray:
     return whole.astype(np.float32) * scale
 
 
+@pytest.mark.parametrize("dim", [3, 4])
 @pytest.mark.parametrize("rows", [0, 1, 7, 300_000])
-def test_a_row_is_multiples_of_its_scale(rows: int) -> None:
-    values = np.random.default_rng(rows).normal(size=(rows, 3)).astype(np.float32)
+def test_a_row_is_multiples_of_its_scale(rows: int, dim: int) -> None:
+    values = np.random.default_rng(rows).normal(size=(rows, dim)).astype(np.float32)
     values[::3] *= 1e-6
     values[::5] = 0
     stored = flexd.int8_rows(torch.from_numpy(values))
-    assert (stored.dtype, stored.shape) == (torch.int8, (rows, 3 + 4))
+    assert (stored.dtype, stored.shape) == (torch.int8, (rows, dim + 4))
     np.testing.assert_array_equal(looked_up(stored, torch.int8).numpy(), as_numpy(values))
+    # Wherever rows begin: a scale need not lie where a float32 may.
+    for first in range(1, 4):
+        wider = stored.new_zeros((rows, dim + 4 + first))
+        wider[:, first:] = stored
+        assert torch.equal(looked_up(wider[::2, first:], torch.int8), looked_up(stored, torch.int8)[::2])
     assert torch.equal(flexd.int8_rows(torch.from_numpy(values).double()), stored)
 
 

@@ -166,7 +166,7 @@ def read_only(options: Namespace) -> Outcome:
     effort, tables_read_only = verify.Effort(), (2, 4)
     if options.quick:
         parts, tables_read_only = parts[:1], (4,)
-        effort = verify.Effort(8.0, 1, 256, choosing_steps=10, probe_seconds=2.0, probe_bytes=2**18)
+        effort = verify.Effort(8.0, 1, 0.0, 256, choosing_steps=10, probe_seconds=2.0, probe_bytes=2**18)
     for one, tables in product(settings_of(options), tables_read_only):
         setting = replace(one, read_only=tables, rows=one.rows // 10 if options.quick else one.rows)
         wanted = [PLANNED, FLEXSHARD] if tables < setting.tables else None  # TorchRec trains all or none

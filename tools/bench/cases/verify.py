@@ -40,7 +40,7 @@ from tools.bench.workloads import Setting
 
 CONTROL_PORT, API = 29_400, "http://127.0.0.1:8080"
 START_SECONDS, STEP_SECONDS = 120.0, 20.0
-TURN_STEPS = 10
+TURN_STEPS, MOST_ROUNDS = 10, 41
 NEVER_SLOWER, WINS = 1.02, 0.90
 IN_FLIGHT = ("pending", "pushing", "applying", "aborting")
 
@@ -70,7 +70,8 @@ class Effort:
 
     Attributes:
         decide_seconds: the longest time until the daemon decides.
-        rounds: turns of each of those compared.
+        rounds: turns of each of those compared, at least.
+        turn_seconds: turns of each take about so long, at most ``MOST_ROUNDS``.
         budget_steps: of a verification.
         choosing_steps: within these a trainer with default settings has chosen.
         probe_seconds, probe_bytes: time and largest message of the probe of a link.
@@ -78,6 +79,7 @@ class Effort:
 
     decide_seconds: float = 600.0
     rounds: int = 9
+    turn_seconds: float = 12.0
     budget_steps: int = 480
     choosing_steps: int = 500
     probe_seconds: float = 30.0
@@ -136,7 +138,7 @@ class Bench:
             )  # fmt: skip
             try:
                 decided = self._decide(job, effort)
-                self._plan_as_rarely_as_by_default()
+                self._work_as_rarely_as_by_default()
                 compared = self._compare(job, effort, beside)
                 rows = self.ask(STEP_SECONDS, "replicated")[0]
             finally:
@@ -187,11 +189,11 @@ class Bench:
             daemon.kill()
             daemon.wait(10)
 
-    def _plan_as_rarely_as_by_default(self) -> None:
+    def _work_as_rarely_as_by_default(self) -> None:
         """Pause the daemon, so that what is compared stays, and end the haste in which it had to decide: it makes plans
-        while it is paused, too."""
+        while it is paused, too, and ranks send it what they count after each snapshot."""
         settings = yaml.safe_load(self._config.read_text())
-        del settings["planner"]["interval_seconds"]
+        del settings["planner"]["interval_seconds"], settings["state"]["snapshot_interval_seconds"]
         self._config.write_text(yaml.safe_dump(settings))
         for path in ("/v1/pause", "/v1/config/reload"):
             self.ask(STEP_SECONDS, "command", path=path)
@@ -218,17 +220,29 @@ class Bench:
             "deciding_over_before": float(np.mean(seconds) / np.mean(before[1:])),
         }
 
+    def _measures_arms(self, names: Sequence[str]) -> bool:
+        answers = [self.ask(STEP_SECONDS, "tuning", strategy=name) for name in names]
+        return any(answer["measuring"] for ranks in answers for answer in ranks)
+
     def _compare(self, job: Job, effort: Effort, beside: Sequence[str]) -> dict[str, Any]:
         """In turns, so that what else the machine does falls on both alike; the first step of a turn is left out."""
         self._cluster.limit(job.rate_mbit)
         names = ["chain", "daemon", *beside]
         for name in names:
             self.train(name, job, effort.choosing_steps if job.default and name == "chain" else 3)
+        deadline = time.monotonic() + effort.decide_seconds
+        while job.default and effort.rounds > 1 and time.monotonic() < deadline and self._measures_arms(names[:2]):
+            for name in names[:2]:
+                self.train(name, job, TURN_STEPS)
         taken: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(effort.rounds):
+        began, turns = time.monotonic(), 0
+        while turns < effort.rounds or (
+            turns < MOST_ROUNDS and time.monotonic() - began < effort.turn_seconds * len(names)
+        ):
             for name in names:
                 taken[name].append(median(self.train(name, job, TURN_STEPS + 1)[1:]))
             names.reverse()
+            turns += 1
         ratios = [with_it / without for with_it, without in zip(taken["daemon"], taken["chain"], strict=True)]
         low, high = interval(ratios)
         seconds = {f"{name}_seconds": median(of_turns) for name, of_turns in taken.items()}
@@ -236,7 +250,7 @@ class Bench:
 
 
 def has_settled(status: dict[str, Any]) -> bool:
-    """Return True after a decision, when neither a migration nor a verification is running."""
+    """Return True after a decision, when neither a migration nor a verification is running or due."""
     if not status:
         return False
     planning = status["planning"]
@@ -244,7 +258,10 @@ def has_settled(status: dict[str, Any]) -> bool:
     if migration is not None and migration["state"] in IN_FLIGHT:
         return False
     if newest is not None:
-        return bool(newest["state"] != "running")
+        # The verification of another plan begins when the ranks have measured their arms, a rollback when they train.
+        plan, _, what = ("", "", "") if migration is None else migration["migration_id"].partition(".")
+        done = plan == newest["migration_id"] and what.startswith("rollback" if newest["rolled_back"] else "")
+        return bool(newest["state"] != "running" and done)
     outcomes = planning["plans"]
     return bool(outcomes.get("unchanged", 0) + outcomes.get("withheld", 0) >= 2 and not outcomes.get("changed", 0))
 
@@ -276,7 +293,7 @@ def arguments(parser: ArgumentParser) -> None:
 def section(options: Namespace) -> Outcome:
     effort, chosen = Effort(), [job for job in jobs() if options.named in job.name]
     if options.quick:
-        effort = Effort(20.0, 2, 256)
+        effort = Effort(20.0, 2, 0.0, 256)
         chosen = [Job("quick", Setting(samples=64, batches=4, zipf=1.2))]
     figures, checks = {}, []
     for job, found in run(chosen, effort):
