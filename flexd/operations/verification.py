@@ -217,15 +217,18 @@ class Verifier:
 
     def tick(self, live: LiveTopology) -> bool:
         """Advance the verification; begin one if a plan has been executed. Returns whether one is running, or waits for
-        ranks that measure arms of their own: one measures at a time.
+        the plan's migration, or for ranks that measure arms of their own: one measures at a time, and what another
+        plan was made over would not be measured any more.
 
         Args:
             live: the ranks, all ready.
         """
         migration = self._executions.last
-        due = self._run is None and migration is not None and self._is_due(migration, live)
-        if due and any(tuple(self._tuning.values())):
-            return True
+        if self._run is None and migration is not None:
+            if self._executions.last_plan is not None and not migration.done and self._measures(migration, live):
+                return True
+            if self._is_due(migration, live) and any(tuple(self._tuning.values())):
+                return True
         run = self._run or self._begin(live)
         if run is None:
             return False
@@ -268,8 +271,11 @@ class Verifier:
 
     def _is_due(self, migration: Migration, live: LiveTopology) -> bool:
         unseen = migration is not self._seen and migration.state is MigrationState.COMMITTED
-        measured = self.budget_steps > 0 and not self._maker.settings.pins and migration.base is not None
-        return unseen and measured and migration.record.generation == live.generation
+        return unseen and migration.base is not None and self._measures(migration, live)
+
+    def _measures(self, migration: Migration, live: LiveTopology) -> bool:
+        allowed = self.budget_steps > 0 and not self._maker.settings.pins
+        return allowed and migration.record.generation == live.generation
 
     def _problem(self, run: _Run, live: LiveTopology) -> str:
         if self._executions.last is not run.newest:

@@ -160,6 +160,23 @@ def test_a_plan_waits_for_ranks_that_measure_arms_of_their_own(tmp_path: Path) -
     assert job.verdict().state == "faster"
 
 
+def test_the_next_plan_waits_until_the_one_before_is_carried_out_and_measured(tmp_path: Path) -> None:
+    """Over a migration that still runs it would leave the first plan's copies in place, unmeasured."""
+    job = VerifiedJob(tmp_path, effect=0.05, planner={"interval_seconds": 0.001})
+    job.it.coordinator.obedient = False
+    job.tick(50)
+    (migration,) = job.it.coordinator.migrations
+    job.it.coordinator.obedient = True
+    job.it.coordinator.execute(migration)
+    assert job.device_rows()
+    assert job.verdict().migration_id == migration.migration_id
+    assert job.device_rows() == 0
+    job = VerifiedJob(tmp_path / "unmeasured", effect=0.05, planner={"interval_seconds": 0.001}, budget_steps=0)
+    job.it.coordinator.obedient = False
+    job.tick(50)
+    assert len(job.it.coordinator.migrations) > 1, "what is not measured need not wait"
+
+
 def test_the_budget_of_steps_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexd.operations.verification.RESOLUTION", 0.0)
     ended = VerifiedJob(tmp_path, effect=0.0, load=lambda step: 1.0, budget_steps=300).verdict()
