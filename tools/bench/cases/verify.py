@@ -40,7 +40,7 @@ from tools.bench.workloads import Setting
 
 CONTROL_PORT, API = 29_400, "http://127.0.0.1:8080"
 START_SECONDS, STEP_SECONDS = 120.0, 20.0
-TURN_STEPS, MOST_ROUNDS = 10, 41
+TURN_STEPS, MOST_ROUNDS, ARMS_BEGIN_STEPS = 10, 41, 150
 NEVER_SLOWER, WINS = 1.02, 0.90
 IN_FLIGHT = ("pending", "pushing", "applying", "aborting")
 
@@ -220,26 +220,32 @@ class Bench:
             "deciding_over_before": float(np.mean(seconds) / np.mean(before[1:])),
         }
 
-    def _measures_arms(self, names: Sequence[str]) -> bool:
-        answers = [self.ask(STEP_SECONDS, "tuning", strategy=name) for name in names]
-        return any(answer["measuring"] for ranks in answers for answer in ranks)
+    def _until_chosen(self, name: str, job: Job, effort: Effort) -> None:
+        """Train until the job has chosen its arm: what measuring arms costs, again after each new placement, is bounded
+        by ``flexd.embedding.tuner`` and measured by ``cases.auto``."""
+        deadline = time.monotonic() + effort.decide_seconds
+        while effort.rounds > 1 and time.monotonic() < deadline:
+            if not any(answer["measuring"] for answer in self.ask(STEP_SECONDS, "tuning", strategy=name)):
+                break
+            self.train(name, job, TURN_STEPS)
 
     def _compare(self, job: Job, effort: Effort, beside: Sequence[str]) -> dict[str, Any]:
         """In turns, so that what else the machine does falls on both alike; the first step of a turn is left out."""
         self._cluster.limit(job.rate_mbit)
+        choosing = ("chain", "daemon") if job.default else ()
         names = ["chain", "daemon", *beside]
         for name in names:
-            self.train(name, job, effort.choosing_steps if job.default and name == "chain" else 3)
-        deadline = time.monotonic() + effort.decide_seconds
-        while job.default and effort.rounds > 1 and time.monotonic() < deadline and self._measures_arms(names[:2]):
-            for name in names[:2]:
-                self.train(name, job, TURN_STEPS)
+            # The daemon's job begins to measure arms some time after its last rows were moved.
+            steps = {"chain": effort.choosing_steps, "daemon": min(effort.choosing_steps, ARMS_BEGIN_STEPS)}
+            self.train(name, job, steps[name] if name in choosing else 3)
         taken: dict[str, list[float]] = {name: [] for name in names}
         began, turns = time.monotonic(), 0
         while turns < effort.rounds or (
             turns < MOST_ROUNDS and time.monotonic() - began < effort.turn_seconds * len(names)
         ):
             for name in names:
+                if name in choosing:
+                    self._until_chosen(name, job, effort)
                 taken[name].append(median(self.train(name, job, TURN_STEPS + 1)[1:]))
             names.reverse()
             turns += 1
