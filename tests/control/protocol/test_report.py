@@ -16,12 +16,18 @@ from flexd.control.protocol.messages import Fence, MalformedReportError, Progres
 from flexd.control.protocol.report import (
     MAX_NAMED_ID_TABLES,
     MAX_NAMED_TABLES,
+    BatchReport,
     IdsReport,
     PhaseReport,
+    PhasesReport,
+    PlacementState,
+    SentBytes,
     SlowMemoryReport,
     SlowTableReport,
     StepReport,
     TrainerSettings,
+    TrainingTotals,
+    UsedExchange,
     table_differences,
     tables_body,
     tables_of_body,
@@ -46,6 +52,39 @@ def test_reports_merge_into_one() -> None:
     assert both.step_seconds == one.step_seconds + 0.5
     assert both.accesses_by_tier == (4, 3, 2)
     assert both.sent.all_to_all_inter_bytes == 40
+
+
+def totals(steps: int, version: int = 0) -> TrainingTotals:
+    """Return what a rank has done after so many steps since it connected; its step counter began elsewhere."""
+    named = dict.fromkeys((*vars(SentBytes()), *vars(BatchReport())), 2 * steps)
+    counts = {"steps": steps, "home_accesses": 5 * steps, "node_accesses": steps, "device_accesses": 0}
+    exchange = UsedExchange("chain" if steps < 3 else "direct")
+    return TrainingTotals(
+        100 + steps, 0.5 * steps, PlacementState(version, 7), exchange, named | counts | {"apply_seconds": 0.25 * steps}
+    )
+
+
+def test_each_step_is_reported_once_however_often_reports_are_sent() -> None:
+    pending = PendingReports()
+    pending.note(totals(0))
+    assert not pending.waiting
+    assert pending.drain() is None, "reports begin at the first totals"
+    assert [pending.note(totals(step)) for step in (1, 2)] == [True, False]
+    warned = StepReport(102, 0, PlacementState(0, 7), 0.0, 0.0, (0, 0, 0))
+    assert not pending.add(warned)
+    phases = PhasesReport((PhaseReport("read", 1.0),), 3)
+    pending.note(totals(3, version=4), replace(warned, phases=phases))
+    first = pending.drain()
+    assert not pending.waiting
+    assert first == StepReport(
+        103, 3, PlacementState(4, 7), 1.5, 0.75, (15, 3, 0), SentBytes(*[6] * 6), BatchReport(*[6] * 3),
+        UsedExchange("direct"), phases,
+    )  # fmt: skip
+    pending.add(warned)
+    pending.note(totals(5))
+    second = pending.drain()
+    assert (second.step, second.steps, second.accesses_by_tier) == (105, 2, (10, 2, 0))
+    assert pending.drain() is None
 
 
 TABLES = [TableSpec(name, 10, 4) for name in ("a", "b", "c")]
