@@ -39,10 +39,10 @@ def test_a_row_is_multiples_of_its_scale(rows: int, dim: int) -> None:
     assert (stored.dtype, stored.shape) == (torch.int8, (rows, dim + 4))
     np.testing.assert_array_equal(looked_up(stored, torch.int8).numpy(), as_numpy(values))
     # Wherever rows begin: a scale need not lie where a float32 may.
-    for first in range(1, 4):
-        wider = stored.new_zeros((rows, dim + 4 + first))
-        wider[:, first:] = stored
-        assert torch.equal(looked_up(wider[::2, first:], torch.int8), looked_up(stored, torch.int8)[::2])
+    for width, first in ((16, 0), (16, 1), (16, 2), (16, 3), (dim + 5, 0)):
+        part = stored.new_zeros((rows, width))[::2, first : first + dim + 4]
+        part.copy_(stored[::2])
+        assert torch.equal(looked_up(part, torch.int8), looked_up(stored, torch.int8)[::2])
     assert torch.equal(flexd.int8_rows(torch.from_numpy(values).double()), stored)
 
 
