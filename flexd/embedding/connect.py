@@ -39,10 +39,8 @@ logger = logging.getLogger(__name__)
 
 # Share of the deadline of ``Connection.close`` that the tap may use.
 _TAP_SHARE = 0.8
-SLOW_MEMORY_SECONDS = 2.0
-IDS_SECONDS = 5.0
-"""On an accelerator the host waits for what is reported of unbounded ids."""
-"""Between two reports of slow memory: on an accelerator the host waits for the counts."""
+SLOW_MEMORY_SECONDS, IDS_SECONDS = 2.0, 5.0
+"""Between two reports of slow memory, and of unbounded ids: on an accelerator the host waits for the counts."""
 ADDRESS_VARIABLE = "FLEXD_CONTROL"
 SECRET_VARIABLE = "FLEXD_SECRET_FILE"
 TLS_VARIABLES = ("FLEXD_CONTROL_CERT_FILE", "FLEXD_CONTROL_KEY_FILE", "FLEXD_CONTROL_CA_FILE")
@@ -61,7 +59,7 @@ class Connection(StepMoments):
         self._slow_memory = _slow_memory_of(collection.engine.stores)
         self._ids = _use_counts_of(collection.engine)
         collection.phases.drain()
-        agent.note(self._totals())
+        agent.report(totals=self._totals())
         collection.engine.joined.append(self)
         USAGE_WARNINGS.add_listener(self._report_usage_warning)
         if USAGE_WARNINGS.reports():  # made before there was a connection
@@ -118,16 +116,16 @@ class Connection(StepMoments):
         return True
 
     def updated(self, optimizer: RowUpdate, step: int) -> None:
-        """Note the step for the agent, which reports what has added up several times per second."""
+        """Give the totals to the agent, which reports what has added up several times per second."""
         del optimizer, step
         self._steps += 1
         self._phase_steps += 1
         # A few times per second: adding phases up in each step would cost more.
         more = None if self.agent.report_waiting else self._report_without_steps(**self._parts())
-        self.agent.note(self._totals(), more)
+        self.agent.report(more, self._totals())
 
     def _parts(self) -> dict[str, Any]:
-        """Return what is reported of some steps together."""
+        """Return what is measured of some steps together: the parts of a report."""
         by_phase, cover_seconds = self._collection.phases.drain()
         parts: dict[str, Any] = {"phases": PhasesReport(by_phase, self._phase_steps, cover_seconds)}
         self._phase_steps, now = 0, time.monotonic()

@@ -216,18 +216,17 @@ class Verifier:
             self._blocks.add(rank, report)
 
     def tick(self, live: LiveTopology) -> bool:
-        """Advance the verification; begin one if a plan has been executed. Returns whether one is running, or waits for
-        the plan's migration, or for ranks that measure arms of their own: one measures at a time, and what another
-        plan was made over would not be measured any more.
+        """Advance the verification; begin one if a plan has been executed. Returns whether a plan has to wait: for a
+        verification, for a migration, over which it would leave copies that nobody measures, or for ranks that measure
+        arms of their own: one measures at a time.
 
         Args:
             live: the ranks, all ready.
         """
         migration = self._executions.last
-        if self._run is None and migration is not None:
-            if self._executions.last_plan is not None and not migration.done and self._measures(migration, live):
-                return True
-            if self._is_due(migration, live) and any(tuple(self._tuning.values())):
+        if self._run is None and migration is not None and self._measures(migration, live):
+            tuning = self._is_due(migration, live) and any(tuple(self._tuning.values()))
+            if tuning or not migration.done:
                 return True
         run = self._run or self._begin(live)
         if run is None:
@@ -274,6 +273,7 @@ class Verifier:
         return unseen and migration.base is not None and self._measures(migration, live)
 
     def _measures(self, migration: Migration, live: LiveTopology) -> bool:
+        """Return whether plans of these ranks are verified."""
         allowed = self.budget_steps > 0 and not self._maker.settings.pins
         return allowed and migration.record.generation == live.generation
 

@@ -18,7 +18,7 @@ from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration import MigrationRecord, MigrationState
 from flexd.control.daemon.pusher import ChunkLimits
 from flexd.control.protocol import messages as m
-from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.report import StepReport, TrainingTotals
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.placement import RankLayout
@@ -83,17 +83,10 @@ class _RecordingAgent:
         self.reports: list[StepReport] = []
         self._pending = PendingReports()
 
-    def note(self, *given: Any) -> None:
-        self._pending.note(*given)
-        self.send()
-
-    def report(self, report: StepReport) -> None:
-        self._pending.add(report)
-        self.send()
-
-    def send(self) -> None:
-        if (report := self._pending.drain()) is not None:
-            self.reports.append(report)
+    def report(self, report: StepReport | None = None, totals: TrainingTotals | None = None) -> None:
+        self._pending.add(report, totals)
+        if (sent := self._pending.drain()) is not None:
+            self.reports.append(sent)
 
     def stop(self, timeout_seconds: float) -> None:
         pass

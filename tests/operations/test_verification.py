@@ -177,6 +177,20 @@ def test_the_next_plan_waits_until_the_one_before_is_carried_out_and_measured(tm
     assert len(job.it.coordinator.migrations) > 1, "what is not measured need not wait"
 
 
+def test_the_next_plan_does_not_stop_a_rollback(tmp_path: Path) -> None:
+    job = VerifiedJob(tmp_path, effect=-0.05, planner={"interval_seconds": 0.001})
+    job.verdict()
+    executions, coordinator = job.it.planning.executions, job.it.coordinator
+    coordinator.obedient = False
+    rollback = executions.start_rollback(executions.last.record, Placement.empty(), 1, "", "user")
+    job.it.see(500_000, seed=3)
+    job.tick(50)
+    assert coordinator.migrations[-1] is rollback
+    coordinator.execute(rollback)
+    job.tick(50)
+    assert coordinator.migrations[-1] is not rollback
+
+
 def test_the_budget_of_steps_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexd.operations.verification.RESOLUTION", 0.0)
     ended = VerifiedJob(tmp_path, effect=0.0, load=lambda step: 1.0, budget_steps=300).verdict()

@@ -124,14 +124,10 @@ class Agent:
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
-    def report(self, report: StepReport) -> None:
-        """Add a report, from any thread; never waits on the network. Unsent reports are merged into one."""
-        if self.reports.add(report):
-            self.wake()
-
-    def note(self, totals: TrainingTotals, report: StepReport | None = None) -> None:
-        """Note a step, from the training thread; its report is made by the agent's, and merged with one given."""
-        if self.reports.note(totals, report):
+    def report(self, report: StepReport | None = None, totals: TrainingTotals | None = None) -> None:
+        """Add a report, the totals after a step, or both, from any thread; never waits on the network. What is not sent
+        yet is merged into one report."""
+        if self.reports.add(report, totals):
             self.wake()
 
     @property

@@ -78,7 +78,7 @@ PlacementLists = Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]
 
 
 class PendingReports:
-    """Steps not reported yet, merged into one report when it is sent. ``note`` and ``add`` wait for a swap at most."""
+    """Steps not reported yet, merged into one report when it is sent. ``add`` waits for a swap at most."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -91,32 +91,23 @@ class PendingReports:
     def waiting(self) -> bool:
         return self._pending is not None or self._newest is not self._reported
 
-    def note(self, totals: TrainingTotals, report: StepReport | None = None) -> bool:
-        """Note the totals after a step, of the training thread, and add a report; True if nothing was waiting. Reports
-        begin at the first totals."""
+    def add(self, report: StepReport | None = None, totals: TrainingTotals | None = None) -> bool:
+        """Add a report, the totals after a step, or both; True if nothing was waiting. Steps are reported from the
+        first totals on. What a report has outside its bounds is clamped: a sum would keep it."""
         report = None if report is None else clamp(report)
         with self._lock:
             first = not self.waiting
-            self._newest = totals
-            if self._reported is None:
-                self._reported = totals
+            if totals is not None:
+                self._newest, self._reported = totals, self._reported or totals
             if report is not None:
                 self._pending = merge_reports(self._pending, report)
-            return first
-
-    def add(self, report: StepReport) -> bool:
-        """Add a report; True if nothing was waiting. What it has outside its bounds is clamped: a sum would keep it."""
-        report = clamp(report)
-        with self._lock:
-            first = not self.waiting
-            self._pending = merge_reports(self._pending, report)
             return first
 
     def drain(self) -> StepReport | None:
         with self._lock:
             pending, self._pending = self._pending, None
-            reported, self._reported = self._reported, self._newest
-            newest = self._newest
+            newest, reported = self._newest, self._reported
+            self._reported = newest
         if newest is not None and reported is not None and newest is not reported:
             pending = merge_reports(pending, clamp(newest.report(reported)))
         return None if pending is None else clamp(pending)

@@ -306,8 +306,8 @@ _SENT, _BATCHES = (tuple(item.name for item in fields(part)) for part in (SentBy
 
 @dataclass(frozen=True, slots=True)
 class TrainingTotals:
-    """One rank after a step, since it began. A training thread notes it in each step; the report of the steps between
-    two of them is made where it is sent, some times a second.
+    """What a rank has done since it connected, after one of its steps. The training thread takes it in each step; the
+    report of the steps between two of them is made when it is sent, a few times per second.
 
     Attributes:
         step, placement, exchange, usage_warnings: as in ``StepReport``.

@@ -66,14 +66,14 @@ def totals(steps: int, version: int = 0) -> TrainingTotals:
 
 def test_each_step_is_reported_once_however_often_reports_are_sent() -> None:
     pending = PendingReports()
-    pending.note(totals(0))
+    pending.add(totals=totals(0))
     assert not pending.waiting
     assert pending.drain() is None, "reports begin at the first totals"
-    assert [pending.note(totals(step)) for step in (1, 2)] == [True, False]
+    assert [pending.add(totals=totals(step)) for step in (1, 2)] == [True, False]
     warned = StepReport(102, 0, PlacementState(0, 7), 0.0, 0.0, (0, 0, 0))
     assert not pending.add(warned)
     phases = PhasesReport((PhaseReport("read", 1.0),), 3)
-    pending.note(totals(3, version=4), replace(warned, phases=phases))
+    pending.add(replace(warned, phases=phases), totals(3, version=4))
     first = pending.drain()
     assert not pending.waiting
     assert first == StepReport(
@@ -81,7 +81,7 @@ def test_each_step_is_reported_once_however_often_reports_are_sent() -> None:
         UsedExchange("direct"), phases,
     )  # fmt: skip
     pending.add(warned)
-    pending.note(totals(5))
+    pending.add(totals=totals(5))
     second = pending.drain()
     assert (second.step, second.steps, second.accesses_by_tier) == (105, 2, (10, 2, 0))
     assert pending.drain() is None
