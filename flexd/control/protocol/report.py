@@ -306,7 +306,7 @@ _SENT, _BATCHES = (tuple(item.name for item in fields(part)) for part in (SentBy
 
 @dataclass(frozen=True, slots=True)
 class TrainingTotals:
-    """What a rank has done since it connected, after one of its steps. The training thread takes it in each step; the
+    """Totals of a rank since it connected, after one of its steps. The training thread takes them in each step; the
     report of the steps between two of them is made when it is sent, a few times per second.
 
     Attributes:
