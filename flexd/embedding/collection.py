@@ -28,7 +28,7 @@ from flexd.embedding.exchange.process_groups import (
     rows_of_tables,
     seed_of_tables,
 )
-from flexd.embedding.exchange.route import FeatureKeys, Route
+from flexd.embedding.exchange.route import FeatureKeys, LookedUpRows, Route
 from flexd.embedding.features import FeatureMap, Jagged, as_jagged
 from flexd.embedding.optimizer_handle import FusedOptimizer
 from flexd.embedding.pending_passes import make_room
@@ -155,9 +155,8 @@ class EmbeddingCollection(TableAccess):
             check_full_size(self.keyspace)
         self._seed = seed
         self._initial = {at for at, table in enumerate(self.tables) if not table.trainable}
-        self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
-        """Called with the input of every forward pass for training, after its look-up, with rows in place of unbounded
-        ids; must not raise."""
+        self.after_lookup: Callable[[LookedUpRows], None] | None = None
+        """Called with the rows of every forward pass for training, after its look-up; must not raise."""
         # The innermost of such contexts holds: no other tensor is made on the caller's default device.
         with torch.device("cpu"):
             settings = exchange, comm_dtype, average_gradients, max_migration_bytes_per_step, full_state_dict
@@ -406,12 +405,10 @@ class EmbeddingCollection(TableAccess):
             rows = self._fetch(routed.forward_pass, expand=expand)
         if self._trains() and not self.engine.trains:
             self.engine.count_read()
-        if self.after_lookup is not None and self._trains():
+        looked_up, routed.forward_pass.looked_up = routed.forward_pass.looked_up, None
+        if self.after_lookup is not None and looked_up is not None and self._trains():
             with self.engine.guard.publishing():  # the other ranks may be in the next exchange already
-                resolution, ids, features = routed.forward_pass.resolution, self.engine.ids, routed.features
-                if ids is not None and resolution is not None:
-                    features = ids.with_rows(resolution, features)
-                self.after_lookup(features)
+                self.after_lookup(looked_up)
         return rows
 
     def _checked_again(self, given: Any, check: Callable[[], None], features: Mapping[str, Jagged]) -> FeatureKeys:

@@ -221,12 +221,12 @@ class FeatureMap:
         if known.unbounded is not None:
             numbers_of = known.unbounded.repeat_interleave(on_device, output_size=ids.shape[0])
             ours = numbers_of >= 0
-            names, of_tables = list(filter(self._is_unbounded, known.order)), [0] * len(self._unbounded)
-            for name in names:
+            of_tables = [0] * len(self._unbounded)
+            for name in filter(self._is_unbounded, known.order):
                 of_tables[self._unbounded[self.table_of[name]]] += len(features[name].values)
             places = torch.nonzero_static(ours, size=sum(of_tables)).view(-1)
             unresolved = UnresolvedIds(
-                ids.index_select(0, places), numbers_of.index_select(0, places), places, names, of_tables
+                ids.index_select(0, places), numbers_of.index_select(0, places), places, of_tables
             )
             ids = ids.masked_fill(ours, 0)
         if isinstance(known.bounds, torch.Tensor):

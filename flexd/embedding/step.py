@@ -55,6 +55,7 @@ class ForwardPass:
             ``Resolution.sources``.
         added: shared rows of unbounded ids by dim-group that are looked up behind those of the batch.
         begun: rows of all dim-groups that begin; at least as many as have the value of another one.
+        looked_up: for a tap, until the rows are fetched.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ForwardPass:
         self.added = {} if resolution is None else resolution.added
         self.sources = resolution.sources(route) if resolution is not None and agreed else {}
         self.recomputes = in_backward_pass()
-        self.route = route
+        self.route, self.looked_up = replace(route, looked_up=None), route.looked_up
         self._trained = trained
         self.touched = touched
         self.grads: list[torch.Tensor] | None = None

@@ -9,14 +9,16 @@ limit forces a rank to keep fewer, it goes over to a sample that is part of the 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from flexd.control.agent.tap_outbox import TapOutbox
+from flexd.core.arrays import Int64Array
 from flexd.core.errors import ConfigError
-from flexd.core.keyspace import TableSpec
+from flexd.core.keyspace import KeySpace
 from flexd.core.supervision import is_power_of_two
 from flexd.core.tap_counts import (
     MAX_VALUES,
@@ -30,7 +32,7 @@ from flexd.core.tap_counts import (
     value_count,
 )
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.features import Jagged
+from flexd.embedding.exchange.route import LookedUpRows
 
 MAX_PARTS = 4096
 """Parts (a table of a pass) in one message: the daemon counts them under a lock, 10 to 50 us each."""
@@ -47,40 +49,50 @@ class PassSample:
 
     Args:
         every: one pass in this many is kept; 0 keeps none.
-        tables: number of tables.
-        limit: of the ids that are held.
+        limit: of the keys that are held.
     """
 
-    def __init__(self, every: int, tables: int, limit: int) -> None:
+    def __init__(self, every: int, keyspace: KeySpace, limit: int) -> None:
         self._asked = self._every = every
-        self._most_passes = max(1, MAX_PARTS // tables)
+        self._keyspace = keyspace
+        self._most_passes = max(1, MAX_PARTS // len(keyspace.tables))
         self._limit = limit
-        # Number of each pass, its ids by table, and how many they are.
-        self._kept: list[tuple[int, list[torch.Tensor], int]] = []
+        # Number of each pass, its keys and their accesses.
+        self._kept: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def wants(self, number: int) -> bool:
         return self._every > 0 and is_sampled(number, self._every)
 
-    def add(self, number: int, ids: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Keep copies of a pass's ids, by table: the caller may write into its own."""
-        none = torch.empty(0, dtype=torch.int64)
-        copies = [torch.cat(list(parts)) if parts else none for parts in ids]
-        self._kept.append((number, copies, sum(map(len, copies))))
-        while sum(each[2] for each in self._kept) > self._limit or len(self._kept) > self._most_passes:
+    def add(self, number: int, keys: torch.Tensor, accesses: torch.Tensor) -> None:
+        """Keep int64 [n] keys of a pass, repeats allowed, and int [n] accesses."""
+        self._kept.append((number, keys, accesses))
+        while sum(len(each[1]) for each in self._kept) > self._limit or len(self._kept) > self._most_passes:
             self._every = sparser(self._every)
             self._kept = [each for each in self._kept if self.wants(each[0])]
 
     def drain(self) -> list[PassRows]:
         """Return the kept passes and start again with the sample that was asked for. Waits for the device."""
         kept, self._kept, self._every = self._kept, [], self._asked
-        return [
-            PassRows(
-                number,
-                tuple(torch.unique(part).cpu().to(torch.int64).numpy() for part in ids),
-                tuple(part.shape[0] for part in ids),
-            )
-            for number, ids, _ in kept
-        ]
+        return [self._rows_of(*each) for each in kept]
+
+    def _rows_of(self, number: int, keys: torch.Tensor, accesses: torch.Tensor) -> PassRows:
+        distinct, place = torch.unique(keys, return_inverse=True)
+        totals = torch.zeros_like(distinct).scatter_add_(0, place, accesses.to(torch.int64))
+        of_tables = by_table(self._keyspace, distinct.cpu().numpy(), totals.cpu().numpy())
+        return PassRows(
+            number, tuple(rows for rows, _ in of_tables), tuple(int(of_table.sum()) for _, of_table in of_tables)
+        )
+
+
+def by_table(keyspace: KeySpace, keys: Int64Array, numbers: Int64Array) -> list[tuple[Int64Array, Int64Array]]:
+    """Split int64 [n] ascending keys, with a number each, by table: (int64 [m] rows, int64 [m] numbers) of each."""
+    firsts = keyspace.first_key
+    begins = np.searchsorted(keys, firsts)
+    ends = np.searchsorted(keys, firsts + [spec.rows for spec in keyspace.tables])
+    return [
+        (keys[begin:end] - first, numbers[begin:end])
+        for begin, end, first in zip(begins.tolist(), ends.tolist(), firsts.tolist(), strict=True)
+    ]
 
 
 def sparser(every: int) -> int:
@@ -100,27 +112,29 @@ def thinned(passes: list[PassRows], limit: int) -> list[PassRows]:
     return passes
 
 
-class TableCounter:
-    """One int32 for each row of a table."""
+class RowCounter:
+    """One int32 for each row of all tables."""
 
-    def __init__(self, spec: TableSpec, device: torch.device) -> None:
-        self._table = spec.name
-        self._counts = torch.zeros(spec.rows, dtype=torch.int32, device=device)
-        self._ones = torch.ones(1, dtype=torch.int32, device=device)
+    def __init__(self, keyspace: KeySpace, device: torch.device) -> None:
+        self._keyspace = keyspace
+        self._counts = torch.zeros(keyspace.total_rows, dtype=torch.int32, device=device)
 
-    def add(self, ids: torch.Tensor) -> None:
-        """Count int[n] ids of the table (checked by the caller)."""
-        ids = ids.to(torch.int64)
-        if len(self._ones) < len(ids):
-            self._ones = self._ones.new_ones(len(ids) + len(ids) // 4)
-        self._counts.scatter_add_(0, ids, self._ones)
+    def add(self, keys: torch.Tensor, accesses: torch.Tensor) -> None:
+        """Count int32 [n] accesses to int64 [n] keys, repeats allowed."""
+        self._counts.scatter_add_(0, keys, accesses)
 
-    def drain(self) -> TableCounts:
-        """Return the counts on the host and start from zero again. Waits for the device."""
-        rows = torch.nonzero(self._counts).squeeze(1)
-        counts = self._counts[rows].to(torch.int64)
+    def drain(self) -> list[TableCounts]:
+        """Return the counts on the host, without tables that have none, and start from zero again. Waits for the
+        device."""
+        keys = torch.nonzero(self._counts).squeeze(1)
+        counts = self._counts[keys].to(torch.int64)
         self._counts.zero_()
-        return TableCounts(self._table, rows.cpu().numpy(), counts.cpu().numpy())
+        of_tables = by_table(self._keyspace, keys.cpu().numpy(), counts.cpu().numpy())
+        return [
+            TableCounts(spec.name, rows, of_table)
+            for spec, (rows, of_table) in zip(self._keyspace.tables, of_tables, strict=True)
+            if len(rows)
+        ]
 
 
 logger = logging.getLogger(__name__)
@@ -151,9 +165,9 @@ class _Buffer:
     """One set of counters, with the event times that it spans."""
 
     def __init__(self, collection: EmbeddingCollection, touch_steps: int) -> None:
-        specs = collection.keyspace.tables
-        self.tables = [TableCounter(spec, collection.device) for spec in specs]
-        self.sample = PassSample(touch_steps, len(specs), max_values(collection.layout.world_size))
+        keyspace = collection.keyspace
+        self.rows = RowCounter(keyspace, collection.device)
+        self.sample = PassSample(touch_steps, keyspace, max_values(collection.layout.world_size))
         self.accesses = 0
         self.steps = 0
         self.first_seconds = self.last_seconds = 0.0
@@ -172,9 +186,10 @@ class Tap:
 
     Accesses of forward passes with gradients enabled in training mode are counted. Those of evaluation are not: they
     cost no synchronisation of replicas, which is what a plan weighs. On the device a step costs one ``scatter_add_``
-    a feature and never waits. There are two buffers: at the end of an interval they change roles, and a thread reads
-    the full one, clears it and hands a message to the agent. While the daemon is slow, dead or paused, intervals are
-    added up here, in memory bounded by the tables' rows; nothing is lost while this process lives.
+    of the distinct rows that the look-up has found, and never waits. There are two buffers: at the end of an interval
+    they change roles, and a thread reads the full one, clears it and hands a message to the agent. While the daemon
+    is slow, dead or paused, intervals are added up here, in memory bounded by the tables' rows; nothing is lost while
+    this process lives.
 
     Args:
         collection: its look-ups are counted; a collection has at most one tap.
@@ -224,7 +239,6 @@ class Tap:
         self._interval_seconds = interval_seconds
         self._interval_steps = interval_steps
         self._clock = clock
-        self._table_of = collection.table_of_feature
         self._counting = _Buffer(collection, touch_steps)
         # None while the thread reads the other buffer.
         self._spare: _Buffer | None = _Buffer(collection, touch_steps)
@@ -269,25 +283,22 @@ class Tap:
 
     # ---- the training thread ----
 
-    def _count(self, features: Mapping[str, Jagged]) -> None:
+    def _count(self, looked_up: LookedUpRows) -> None:
         """Count one forward pass. Never waits and never raises: a step must not fail because it was not counted."""
         buffer = self._counting
         number = self._passes
         self._passes += 1
-        accesses = sum(jagged.values.shape[0] for jagged in features.values())
+        accesses = looked_up.total
         if buffer.accesses + accesses > MAX_BUFFER_ACCESSES:
             self._counters.dropped += accesses
             self._swap()
             return
         try:
             with torch.no_grad():
-                for name, jagged in features.items():
-                    buffer.tables[self._table_of[name]].add(jagged.values)
+                keys, of_keys = self._keys_of(looked_up)
+                buffer.rows.add(keys, of_keys)
                 if buffer.sample.wants(number):
-                    ids: list[list[torch.Tensor]] = [[] for _ in buffer.tables]
-                    for name, jagged in features.items():
-                        ids[self._table_of[name]].append(jagged.values)
-                    buffer.sample.add(number, ids)
+                    buffer.sample.add(number, keys, of_keys)
             buffer.record_step(self._clock(), accesses)
         except Exception:
             self._record_failure("a step was not counted whole")
@@ -297,6 +308,14 @@ class Tap:
         due |= self._interval_steps is not None and buffer.steps >= self._interval_steps
         if due or buffer.accesses > MAX_BUFFER_ACCESSES // 2:
             self._swap()
+
+    def _keys_of(self, looked_up: LookedUpRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int64 [n] keys, repeats allowed, and int32 [n] accesses of each."""
+        parts = looked_up.addresses
+        keys = self.collection.engine.stores[0].homes.keys(parts[0] if len(parts) == 1 else torch.cat(parts))
+        if looked_up.accesses is None:
+            return keys, torch.ones_like(keys, dtype=torch.int32)
+        return keys, looked_up.accesses.to(torch.int32)
 
     def _swap(self) -> bool:
         """Give the counting buffer to the thread if the spare one is free; else keep counting in this one."""
@@ -342,12 +361,12 @@ class Tap:
             stream.wait_event(full.ready)
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
-                counts = [table.drain() for table in full.tables]
+                counts = full.rows.drain()
                 passes = full.sample.drain()
             if stream is not None:
                 stream.synchronize()
             self._pending_passes = thinned([*self._pending_passes, *passes], self._pass_limit)
-            self._add_pending([table for table in counts if table.accesses], full.first_seconds, full.last_seconds)
+            self._add_pending(counts, full.first_seconds, full.last_seconds)
         finally:
             full.accesses = full.steps = 0
             full.ready = None

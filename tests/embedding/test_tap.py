@@ -3,12 +3,14 @@
 import time
 
 import numpy as np
+import pytest
 import torch
 
 import flexd
 from flexd.core import tap_counts
-from flexd.core.tap_counts import TapCounts
-from flexd.embedding.tap import PassSample, TableCounter
+from flexd.core.tap_counts import TapCounts, is_sampled
+from flexd.embedding.tap import RowCounter
+from tests.support.rank_pool import Ranks
 from tests.support.until import until
 
 
@@ -101,7 +103,7 @@ def test_without_acknowledgements_counts_add_up_in_bounded_memory_and_no_step_wa
 
 def test_a_step_that_cannot_be_counted_still_trains(monkeypatch, caplog):
     job = Job()
-    monkeypatch.setattr(TableCounter, "add", lambda *_: 1 / 0)
+    monkeypatch.setattr(RowCounter, "add", lambda *_: 1 / 0)
     job.step()
     job.step()
     assert (job.collection.steps, job.tap.counters.failures, job.tap.counters.accesses) == (2, 2, 0)
@@ -145,8 +147,52 @@ def test_a_tap_sends_the_distinct_rows_of_one_pass_in_so_many():
             job.collection(features)  # evaluation has no number
     sampled = tap_counts.decode(until(lambda: job.tap.outbox.counts, 20).payload).sampled
     assert sampled.tables == ("item", "shop")
-    assert [each.number for each in sampled.passes] == [n for n in range(64) if PassSample(4, 1, 1).wants(n)]
+    assert [each.number for each in sampled.passes] == [n for n in range(64) if is_sampled(n, 4)]
     assert 8 <= len(sampled.passes) <= 24
     for each in sampled.passes:
         assert all(map(np.array_equal, each.rows, drawn[each.number]))
         assert each.accesses == (120, 60)
+
+
+def counts_of_ranks(rank: int, layout: flexd.RankLayout, rules: tuple[str, str, str], owner: bool, ahead: bool) -> None:
+    """Train on bags, freeze a table and train on; compare what the tap of this rank counts with its own ids."""
+    rows = {"item": 61, "shop": 17, "city": 23}
+    places = {"item": "owner" if owner else "requester", "shop": "requester", "city": "requester"}
+    collection = flexd.EmbeddingBagCollection(
+        [
+            flexd.EmbeddingBagTable(name, n, 4 if name == "shop" else 8, sharding=rule, pooling_at=places[name])
+            for (name, n), rule in zip(rows.items(), rules, strict=True)
+        ],
+        layout=layout,
+    )
+    tap = flexd.Tap(collection, interval_seconds=1e9, touch_steps=1)
+    rng = np.random.default_rng(rank)
+    drawn = [{name: rng.integers(0, n, 9 + rank) for name, n in rows.items()} for _ in range(6)]
+    given = [
+        {name: flexd.Jagged(torch.from_numpy(ids), torch.tensor([len(ids) - 2, 2])) for name, ids in batch.items()}
+        for batch in drawn
+    ]
+    for number, batch in enumerate(flexd.prefetch(given, collection, ahead=1) if ahead else given):
+        torch.cat([part.sum().view(1) for part in collection(batch).values()]).sum().backward()
+        collection.optimizer.step()
+        if number == 2 and not ahead:
+            collection.freeze("city")
+    counted = {counts.table: (counts.rows, counts.counts) for counts in tap._counting.rows.drain()}
+    for name in rows:
+        distinct, numbers = np.unique(np.concatenate([batch[name] for batch in drawn]), return_counts=True)
+        assert np.array_equal(counted[name][0], distinct), name
+        assert np.array_equal(counted[name][1], numbers), name
+    passes = tap._counting.sample.drain()
+    assert [each.number for each in passes] == list(range(6))
+    for each, batch in zip(passes, drawn, strict=True):
+        assert all(np.array_equal(found, np.unique(batch[name])) for found, name in zip(each.rows, rows, strict=True))
+        assert each.accesses == (9 + rank,) * 3
+
+
+@pytest.mark.parametrize("rules", [("row_wise",) * 3, ("table_row_wise:1", "row_wise", "table_wise:2")])
+@pytest.mark.parametrize("owner", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_each_rank_counts_its_own_look_ups_wherever_rows_and_sums_are(
+    ranks: Ranks, rules: tuple[str, str, str], owner: bool, ahead: bool
+) -> None:
+    ranks(4).run(counts_of_ranks, flexd.RankLayout(2, 2), rules, owner, ahead)

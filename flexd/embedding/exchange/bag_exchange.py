@@ -26,7 +26,16 @@ from flexd.embedding.exchange.calls import in_phase
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import Column, add_columns, joined_columns
 from flexd.embedding.exchange.hop import AGREEMENT_NUMBERS, Agreement, Counts, Hop, host_numbers, with_parts_transposed
-from flexd.embedding.exchange.route import BagIds, BagLeg, BagRoute, FeatureKeys, Route, StationRows, counts_of_group
+from flexd.embedding.exchange.route import (
+    BagIds,
+    BagLeg,
+    BagRoute,
+    FeatureKeys,
+    LookedUpRows,
+    Route,
+    StationRows,
+    counts_of_group,
+)
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.store.store import GroupStore
@@ -67,8 +76,10 @@ class SummingRouter(Router):
         pairs = zip(own, arrived.split_with_sizes(list(route.numbers)), strict=True)
         both = torch.cat([part for pair in pairs for part in pair])
         totals = [own + of_bags for own, of_bags in zip(found.numbers, route.numbers, strict=True)]
+        addresses = (found.keys, (found.bags or self._no_ids).keys)
+        looked_up = LookedUpRows(addresses, None, sum(map(len, addresses)))
         found = replace(found, keys=both, numbers=totals)
-        return replace(super().find(found, agreement, touched, changed), bags=route)
+        return replace(super().find(found, agreement, touched, changed), bags=route, looked_up=looked_up)
 
     def meet(self, agreement: Agreement) -> Agreement:
         """As ``Router.meet``; a look-up begins with the sizes of bags."""

@@ -42,14 +42,12 @@ class UnresolvedIds:
         numbers: int64 [n], the table of each in ``IdSets.tables``.
         places: int64 [n] places in the keys of the batch, those of bags after the others; there is the key of the
             shared row of the table.
-        features: names of the features that have them, one after another.
         sizes: number of ids of each table in ``IdSets.tables``.
     """
 
     ids: torch.Tensor
     numbers: torch.Tensor
     places: torch.Tensor
-    features: Sequence[str]
     sizes: Sequence[int]
 
 
@@ -164,6 +162,21 @@ def _only(numbers: Sequence[int], kept: Sequence[bool]) -> list[int]:
 
 
 @dataclass(frozen=True)
+class LookedUpRows:
+    """The rows that a rank looks up for itself in one pass, without the ids of bags that arrive from other ranks.
+
+    Attributes:
+        addresses: int64 [m], in parts.
+        accesses: int64 [m] look-ups of each of the only part; None: one each, of repeated addresses.
+        total: number of look-ups.
+    """
+
+    addresses: tuple[torch.Tensor, ...]
+    accesses: torch.Tensor | None
+    total: int
+
+
+@dataclass(frozen=True)
 class Route:
     """Where the rows of one look-up are.
 
@@ -175,6 +188,7 @@ class Route:
         keys: ``[station][group]`` int64: at the first station the keys of its rows, at later ones the requested keys in
             the order of their arrival.
         bags: of bags that are pooled at the owner; None: the collection has none.
+        looked_up: for a tap; None in a part of a route.
     """
 
     stations: tuple[tuple[StationRows, ...], ...]
@@ -183,6 +197,7 @@ class Route:
     agreement: Agreement
     keys: tuple[tuple[torch.Tensor, ...], ...]
     bags: BagRoute | None = None
+    looked_up: LookedUpRows | None = None
 
     def only(self, kept: Sequence[bool]) -> "Route":
         """Return the route of the rows of some dim-groups. Local: every rank keeps the same."""
@@ -229,6 +244,7 @@ class LocatedRows:
         keys: int64 [m].
         expand: int64 [requests] -> row; None if every row was requested once, in this order.
         accesses: int64 [m] accesses to each row.
+        sent_accesses: the same, at most as many as travel with a request.
         held_accesses: int64 [dim-groups x 3] accesses to plain home rows, NODE and DEVICE rows.
         section: int64 [m].
         slots, entries: int64 [m]; undefined slot of a row that is not held; ``Directory.entries`` if it is not listed.
@@ -239,6 +255,7 @@ class LocatedRows:
     keys: torch.Tensor
     expand: torch.Tensor | None
     accesses: torch.Tensor
+    sent_accesses: torch.Tensor
     held_accesses: torch.Tensor
     section: torch.Tensor
     slots: torch.Tensor
@@ -315,11 +332,12 @@ class StationLookup:
         else:
             entries = torch.full_like(keys, listed.entries)
         order, sizes = devices.ordered(section, sections, zeros[0])
-        # They travel with the requests. Without weights none is above the number of ids.
+        sent = accesses
+        # Without weights none is above the number of ids.
         if hop is not None and expand is not None and (weights is not None or len(ids) > _MAX_COUNT):
-            accesses = accesses.clamp_(max=_MAX_COUNT)
+            sent = accesses.clamp(max=_MAX_COUNT)
         held = devices.sum_by_place(section, accesses, sections, zeros[1])[: _HELD * self.groups]
-        return LocatedRows(keys, expand, accesses, held, section, slots, entries, order, sizes)
+        return LocatedRows(keys, expand, accesses, sent, held, section, slots, entries, order, sizes)
 
     def forget_hops(self) -> None:
         """Drop what is kept of hops: later look-ups go over others."""
@@ -393,7 +411,7 @@ class StationLookup:
 
     def requests(self, located: LocatedRows, requested: Counts) -> torch.Tensor:
         """Return int64 [rows requested from the next station]: keys with their accesses, by dim-group and peer."""
-        packed = torch.add(located.keys, located.accesses, alpha=1 << COUNT_SHIFT)
+        packed = torch.add(located.keys, located.sent_accesses, alpha=1 << COUNT_SHIFT)
         return packed.index_select(0, located.order[len(located.order) - int(requested.sum()) :])
 
 

@@ -28,7 +28,15 @@ from flexd.embedding.exchange.calls import in_phase
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import Column, ReceivedRows, add_columns, joined_columns
 from flexd.embedding.exchange.hop import Agreement, AgreementFlags, Hop, host_numbers
-from flexd.embedding.exchange.route import COUNT_SHIFT, FeatureKeys, Route, StationLookup, StationRows, counts_of_group
+from flexd.embedding.exchange.route import (
+    COUNT_SHIFT,
+    FeatureKeys,
+    LookedUpRows,
+    Route,
+    StationLookup,
+    StationRows,
+    counts_of_group,
+)
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.store.quantized_rows import looked_up
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
@@ -114,10 +122,12 @@ class Router:
         lookup = self.lookup
         ids, numbers, faulty = found.keys, found.numbers, found.faulty
         weights: torch.Tensor | None = None
+        looked_up: LookedUpRows | None = None
         stations, all_keys, requested, served, by_tier = [], [], [], [], []
         for station, hop in enumerate((*self.hops, None)):
             located = lookup.locate(ids, weights, hop)
             by_tier.append(located.held_accesses)
+            looked_up = looked_up or LookedUpRows((located.keys,), located.accesses, sum(numbers))
             if touched is not None:
                 touched.add(located.entries)
             if hop is None:
@@ -161,7 +171,8 @@ class Router:
         self.traffic.home_accesses += home
         self.traffic.node_accesses += node
         self.traffic.device_accesses += device
-        return Route(tuple(stations), tuple(requested), tuple(served), agreement, tuple(all_keys))
+        keys = tuple(all_keys)
+        return Route(tuple(stations), tuple(requested), tuple(served), agreement, keys, looked_up=looked_up)
 
     def meet(self, agreement: Agreement) -> Agreement:
         """Collective. Exchange the first messages of a look-up without any key, so that ranks in a look-up, or in

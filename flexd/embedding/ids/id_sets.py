@@ -124,10 +124,6 @@ class IdSets:
         first, count, shared, first_key = self._of(self.numbers(sets))
         return torch.where(slots < 0, shared, slots * count + sets - first).add_(first_key)
 
-    def rows(self, keys: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Return int64 [n], the rows of int64 [n] keys of the tables of int64 [n] ``numbers`` in ``tables``."""
-        return keys - self._of(numbers)[3]
-
     def places(self, rows: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (int64 [n] sets, int64 [n] slots) of int64 [n] rows of a table, none of them the shared one."""
         count = self.tables[number].sets

@@ -22,7 +22,6 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.exchange.hop import Agreement, Hop
 from flexd.embedding.exchange.route import FeatureKeys, Route, UnresolvedIds
-from flexd.embedding.features import Jagged
 from flexd.embedding.ids.answers import Answers
 from flexd.embedding.ids.distinct_ids import distinct_ids, ids_by_set
 from flexd.embedding.ids.id_sets import IdSets, UnboundedTable
@@ -52,8 +51,6 @@ class Resolution:
         counted: whether it is for training, and changes slots when it is applied.
         step, version: of ``UnboundedIds`` for which it was made.
         look_ups: look-ups over all ranks of each table.
-        features: of the batch that have unbounded ids.
-        keys, numbers: int64 [n], of their ids one after another the key, and the table in ``IdSets.tables``.
     """
 
     found: FeatureKeys
@@ -66,9 +63,6 @@ class Resolution:
     step: int
     version: int
     look_ups: Sequence[int]
-    features: Sequence[str]
-    keys: torch.Tensor
-    numbers: torch.Tensor
 
     def sources(self, route: Route) -> dict[int, torch.Tensor]:
         """Return by dim-group int64 [rows], for each row of the route's first station the row whose value it has:
@@ -224,16 +218,6 @@ class UnboundedIds:
         if len(resolution.fresh):
             self._engine.begin_rows(resolution.fresh, self._initial_states())
 
-    def with_rows(self, resolution: Resolution, features: Mapping[str, Jagged]) -> dict[str, Jagged]:
-        """Return the features of a batch with rows in place of unbounded ids."""
-        sizes = [len(features[name].values) for name in resolution.features]
-        found = self.sets.rows(resolution.keys, resolution.numbers).split_with_sizes(sizes)
-        rows = dict(zip(resolution.features, found, strict=True))
-        return {
-            name: Jagged.checked(rows[name], jagged.lengths) if name in rows else jagged
-            for name, jagged in features.items()
-        }
-
     def _seen(self, step: int, look_ups: Sequence[int]) -> tuple[int, list[int]]:
         """Return ``seen_steps`` and ``seen_look_ups`` after a look-up."""
         steps = self.seen_steps + (step > self.step)
@@ -268,7 +252,7 @@ class UnboundedIds:
         hop = _hop(world)
         none = torch.empty(0, dtype=torch.int64, device=self._device)
         size, tables = world.size, len(self.sets.tables)
-        given = found.unresolved or UnresolvedIds(none, none, none, (), [0] * tables)
+        given = found.unresolved or UnresolvedIds(none, none, none, [0] * tables)
         several = tables > 1
         hashes = self.sets.hashes(given.ids)
         chosen, number = distinct_ids(given.ids, hashes, given.numbers if several else None, waits=False)
@@ -292,7 +276,7 @@ class UnboundedIds:
             step = self.next_step + ahead.steps
         resolution = Resolution(
             replace(found, unresolved=None), None, none, none, none, {}, counted, step, self.version,
-            served[:, 1:].sum(axis=0).tolist(), given.features, none, given.numbers,
+            served[:, 1:].sum(axis=0).tolist(),
         )  # fmt: skip
         if agreement.fault or agreement.diverged:
             return resolution
@@ -309,7 +293,7 @@ class UnboundedIds:
         slots, begun = self._answers.exchange(world, slots, fresh, asked, answered)
         keys = self.sets.keys(sets.index_select(0, by_home), slots)
         keys = torch.empty_like(sets).index_copy_(0, by_home, keys).index_select(0, number)
-        resolution = replace(resolution, decisions=decisions, keys=keys)
+        resolution = replace(resolution, decisions=decisions)
         return self._resolved(resolution, given, keys, begun)
 
     def _decide(

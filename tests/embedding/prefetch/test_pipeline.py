@@ -70,7 +70,7 @@ def masked_badly(rank: int, one_thread: bool | None, bad: int) -> tuple[str, lis
             collection.optimizer.step()
 
     text = error_of(loop)
-    return text, tap._counting.tables[0].drain().rows.tolist()
+    return text, tap._counting.rows.drain()[0].rows.tolist()
 
 
 pytestmark = pytest.mark.slow
