@@ -188,7 +188,7 @@ class Tap:
     cost no synchronisation of replicas, which is what a plan weighs. On the device a step costs one ``scatter_add_``
     of the distinct rows that the look-up has found, and never waits. There are two buffers: at the end of an interval
     they change roles, and a thread reads the full one, clears it and hands a message to the agent. While the daemon
-    is slow, dead or paused, intervals are added up here, in memory bounded by the tables' rows; nothing is lost while
+    is slow, dead or paused, the counters count on here, in memory bounded by the tables' rows; nothing is lost while
     this process lives.
 
     Args:
@@ -306,6 +306,8 @@ class Tap:
         self._counters.accesses += accesses
         due = time.monotonic() - self._interval_from >= self._interval_seconds
         due |= self._interval_steps is not None and buffer.steps >= self._interval_steps
+        # While counts wait for their turn to be sent, this buffer counts on: nothing has to be read and added up.
+        due = due and not self._pending and not self._pending_passes
         if due or buffer.accesses > MAX_BUFFER_ACCESSES // 2:
             self._swap()
 

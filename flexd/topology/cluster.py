@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from enum import StrEnum
+from functools import cache
 from typing import Annotated, Any, get_type_hints
 
 import numpy as np
@@ -25,12 +26,18 @@ _Share = Annotated[float, Range(0.0, 1.0), "give a share between 0 and 1"]
 _Several = Annotated[int, Range(2, _MOST), "give a number of at least 2"]
 
 
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Return the types of its fields, with bounds. A daemon makes a cluster for each status."""
+    return get_type_hints(kind, include_extras=True)
+
+
 def _check(value: Any, where: str) -> None:
     """Raise TopologyError that names ``where`` and the key of a figure outside its bounds, of this or a part of it.
 
     Types of figures state their bounds, and what to give instead.
     """
-    hints = get_type_hints(type(value), include_extras=True)
+    hints = _hints(type(value))
     for name, given in vars(value).items():
         if is_dataclass(given):
             _check(given, f"{where}{name}.")
