@@ -52,7 +52,7 @@ BOUND_TARGET, SMALL_BOUND_TARGET, CPU_TARGET = 1.05, 1.1, 1.3
 """Bytes over the bound: of the full batch, and of ``--quick``, where sizes and bit masks weigh more."""
 
 
-PARTS = ("link", "dense", "unlimited")
+PARTS = ("link", "dense", "dense-no-prefetch", "unlimited")
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--zipf", type=float, nargs="+", default=[1.05, 1.2])
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=PARTS,
-        help="read_only: with the link limited, so with a dense part, and not limited",
+        help="read_only: with the link limited, so with a dense part, the same without flexd.prefetch, and not limited",
     )  # fmt: skip
 
 
@@ -161,7 +161,10 @@ PLANNED, FLEXSHARD = "planned exchange", "FlexShard's tiers"
 
 def read_only(options: Namespace) -> Outcome:
     figures: dict[str, Any] = {}
-    every = dict(zip(PARTS, ((options.rate_mbit, False), (options.rate_mbit, True), (None, False)), strict=True))
+    rate = options.rate_mbit
+    every = dict(
+        zip(PARTS, ((rate, False, True), (rate, True, True), (rate, True, False), (None, False, True)), strict=True)
+    )
     checks, parts = [], [every[name] for name in options.parts]
     effort, tables_read_only = verify.Effort(), (2, 4)
     if options.quick:
@@ -183,12 +186,14 @@ def read_only(options: Namespace) -> Outcome:
             tolerance = 2 * BYTES_TOLERANCE if options.quick else BYTES_TOLERANCE
             checks.append(at_most(f"{cell}: bytes, predicted against sent", difference, tolerance))
             beside_daemon = verify.Bench(cluster, ranks, Path(directory))
-            for rate, dense in parts:
+            for rate, dense, prefetch in parts:
                 part = f"{f'{rate:g} Mbit/s' if rate else 'no limit'}{', dense part' * dense}"
+                part += "" if prefetch else " without flexd.prefetch"
                 most = READ_ONLY_TARGETS.get((setting.zipf, tables, dense)) if rate else None
                 job = verify.Job(
-                    f"{cell}, {part}", setting, rate, dense, most=most or verify.NEVER_SLOWER, default=True
-                )
+                    f"{cell}, {part}", setting, rate, dense, most=most or verify.NEVER_SLOWER, default=True,
+                    prefetch=prefetch,
+                )  # fmt: skip
                 found = figures[cell][part] = beside_daemon.run(job, effort, bench.chosen)
                 print(job.name, {name: round(1000 * s) for name, s in found.items() if name.endswith("_seconds")})
                 if options.quick:

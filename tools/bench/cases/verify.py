@@ -53,6 +53,7 @@ class Job:
         rate_mbit: of a node's link; None: no limit.
         most: the largest allowed ratio of the steps.
         default: the trainers choose their exchange; otherwise it is the chain.
+        prefetch: with ``default``: their loops go over ``flexd.prefetch``, which chooses too.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Job:
     micro_batches: int = 1
     most: float = NEVER_SLOWER
     default: bool = False
+    prefetch: bool = True
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Bench:
             address = f"{self._cluster.address(0)}:{CONTROL_PORT}"
             self.ask(
                 START_SECONDS, "join", address=address, api=API, secret_file=str(self._secret),
-                micro_batches=job.micro_batches, default=job.default,
+                micro_batches=job.micro_batches, default=job.default, prefetch=job.prefetch,
             )  # fmt: skip
             try:
                 decided = self._decide(job, effort)

@@ -53,12 +53,14 @@ class VerifyingRank(Rank):
         self._batches = data.batches_of(self._setting, dist.get_rank())
         self._dense = Attention(self._setting.dim)
 
-    def join(self, address: str, api: str, secret_file: str, micro_batches: int, *, default: bool) -> None:
+    def join(
+        self, address: str, api: str, secret_file: str, micro_batches: int, *, default: bool, prefetch: bool
+    ) -> None:
         """Make the collection without a daemon and the one with."""
         self._api = api
         given: dict[str, Any] = {"micro_batches": micro_batches}
         if default:
-            given |= {"exchange": "auto", "prefetch": [None]}
+            given |= {"exchange": "auto", "prefetch": [None] if prefetch else []}
         self._trainer["chain"] = FlexdTrainer(self._setting, self._batches, **given)
         # An empty placement: replica slots, and no copies until the daemon plans them.
         trainer = FlexdTrainer(self._setting, self._batches, target=Placement.empty(), **given)
