@@ -37,7 +37,7 @@ def _check(value: Any, where: str) -> None:
 
     Types of figures state their bounds, and what to give instead.
     """
-    hints = _hints(type(value))
+    hints = _hints(value.__class__)
     for name, given in vars(value).items():
         if is_dataclass(given):
             _check(given, f"{where}{name}.")

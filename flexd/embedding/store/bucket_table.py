@@ -25,8 +25,12 @@ _MAX_MOVES = 500
 _MODULUS = 37
 
 
+BYTES_PER_KEY = 10
+"""Of a table filled to its capacity, with keys of 31 bits."""
+
+
 class BucketTable:
-    """Maps distinct keys to int32 values. Not thread-safe while it changes.
+    """A ``KeyTable``.
 
     Args:
         capacity: number of keys for which memory is allocated; with more the table grows, which takes time in
@@ -52,12 +56,10 @@ class BucketTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cells, and of the numbers that place keys in them."""
         held = (self._keys, self._values, self._places, self._multipliers, self._bases)
         return sum(tensor.nbytes for tensor in held)
 
     def find(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [n] keys -> (bool [n] is in the table, int64 [n] its cell; some cell where it is not)."""
         buckets = self._buckets_of(keys)
         # One byte a cell: as one number, a bucket without the key is 0, and one with it a power of two.
         words = self._matches(keys, buckets).view(torch.int64)
@@ -68,7 +70,6 @@ class BucketTable:
         return found, torch.add(place.bitwise_and_(BUCKET_CELLS - 1), bucket, alpha=BUCKET_CELLS)
 
     def values_of(self, keys: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
-        """int64 [n] keys -> int32 [n] values, and int32 [] ``absent``, which no value exceeds, for other keys."""
         if devices.in_host_memory(keys):  # half the time, with twice the kernels
             found, cells = self.find(keys)
             return torch.where(found, self.values_at(cells), absent)
@@ -82,31 +83,24 @@ class BucketTable:
         return held == keys.to(self._dtype).unsqueeze(1)
 
     def values_at(self, cells: torch.Tensor) -> torch.Tensor:
-        """int64 [n] cells, none -1 -> int32 [n] values."""
         return self._values.view(-1).index_select(0, cells)
 
     def set_values(self, cells: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace the values of int64 [n] distinct cells."""
         self._values.view(-1).index_copy_(0, cells, values)
 
     def shift_values(self, bounds: torch.Tensor, shifts: torch.Tensor) -> None:
-        """Add to all values int32 [b + 1] ``shifts`` by their place among int32 [b] ascending ``bounds``. Linear in the
-        table."""
         for block in torch.split(self._values.view(-1), _SHIFTED_CELLS):
             block += shifts.index_select(0, torch.searchsorted(bounds, block, right=True, out_int32=True))
 
     def items(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return int64 [n] keys and int32 [n] values, in the order of the cells."""
         used = (self._keys.view(-1) != _FREE).nonzero().view(-1)
         return self._keys.view(-1).index_select(0, used).to(torch.int64), self.values_at(used)
 
     def remove(self, cells: torch.Tensor) -> None:
-        """Remove the keys at int64 [n] distinct cells, as ``find`` returned them."""
         self._keys.view(-1).index_fill_(0, cells, _FREE)
         self._size -= len(cells)
 
     def insert(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Insert int64 [n] keys, each once and none of them in the table, with int32 [n] values."""
         if len(keys) == 0:
             return
         if self._size + len(keys) > self._capacity:

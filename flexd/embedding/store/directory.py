@@ -12,6 +12,7 @@ from flexd.core.arrays import Int32Array, Int64Array, UInt8Array, first_of_run
 from flexd.core.keyspace import DimGroup
 from flexd.core.placement import REHOMED, RankLayout, Tier, is_rehomed, nodes_of_rehomed
 from flexd.embedding.store.bucket_table import MAX_LOAD, BucketTable
+from flexd.embedding.store.key_table import ABSENT, is_dense, key_table
 
 BLOCK = 64
 """Numbers of a block: one word of bits."""
@@ -135,7 +136,7 @@ def _by_home(homes: Int64Array) -> list[tuple[int, Int64Array]]:
 _GROWTH = 8
 
 
-NOT_REHOMED = 2**31 - 1
+NOT_REHOMED = ABSENT
 """The place of a row that has not moved."""
 
 
@@ -235,7 +236,7 @@ class Directory:
         self.groups = len(groups)
         self.device = device
         self._first_keys = np.array([group.first_key for group in groups], dtype=np.int64)
-        self._table = BucketTable(max_rows, groups[-1].end_key, device)
+        self._table = key_table(max_rows, groups[-1].end_key, device)
         self.pools = [EntryPool(layout.world_size) for _ in range(2 * self.groups)]
         """Of each dim-group: NODE rows, DEVICE rows."""
         self.starts = [0] * (2 * self.groups + 1)
@@ -457,14 +458,15 @@ def max_listed_rows(group: DimGroup, layout: RankLayout, replica_slots: int) -> 
     return 0 if holders == 1 else min(group.rows, replica_slots * holders // (holders - 1))
 
 
-def max_directory_bytes(max_rows: int, homes: int, groups: int, *, wide: bool) -> int:
+def max_directory_bytes(max_rows: int, homes: int, groups: int, end_key: int) -> int:
     """Return the upper bound of ``Directory.nbytes``.
 
     Args:
         max_rows: the argument of the directory, of which no more rows are listed.
-        wide: keys beyond 2^31.
+        end_key: of the last dim-group.
     """
     cells = int(max_rows / MAX_LOAD) + 4 * 8
+    table = 4 * (end_key + 1) if is_dense(max_rows, end_key) else cells * (8 if end_key <= 2**31 else 12)
     # Each pool has at most twice the blocks that its rows fill, and a few.
     numbers = 2 * (max_rows + 2 * groups * homes * BLOCK) + 2 * groups * 17 * BLOCK
-    return cells * (12 if wide else 8) + 8 * (37 + 4 + 1) + numbers * (4 + 4 + 1)
+    return table + 8 * (37 + 4 + 1) + numbers * (4 + 4 + 1)

@@ -123,7 +123,7 @@ def rank_memory(
     """
     max_rows = sum(max_listed_rows(store.group, layout, store.replica_slots) for store in stores)
     world, groups = layout.world_size, len(stores)
-    at_most = max_directory_bytes(max_rows, world, groups, wide=stores[-1].group.end_key > 2**31)
+    at_most = max_directory_bytes(max_rows, world, groups, stores[-1].group.end_key)
     blocks = 2 * (max_rows // BLOCK + 2 * groups * (world + 17))
     # One list upwards and one across a hop has a row once, one downwards once per peer.
     lists = _LIST_BYTES_PER_BLOCK * blocks * (4 + layout.nodes + layout.local_ranks) if max_rows else 0

@@ -77,7 +77,7 @@ def check(directory: Directory, expected: Rows, groups: int) -> dict[int, int]:
     assert (
         dict(zip(all_keys.tolist(), zip(all_tiers.tolist(), all_slots.tolist(), strict=True), strict=True)) == expected
     )
-    assert directory.nbytes <= max_directory_bytes(1240, directory.layout.world_size, groups, wide=False)
+    assert directory.nbytes <= max_directory_bytes(1240, directory.layout.world_size, groups, end)
     return numbers
 
 
