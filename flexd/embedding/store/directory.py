@@ -11,8 +11,7 @@ import torch
 from flexd.core.arrays import Int32Array, Int64Array, UInt8Array, first_of_run
 from flexd.core.keyspace import DimGroup
 from flexd.core.placement import REHOMED, RankLayout, Tier, is_rehomed, nodes_of_rehomed
-from flexd.embedding.store.bucket_table import MAX_LOAD, BucketTable
-from flexd.embedding.store.key_table import ABSENT, is_dense, key_table
+from flexd.embedding.store.key_table import ABSENT, MAX_LOAD, BucketTable, is_dense, key_table
 
 BLOCK = 64
 """Numbers of a block: one word of bits."""

@@ -7,8 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.embedding.store.bucket_table import BUCKET_CELLS, BucketTable
-from flexd.embedding.store.key_table import ABSENT, DenseKeyTable, KeyTable, is_dense, key_table
+from flexd.embedding.store.key_table import (
+    ABSENT,
+    BUCKET_CELLS,
+    BucketTable,
+    DenseKeyTable,
+    KeyTable,
+    is_dense,
+    key_table,
+)
 
 CPU = torch.device("cpu")
 

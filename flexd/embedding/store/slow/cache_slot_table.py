@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.bucket_table import BucketTable
+from flexd.embedding.store.key_table import BucketTable
 
 # Scores of rows with a known next use begin here, above every count.
 _AHEAD = 1e12
