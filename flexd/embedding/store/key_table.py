@@ -24,7 +24,7 @@ BYTES_PER_KEY = 10
 """Of a table filled to its capacity, with keys of 31 bits."""
 ABSENT = 2**31 - 1
 """No value of a table."""
-_SMALL_KEYS = 2**22
+_SMALL_KEYS = 2**20
 # Cells that ``shift_values`` changes at once: its temporaries stay small.
 _SHIFTED_CELLS = 2**18
 
@@ -74,7 +74,7 @@ class KeyTable(Protocol):
 
 def is_dense(capacity: int, max_key: int) -> bool:
     """Return whether ``key_table`` returns a dense table: it is small, or no larger than the other one."""
-    return max_key < max(_SMALL_KEYS, capacity * BYTES_PER_KEY // 4)
+    return capacity > 0 and max_key < max(_SMALL_KEYS, capacity * BYTES_PER_KEY // 4)
 
 
 def key_table(capacity: int, max_key: int, device: torch.device) -> KeyTable:

@@ -78,12 +78,15 @@ def test_a_table_equals_a_dict(
         assert lookup(table, queried) == [expected.get(key) for key in queried]
 
 
-@pytest.mark.parametrize(("capacity", "max_key"), [(0, 2**22), (2**20, 2 * 2**20), (2**20, 2**30), (2**21, 6 * 2**20)])
+@pytest.mark.parametrize(
+    ("capacity", "max_key"),
+    [(0, 500), (1, 2**20), (1, 2**20 - 1), (2**20, 2 * 2**20), (2**20, 2**30), (2**21, 6 * 2**20)],
+)
 def test_a_table_is_dense_where_it_is_small_or_no_larger_than_buckets(capacity: int, max_key: int) -> None:
     table = key_table(capacity, max_key, torch.device("meta"))
     dense = isinstance(table, DenseKeyTable)
-    assert dense == is_dense(capacity, max_key) == (max_key < 2**22 or 4 * max_key < 10 * capacity)
-    assert dense or table.nbytes < 4 * max_key
+    assert dense == is_dense(capacity, max_key) == (capacity > 0 and (max_key < 2**20 or 4 * max_key < 10 * capacity))
+    assert dense or table.nbytes < 4 * max(max_key, 500)
 
 
 @settings(max_examples=10, deadline=None)
