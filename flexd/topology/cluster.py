@@ -28,7 +28,7 @@ _Several = Annotated[int, Range(2, _MOST), "give a number of at least 2"]
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    """Return the types of its fields, with bounds. A daemon makes a cluster for each status."""
+    """Return the types of a class's fields, with bounds. Kept, because a daemon makes a cluster for each status."""
     return get_type_hints(kind, include_extras=True)
 
 

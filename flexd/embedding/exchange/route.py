@@ -166,8 +166,8 @@ class LookedUpRows:
     """The rows that a rank looks up for itself in one pass, without the ids of bags that arrive from other ranks.
 
     Attributes:
-        addresses: int64 [m], in parts.
-        accesses: int64 [m] look-ups of each of the only part; None: one each, of repeated addresses.
+        addresses: int64 [m], in one part or several.
+        accesses: int64 [m] look-ups of each address of the only part; None: one each, and addresses repeat.
         total: number of look-ups.
     """
 

@@ -18,10 +18,8 @@ _MULTIPLIERS = (-7046029254386353131, -4417276706812531889)
 _MAX_MOVES = 500
 # 2 generates every residue but 0, so the places 2**(8 c) and 2**(8 c + 1) of one set bit have distinct residues.
 _MODULUS = 37
-
-
 BYTES_PER_KEY = 10
-"""Of a table filled to its capacity, with keys of 31 bits."""
+"""Of a ``BucketTable`` filled to its capacity, with keys of 31 bits."""
 ABSENT = 2**31 - 1
 """No value of a table."""
 _SMALL_KEYS = 2**20

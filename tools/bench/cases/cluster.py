@@ -52,14 +52,18 @@ BOUND_TARGET, SMALL_BOUND_TARGET, CPU_TARGET = 1.05, 1.1, 1.3
 """Bytes over the bound: of the full batch, and of ``--quick``, where sizes and bit masks weigh more."""
 
 
-PARTS = ("link", "dense", "dense-no-prefetch", "unlimited")
+# Of read_only: (whether the link is limited, with a dense part, over flexd.prefetch).
+PARTS = {
+    "link": (True, False, True), "dense": (True, True, True), "dense-no-prefetch": (True, True, False),
+    "unlimited": (False, False, True),
+}  # fmt: skip
 
 
 def arguments(parser: ArgumentParser) -> None:
     strategies.arguments(parser, rounds=4, steps=10)
     parser.add_argument("--zipf", type=float, nargs="+", default=[1.05, 1.2])
     parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=PARTS,
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS),
         help="read_only: with the link limited, so with a dense part, the same without flexd.prefetch, and not limited",
     )  # fmt: skip
 
@@ -161,11 +165,7 @@ PLANNED, FLEXSHARD = "planned exchange", "FlexShard's tiers"
 
 def read_only(options: Namespace) -> Outcome:
     figures: dict[str, Any] = {}
-    rate = options.rate_mbit
-    every = dict(
-        zip(PARTS, ((rate, False, True), (rate, True, True), (rate, True, False), (None, False, True)), strict=True)
-    )
-    checks, parts = [], [every[name] for name in options.parts]
+    checks, parts = [], [PARTS[name] for name in options.parts]
     effort, tables_read_only = verify.Effort(), (2, 4)
     if options.quick:
         parts, tables_read_only = parts[:1], (4,)
@@ -186,7 +186,8 @@ def read_only(options: Namespace) -> Outcome:
             tolerance = 2 * BYTES_TOLERANCE if options.quick else BYTES_TOLERANCE
             checks.append(at_most(f"{cell}: bytes, predicted against sent", difference, tolerance))
             beside_daemon = verify.Bench(cluster, ranks, Path(directory))
-            for rate, dense, prefetch in parts:
+            for limited, dense, prefetch in parts:
+                rate = options.rate_mbit if limited else None
                 part = f"{f'{rate:g} Mbit/s' if rate else 'no limit'}{', dense part' * dense}"
                 part += "" if prefetch else " without flexd.prefetch"
                 most = READ_ONLY_TARGETS.get((setting.zipf, tables, dense)) if rate else None
